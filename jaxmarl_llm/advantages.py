@@ -1,0 +1,187 @@
+"""From rewards to advantages: weigh the components, back up over the forest, credit completions, compare siblings.
+
+Pure functions over flat, padded tables (see ``types.py``). Every reduction is a segment reduction over integer ids,
+so ragged, empty and single-member groups need no special layout. Letters besides the legend: K groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+
+@struct.dataclass
+class GroupStats:
+    """Statistics over the valid members of each group; all zero for a group without one."""
+
+    mean: Float[Array, "K"]
+    variance: Float[Array, "K"]  # population (divided by the count)
+    count: Int[Array, "K"]
+    low: Float[Array, "K"]
+    high: Float[Array, "K"]
+
+
+def scalarise(rewards: Mapping[str, Float[Array, "J A"]], weights: Mapping[str, float | int]) -> Float[Array, "J A"]:
+    """One reward per role, ``sum_c weights[c] * rewards[c]``. Components without a weight are left out.
+
+    JoyAgents-R1 trains on accuracy + format - efficiency but remembers by accuracy + format: two sets of weights.
+    """
+    if not weights:
+        raise ValueError("reward weights are empty: name at least one component")
+    unknown = sorted(set(weights) - set(rewards))
+    if unknown:
+        raise KeyError(f"no reward component {', '.join(unknown)}; the environment pays {', '.join(sorted(rewards))}")
+    return sum((weight * rewards[name] for name, weight in weights.items()), start=jnp.zeros(()))
+
+
+def returns_to_go(
+    rewards: Float[Array, "J A"],
+    parent: Int[Array, "J"],
+    turn: Int[Array, "J"],
+    valid: Bool[Array, "J"],
+    *,
+    max_turns: int,
+    discount: float = 1.0,
+    backup: str = "mean",
+) -> tuple[Float[Array, "J A"], Bool[Array, "J"]]:
+    """Return of every transition: ``R_j = r_j + discount * mean_{valid children i} R_i``, and r_j at a leaf.
+
+    MAGRPO: on chains the paper's return-to-go (sum of r from t on), on trees the library's child mean. Rows come in
+    any order. An invalid transition is out of its siblings' mean; one whose children are all invalid is invalid
+    itself, since its return is unknown. Returns of invalid rows are 0.
+
+    Children have a later turn than their parent, turns are below ``max_turns``, and padding rows have parent -1.
+    """
+    if backup != "mean":
+        raise ValueError(f"backup is 'mean', not {backup!r}")
+    num = parent.shape[0]
+
+    def one_turn(i, carry):
+        returns, ok = carry
+        t = max_turns - 1 - i
+        later, here = turn > t, turn == t
+        usable = later & ok
+        total = jax.ops.segment_sum(jnp.where(usable[:, None], returns, 0.0), parent, num)  # drops roots: -1
+        count = jax.ops.segment_sum(usable.astype(returns.dtype), parent, num)
+        leaf = jax.ops.segment_sum(later.astype(jnp.int32), parent, num) == 0
+        backed_up = returns + discount * total / jnp.maximum(count, 1.0)[:, None]
+        return jnp.where(here[:, None], backed_up, returns), ok & (~here | leaf | (count > 0))
+
+    returns, ok = jax.lax.fori_loop(0, max_turns, one_turn, (rewards, valid))
+    return jnp.where(ok[:, None], returns, 0.0), ok
+
+
+def step_returns(
+    steps: Int[Array, "J W"],
+    role_of_step: Int[Array, "C"],
+    returns: Float[Array, "J A"],
+    valid: Bool[Array, "J"],
+    *,
+    num_steps: int,
+    reduce: str = "mean",
+) -> tuple[Float[Array, "C"], Bool[Array, "C"]]:
+    """Credit of each completion: mean or sum, over the valid joint actions it is part of, of its own role's return.
+
+    MAGRPO in cross mode: a completion is part of K^(n-1) joint actions. The official trainer sums over them, so its
+    advantages are K^(n-1) times those of the mean (keep this in mind when comparing learning rates). In a sum an
+    invalid joint action is simply missing: use the mean where rewards may be invalid. A completion of no valid joint
+    action is invalid and gets 0.
+    """
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f"reduce is 'mean' or 'sum', not {reduce!r}")
+    if num_steps != role_of_step.shape[0]:
+        raise ValueError(f"num_steps is {num_steps}, but role_of_step has {role_of_step.shape[0]} rows")
+    used = (steps >= 0) & valid[:, None]
+    role = role_of_step[jnp.where(used, steps, 0)]
+    value = jnp.take_along_axis(returns, role, axis=1)
+    ids = jnp.where(used, steps, num_steps).ravel()  # out of range: dropped by segment sums
+    total = jax.ops.segment_sum(value.ravel(), ids, num_steps)
+    count = jax.ops.segment_sum(used.ravel().astype(returns.dtype), ids, num_steps)
+    return (total / jnp.maximum(count, 1.0) if reduce == "mean" else total), count > 0
+
+
+def group_advantage(
+    values: Float[Array, "C"],
+    group: Int[Array, "C"],
+    valid: Bool[Array, "C"],
+    *,
+    num_groups: int,
+    centre: str,
+    scale: str,
+    ddof: int = 0,
+    eps: float = 1e-6,
+    singleton: str = "zero",
+) -> tuple[Float[Array, "C"], GroupStats]:
+    """Group-relative advantage ``A_i = (x_i - centre_k) / (std_k + eps)``, over the valid members of each group k.
+
+    centre: ``mean`` (GRPO; MAGRPO eq. 2), ``loo`` the mean of the others, equal to n/(n-1) (x - mean) (RLOO, MARLOO),
+        ``max`` (MAREMAX), ``none`` (MAREINFORCE).
+    scale: ``std`` (GRPO, JoyAgents-R1; ``ddof=1`` is torch's sample std, as in Dr. MAS) or ``none`` (MAGRPO).
+    singleton: what a centred group of one gets, having nobody to be compared with: ``zero``, or ``raw`` its value
+        (Dr. MAS: mean 0 and std 1). With centre ``none`` nothing is compared, and one member is like any other.
+
+    With scale ``std`` mean and loo are one estimator up to the factor n/(n-1), whereas max and none differ from mean
+    by a shift that is constant in the group. All four coincide only when the advantage itself is standardised, mean
+    included (CoMLRL's ``advantage_normalization``): here that is centre ``mean``. The std is the group's own with
+    every centre, never that of the others, which vanishes for rewards [0, .95, ..., .95].
+
+    Members that are all equal (high == low) get exactly 0 when centred, and are not scaled with centre ``none``.
+    Finite values give finite advantages, at most sqrt(n - 1) for mean and std. Invalid members get 0 and are in no
+    statistic. Ids of valid members are in [0, num_groups), in any order; groups may be empty.
+    """
+    if centre not in ("mean", "loo", "max", "none"):
+        raise ValueError(f"centre is 'mean', 'loo', 'max' or 'none', not {centre!r}")
+    if scale not in ("std", "none"):
+        raise ValueError(f"scale is 'std' or 'none', not {scale!r}")
+    if singleton not in ("zero", "raw"):
+        raise ValueError(f"singleton is 'zero' or 'raw', not {singleton!r}")
+    x, ids = values, jnp.where(valid, group, num_groups)  # out of range: dropped by segment reductions
+    count = jax.ops.segment_sum(valid.astype(jnp.int32), ids, num_groups)
+    n = jnp.maximum(count, 1).astype(x.dtype)
+    low = jnp.where(count > 0, jax.ops.segment_min(x, ids, num_groups), 0.0)
+    high = jnp.where(count > 0, jax.ops.segment_max(x, ids, num_groups), 0.0)
+    # Measured from the lowest member (equal members are exactly 0, whatever their size) and in units of the spread
+    # (squares neither overflow nor vanish). A spread below the smallest normal number would flush to 0: equal too.
+    flat = high - low < jnp.finfo(x.dtype).tiny
+    unit = jnp.where(flat, 1.0, high - low)
+    above = x - low[group]
+    mean_above = jax.ops.segment_sum(above, ids, num_groups) / n
+    deviation = above - mean_above[group]
+    squares = jax.ops.segment_sum((deviation / unit[group]) ** 2, ids, num_groups)
+    variance = jnp.where(flat, 0.0, unit**2 * (squares / n))
+    stats = GroupStats(mean=low + mean_above, variance=variance, count=count, low=low, high=high)
+
+    centred = {
+        "mean": lambda: deviation,
+        "loo": lambda: deviation * (n / jnp.maximum(n - 1.0, 1.0))[group],
+        "max": lambda: x - high[group],
+        "none": lambda: x,
+    }[centre]()
+    if scale == "std":
+        std = jnp.sqrt(squares / jnp.maximum(n - ddof, 1.0))  # in units of the spread
+        centred = centred / unit[group] / jnp.where(flat, 1.0, std + eps / unit)[group]
+    if centre != "none":
+        centred = jnp.where(flat[group], 0.0, centred)
+        centred = jnp.where((count == 1)[group], x if singleton == "raw" else 0.0, centred)
+    return jnp.where(valid, centred, 0.0), stats
+
+
+def group_ids(*columns: Int[Array, "C"], sizes: tuple[int, ...]) -> tuple[Int[Array, "C"], int]:
+    """Mixed-radix key of several columns, and the number of keys: ``((c0 * size1) + c1) * size2 + c2 ...``.
+
+    The group of an estimator: task x role (Dr. MAS), task x role x turn, or a node id alone (JoyAgents-R1, MAGRPO).
+    Values of column i are in [0, sizes[i]).
+    """
+    if not columns or len(columns) != len(sizes):
+        raise ValueError(f"{len(columns)} columns for {len(sizes)} sizes: give one size for each column")
+    if math.prod(sizes) > jnp.iinfo(columns[0].dtype).max:
+        raise ValueError(f"sizes {sizes} make more keys than {columns[0].dtype} can hold")
+    key = columns[0]
+    for column, size in zip(columns[1:], sizes[1:], strict=True):
+        key = key * size + column
+    return key, math.prod(sizes)

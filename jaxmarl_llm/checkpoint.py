@@ -1,0 +1,117 @@
+"""Orbax checkpoints of the whole run: one save, one restore, bit-exact.
+
+Orbax makes a step directory atomic but does not check its contents: a flipped bit or an empty newest step restores
+silently wrong or not at all. So every step carries the SHA-256 of each leaf, a restore verifies them, and a step that
+fails is moved to ``corrupt/`` in favour of the one before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.types import PyTree
+
+
+def digests(tree: PyTree) -> dict[str, str]:
+    """SHA-256 of dtype, shape and bytes of every leaf, by path. Typed keys count as their key data."""
+    out = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.ascontiguousarray(leaf)
+        header = f"{array.dtype} {array.shape} ".encode()
+        out[jax.tree_util.keystr(path)] = hashlib.sha256(header + array.tobytes()).hexdigest()
+    return out
+
+
+class Checkpointer:
+    """Steps under ``<workdir>/checkpoints/<step>``; saving is asynchronous, ``close`` waits for it."""
+
+    def __init__(self, workdir: str | epath.Path, *, keep: int = 2):
+        self.root = epath.Path(workdir).absolute() / "checkpoints"
+        self._manager = self._open(keep)
+        self._keep = keep
+
+    def _open(self, keep: int) -> ocp.CheckpointManager:
+        # cleanup_tmp_directories removes what a killed save left half-written.
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        return ocp.CheckpointManager(self.root, options=options)
+
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
+        """Start saving; returns once the arrays are copied. ``meta`` is JSON: configuration, versions, cursors."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+                if not bool(jax.numpy.isfinite(leaf).all()):
+                    raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} is not finite; not saved")
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({**meta, "sha256": digests(state)})
+            ),
+        )
+
+    def restore(self, like: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any], int] | None:
+        """The newest good step (or ``step``) as (state, meta, step); None when nothing was ever saved.
+
+        ``like`` gives structure, shapes, dtypes and shardings (arrays or ShapeDtypeStructs). Raises ConfigError when
+        there are steps but none is good: never a fresh start in a used directory.
+        """
+        tried = []
+        for candidate in [step] if step is not None else self.steps()[::-1]:
+            problem = None
+            try:
+                got = self._manager.restore(
+                    candidate, args=ocp.args.Composite(state=ocp.args.StandardRestore(like), meta=ocp.args.JsonRestore())
+                )
+            except (OSError, ValueError, KeyError, TypeError) as error:  # what Orbax and TensorStore raise on damage
+                problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            else:
+                wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(k) != v]
+                if not wrong:
+                    return got.state, got.meta, candidate
+                problem = f"checksum of {wrong[0]} differs"
+            tried.append(f"step {candidate} ({problem})")
+            logging.getLogger(__name__).warning("checkpoint %s: %s; trying the one before", self.root, tried[-1])
+            if step is None:
+                self._quarantine(candidate)
+        if tried:
+            raise ConfigError(f"{self.root}: no usable checkpoint: {'; '.join(tried)}")
+        return None
+
+    def read_meta(self) -> dict[str, Any] | None:
+        """Meta of the newest step whose meta can be read, without touching its arrays."""
+        for step in self.steps()[::-1]:
+            try:
+                return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+            except (OSError, ValueError, KeyError):
+                continue
+        return None
+
+    def _quarantine(self, step: int) -> None:
+        self._manager.close()
+        target = self.root.parent / "corrupt"
+        target.mkdir(parents=True, exist_ok=True)
+        name, n = f"{step}", 0
+        while (target / name).exists():
+            n += 1
+            name = f"{step}.{n}"
+        (self.root / str(step)).rename(target / name)
+        self._manager = self._open(self._keep)
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.wait_until_finished()
+        self._manager.close()

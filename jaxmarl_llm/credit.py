@@ -1,0 +1,85 @@
+"""From rewards on transitions to one advantage per step: return transform, then normaliser, over the whole tree.
+
+Runs before the split by model, so that one agent's advantage may depend on another's steps. Compiled once per bucket of
+table sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmarl_llm.advantages import GroupStats, group_advantage, group_ids, returns_to_go, scalarise, step_returns
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.types import Tree
+
+GROUPS = ("node", "task", "task_role", "task_role_turn")
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Return and group-relative advantage. See advantages.py for each formula."""
+
+    discount: float = 1.0
+    group: str = "node"  # the siblings compared: node, task, task_role (Dr. MAS) or task_role_turn
+    centre: str = "mean"  # mean, loo (leave-one-out), max or none
+    scale: str = "std"  # std or none
+    ddof: int = 0  # 0 population, 1 sample standard deviation
+    singleton: str = "zero"  # advantage of a group of one: zero, or raw (its value)
+    reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
+
+    def check(self, path: str) -> None:
+        choices = {"group": GROUPS, "centre": ("mean", "loo", "max", "none"), "scale": ("std", "none"),
+                   "singleton": ("zero", "raw"), "reduce": ("mean", "sum"), "ddof": (0, 1)}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{path}.{name}: expected one of {known}, got {getattr(self, name)!r}")
+        if not 0 <= self.discount <= 1:
+            raise ConfigError(f"{path}.discount: expected in [0, 1], got {self.discount}")
+
+
+@struct.dataclass
+class Credited:
+    returns: Float[Array, "C"]
+    advantage: Float[Array, "C"]
+    valid: Bool[Array, "C"]  # the step has a return
+    group: Int[Array, "C"]
+    stats: GroupStats  # over groups
+    group_task: Int[Array, "K"]  # task, role, model and turn of each group's first step (0 for an empty group)
+    group_role: Int[Array, "K"]
+    group_model: Int[Array, "K"]
+    group_turn: Int[Array, "K"]
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "weights", "max_turns", "num_tasks", "num_roles"))
+def assign(
+    cfg: Credit, tree: Tree, *, weights: tuple[tuple[str, float], ...], max_turns: int, num_tasks: int, num_roles: int
+) -> Credited:
+    """Credit every step of the tree. ``weights``: (component, weight) pairs that make the scalar reward."""
+    nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
+    reward = scalarise(moves.rewards, dict(weights))
+    returns, returned = returns_to_go(
+        reward, moves.parent, moves.turn, moves.valid, max_turns=max_turns, discount=cfg.discount)
+    c = steps.node.shape[0]
+    role = nodes.role[steps.node]
+    value, has = step_returns(moves.steps, role, returns, returned, num_steps=c, reduce=cfg.reduce)
+    valid = has & steps.valid
+    task, turn = nodes.task[steps.node], nodes.turn[steps.node]
+    columns = {"task": (task,), "task_role": (task, role), "task_role_turn": (task, role, turn)}
+    sizes = (num_tasks, num_roles, max_turns)
+    if cfg.group == "node":
+        group, count = steps.node, nodes.role.shape[0]
+    else:
+        group, count = group_ids(*columns[cfg.group], sizes=sizes[: len(columns[cfg.group])])
+    advantage, stats = group_advantage(
+        value, group, valid, num_groups=count, centre=cfg.centre, scale=cfg.scale, ddof=cfg.ddof,
+        singleton=cfg.singleton)
+    first = jax.ops.segment_min(jnp.where(valid, jnp.arange(c), c), group, count)
+    of = lambda column: jnp.where(first < c, column[jnp.minimum(first, c - 1)], 0)
+    model = nodes.model[steps.node]
+    return Credited(value, advantage, valid, group, stats, of(task), of(role), of(model), of(turn))

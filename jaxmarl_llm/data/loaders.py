@@ -1,0 +1,261 @@
+"""Task files -> lists of plain dict tasks. Local first: an explicit directory, else the samples in the package.
+
+``load`` returns ``(tasks, source)``; ``source`` says which files were read and is meant for the run's log. A directory
+holds one folder per dataset, with the upstream file names:
+
+    gsm8k/{train,test}.jsonl                        MIT             openai/grade-school-math
+    bfcl/BFCL_v4_<category>.json + possible_answer/ Apache-2.0      ShishirPatil/gorilla
+    hotpotqa/dev_distractor_slice.json              CC-BY-SA-4.0    hotpotqa.github.io, distractor setting
+    taubench_retail/{users,orders,products,tasks_<split>}.json  MIT sierra-research/tau-bench
+
+A name with a slash, such as ``openai/gsm8k``, is a Hugging Face hub id and goes through ``datasets``. Bad data raises
+ConfigError with one line that names file, line and field; nothing is skipped silently. Datasets without a train split
+upstream (BFCL, HotpotQA) are split 80/20 by a hash of the id, so that a task never changes sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmarl_llm.text import ConfigError
+
+Task = dict[str, Any]
+Row = tuple[str, Mapping[str, Any]]  # where ("file, line 3") and the row
+Tasks = list[tuple[str, Task]]
+
+FIXTURES = Path(__file__).parent / "fixtures"
+CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")  # BFCL files read, if there
+HUB_CONFIGS = {"openai/gsm8k": "main", "hotpotqa/hotpot_qa": "distractor"}
+
+
+def load(
+    name: str, *, data_dir: str | Path | None = None, split: str, limit: int | None = None, seed: int = 0
+) -> tuple[list[Task], str]:
+    """Tasks of one dataset, shuffled by ``seed``, the first ``limit`` of them (None: all).
+
+    Fields by dataset, besides ``id``: gsm8k ``question solution answer``; bfcl ``question functions answers category``;
+    hotpotqa ``question answer passages supporting`` (passages are ``[title, text]``); taubench_retail ``user_id
+    instruction actions outputs``. Other hub datasets: their rows as they are. Raises ConfigError.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be at least 1, not {limit}")
+    if "/" in name:
+        pairs, source = _from_hub(name, split)
+    elif name in _READERS:
+        root = _folder(name, data_dir)
+        pairs, files = _READERS[name](root, split)
+        source = f"{root} ({', '.join(f.name for f in files)})"
+    else:
+        raise ConfigError(f"dataset {name!r}: expected one of {', '.join(_READERS)} or a hub id org/name")
+    if not pairs:
+        raise ConfigError(f"{source}: no tasks in split {split}")
+    seen: dict[str, str] = {}
+    for where, task in pairs:
+        if task["id"] in seen:
+            raise ConfigError(f"{where}: field 'id': {task['id']!r} is a duplicate of {seen[task['id']]}")
+        seen[task["id"]] = where
+    if name in _UNSPLIT:
+        pairs = _hashed(pairs, split, source)
+    tasks = [task for _, task in pairs]
+    random.Random(f"{name} {split} {seed}").shuffle(tasks)
+    return tasks[:limit], f"{source}, split {split}, {min(len(tasks), limit or len(tasks))} of {len(tasks)}"
+
+
+def load_retail_db(data_dir: str | Path | None = None) -> tuple[dict[str, dict], str]:
+    """The shop's database ``{"users", "orders", "products"}`` and its source."""
+    root = _folder("taubench_retail", data_dir)
+    db = {}
+    for table in ("users", "orders", "products"):
+        db[table] = _json(root / f"{table}.json")
+        if not isinstance(db[table], dict) or not db[table]:
+            raise ConfigError(f"{root / table}.json: expected a filled object of records by id")
+    for key, order in db["orders"].items():
+        for field in ("user_id", "status", "items", "payment_history", "address"):
+            _need(order, field, object, f"{root / 'orders.json'}, order {key}")
+        if order["user_id"] not in db["users"]:
+            raise ConfigError(f"{root / 'orders.json'}, order {key}: field 'user_id' names no user in users.json")
+    return db, str(root)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _folder(name: str, data_dir: str | Path | None) -> Path:
+    root = (Path(data_dir) if data_dir is not None else FIXTURES) / name
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such folder (data_dir must hold a folder {name!r})")
+    return root
+
+
+def _text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8 (byte {raw[error.start]:#04x})") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    lines = _text(path).split("\n")  # not splitlines: JSON text may hold other line separators
+    if not any(line.strip() for line in lines):
+        raise ConfigError(f"{path}: empty")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+            yield f"{path}, line {number}", row
+
+
+def _json_list(path: Path) -> Iterator[Row]:
+    rows = _json(path)
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{path}: expected a filled list")
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number}", row
+
+
+def _need(row: Any, field: str, kind: type, where: str) -> Any:
+    """row[field], which must be there and of this kind; text must not be empty."""
+    if not isinstance(row, dict) or field not in row:
+        raise ConfigError(f"{where}: field {field!r} is missing")
+    if not isinstance(row[field], kind) or row[field] == "":
+        raise ConfigError(f"{where}: field {field!r} must be a filled {kind.__name__}")
+    return row[field]
+
+
+def _hashed(pairs: Tasks, split: str, source: str) -> Tasks:
+    """80/20 by a hash of the id."""
+    if split not in ("train", "test"):
+        raise ConfigError(f"{source}: split {split!r}: expected train or test")
+    chosen = []
+    for where, task in pairs:
+        held_out = int(hashlib.sha256(task["id"].encode()).hexdigest(), 16) % 5 == 0
+        if held_out == (split == "test"):
+            chosen.append((where, task))
+    if not chosen:
+        raise ConfigError(f"{source}: no tasks in split {split}")
+    return chosen
+
+
+# -- datasets ----------------------------------------------------------------------------------------------------------
+
+
+def _gsm8k_row(where: str, row: Mapping[str, Any], id: str) -> Task:
+    question, solution = _need(row, "question", str, where), _need(row, "answer", str, where)
+    if "####" not in solution:
+        raise ConfigError(f"{where}: field 'answer' has no final answer after ####")
+    return {"id": id, "question": question, "solution": solution, "answer": solution.rsplit("####", 1)[1].strip()}
+
+
+def _gsm8k(root: Path, split: str) -> tuple[Tasks, list[Path]]:
+    path = root / f"{split}.jsonl"
+    return [(w, _gsm8k_row(w, r, f"gsm8k-{split}-{i}")) for i, (w, r) in enumerate(_jsonl(path))], [path]
+
+
+def _hotpotqa_row(where: str, row: Mapping[str, Any], id: str) -> Task:
+    context, facts = _need(row, "context", dict, where), _need(row, "supporting_facts", dict, where)
+    titles, sentences = _need(context, "title", list, where), _need(context, "sentences", list, where)
+    if len(titles) != len(sentences) or not titles:
+        raise ConfigError(f"{where}: field 'context' needs as many titles as sentence lists, at least one")
+    return {
+        "id": id,
+        "question": _need(row, "question", str, where),
+        "answer": _need(row, "answer", str, where),
+        "passages": [[t, "".join(s).strip()] for t, s in zip(titles, sentences)],
+        "supporting": list(dict.fromkeys(_need(facts, "title", list, where))),
+    }
+
+
+def _hotpotqa(root: Path, split: str) -> tuple[Tasks, list[Path]]:
+    path = root / "dev_distractor_slice.json"
+    tasks = []
+    for where, row in _json_list(path):
+        question = _need(row, "question", str, where)
+        id = "hotpotqa-" + hashlib.sha256(question.encode()).hexdigest()[:12]
+        tasks.append((where, _hotpotqa_row(where, row, id)))
+    return tasks, [path]
+
+
+def _bfcl(root: Path, split: str) -> tuple[Tasks, list[Path]]:
+    files = [p for c in CATEGORIES if (p := root / f"BFCL_v4_{c}.json").exists()]
+    if not files:
+        raise ConfigError(f"{root}: none of the files BFCL_v4_<category>.json, category in {', '.join(CATEGORIES)}")
+    tasks = []
+    for path in files:
+        answers = {}
+        for where, row in _jsonl(path.parent / "possible_answer" / path.name):
+            answers[_need(row, "id", str, where)] = _need(row, "ground_truth", list, where)
+        for where, row in _jsonl(path):
+            id, turns = _need(row, "id", str, where), _need(row, "question", list, where)
+            if id not in answers:
+                raise ConfigError(f"{where}: field 'id' {id!r} has no row in possible_answer/{path.name}")
+            for function in _need(row, "function", list, where):
+                _need(function, "name", str, where)
+                _need(function, "parameters", dict, where)
+            if not turns or not isinstance(turns[0], list):
+                raise ConfigError(f"{where}: field 'question' must be a list of turns, each a list of messages")
+            if not answers[id]:
+                raise ConfigError(f"{where}: field 'ground_truth' in possible_answer/{path.name} is empty")
+            task = {
+                "id": id,
+                "question": "\n".join(_need(m, "content", str, where) for m in turns[0] if m.get("role") == "user"),
+                "functions": row["function"],
+                "answers": answers[id],
+                "category": path.stem.removeprefix("BFCL_v4_"),
+            }
+            tasks.append((where, task))
+    return tasks, files
+
+
+def _taubench_retail(root: Path, split: str) -> tuple[Tasks, list[Path]]:
+    path = root / f"tasks_{split}.json"
+    tasks = []
+    for i, (where, row) in enumerate(_json_list(path)):
+        for action in _need(row, "actions", list, where):
+            _need(action, "name", str, where)
+            _need(action, "kwargs", dict, where)
+        fields = {"user_id": str, "instruction": str, "actions": list, "outputs": list}
+        task = {"id": f"retail-{split}-{i}"} | {f: _need(row, f, kind, where) for f, kind in fields.items()}
+        tasks.append((where, task))
+    return tasks, [path]
+
+
+_READERS: dict[str, Callable[[Path, str], tuple[Tasks, list[Path]]]] = {
+    "gsm8k": _gsm8k,
+    "bfcl": _bfcl,
+    "hotpotqa": _hotpotqa,
+    "taubench_retail": _taubench_retail,
+}
+_UNSPLIT = ("bfcl", "hotpotqa")  # no train split upstream
+
+
+def _from_hub(name: str, split: str) -> tuple[Tasks, str]:
+    try:
+        import datasets  # an optional extra: most runs read local files
+    except ImportError:
+        raise ConfigError(f"dataset {name!r} is a hub id and needs the extra: pip install 'jaxmarl_llm[hf]'") from None
+    rows = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=split)
+    parse = {"openai/gsm8k": _gsm8k_row, "hotpotqa/hotpot_qa": _hotpotqa_row}.get(name)
+    tasks = []
+    for i, row in enumerate(rows):
+        where, id = f"{name}, row {i + 1}", str(row.get("id") or f"{name}-{split}-{i}")
+        tasks.append((where, parse(where, row, id) if parse else dict(row) | {"id": id}))
+    return tasks, f"hub {name} ({rows.info.version})"

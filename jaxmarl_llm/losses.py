@@ -1,0 +1,172 @@
+"""Policy-gradient losses on token log-probabilities: ``loss = sum(weights * token_loss)``, minimised.
+
+All averaging lives in ``weights`` (``aggregation_weights`` of the whole batch), so losses, gradients and metrics of
+micro-batches are sums, whatever the split. A token of weight 0 is masked: whatever stands there, NaN included,
+changes neither loss nor gradient. No function here touches a model.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+# Log-ratios are held within +-20 so that no ratio overflows; beyond, their gradient is 0 (verl holds them alike).
+MAX_LOG_RATIO = 20.0
+
+
+def aggregation_weights(
+    mask: Bool[Array, "*batch R"], sequence_weight: Float[Array, "*batch"], kind: str, constant: float | None = None
+) -> Float[Array, "*batch R"]:
+    """Weight of each token in the batch's loss. With N sequences, s counting and m the mask (here for weights 1):
+
+    token: ``m / sum(m)``, every token alike (DAPO)
+    sequence: ``m / (N |s|)``, mean over sequences of the token mean (GRPO, GSPO)
+    sum: ``m / N``, mean over sequences of the summed loss (MAGRPO eq. 3: log pi of a response is a sum)
+    constant: ``m / (N constant)``, as sum, over a fixed length (Dr. GRPO)
+
+    ``sequence_weight`` scales a sequence in numerator and denominator alike; 0 leaves it out (invalid, not selected,
+    another model's). So does an empty mask: a sequence without tokens is not counted in N. None left: all zeros.
+    """
+    tokens = mask * sequence_weight[..., None].astype(jnp.float32)
+    length = jnp.sum(mask, axis=-1, dtype=jnp.float32)
+    sequences = jnp.sum(jnp.where(length > 0, sequence_weight, 0.0), dtype=jnp.float32)
+    if kind == "token":
+        total = jnp.sum(tokens)
+    elif kind == "sequence":
+        tokens, total = tokens / jnp.maximum(length, 1.0)[..., None], sequences
+    elif kind == "sum":
+        total = sequences
+    elif kind == "constant":
+        if constant is None or constant <= 0:
+            raise ValueError(f"kind 'constant' needs a positive constant, not {constant}")
+        total = sequences * constant
+    else:
+        raise ValueError(f"kind is 'token', 'sequence', 'sum' or 'constant', not {kind!r}")
+    return jnp.where(total > 0, tokens / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def kl(logp: Float[Array, "*shape"], ref_logp: Float[Array, "*shape"], kind: str) -> Float[Array, "*shape"]:
+    """Estimate of KL(pi || ref) from one token sampled from pi; d = log ref - log pi (Schulman 2020).
+
+    k1: ``-d``. Unbiased, may be negative. As a loss term useless: its gradient is 0 in expectation.
+    k2: ``d^2 / 2``. Biased, never negative. Its gradient is that of KL(pi || ref) in expectation.
+    k3: ``exp(d) - d - 1``. Unbiased, never negative (DeepSeekMath eq. 4). As a loss term its gradient is that of the
+        other divergence, KL(ref || pi), in expectation; the two agree to first order around pi = ref.
+
+    The gradients (Tang and Munos 2025) hold for samples of the current policy. k3 overflows for d above 88.
+    """
+    d = ref_logp - logp
+    if kind == "k1":
+        return -d
+    if kind == "k2":
+        return 0.5 * d**2
+    if kind == "k3":
+        return jnp.expm1(d) - d
+    raise ValueError(f"kind is 'k1', 'k2' or 'k3', not {kind!r}")
+
+
+def _log_ratio(
+    logprobs: Float[Array, "*batch R"],
+    old_logprobs: Float[Array, "*batch R"],
+    mask: Bool[Array, "*batch R"],
+    level: str,
+) -> Float[Array, "*batch R"]:
+    """Log importance ratio at each token: its own, or for level ``sequence`` the mean over the sequence's tokens."""
+    log_ratio = logprobs - old_logprobs
+    if level == "sequence":
+        total = jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=-1, keepdims=True)
+        count = jnp.sum(mask, axis=-1, keepdims=True, dtype=log_ratio.dtype)
+        log_ratio = jnp.where(mask, total / jnp.maximum(count, 1.0), 0.0)
+    elif level != "token":
+        raise ValueError(f"level is 'token' or 'sequence', not {level!r}")
+    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def policy_loss(
+    logprobs: Float[Array, "*batch R"],
+    *,
+    old_logprobs: Float[Array, "*batch R"] | None,
+    advantages: Float[Array, "*batch"] | Float[Array, "*batch R"],
+    weights: Float[Array, "*batch R"],
+    clip: tuple[float, float] | None,
+    dual_clip: float | None = None,
+    level: str = "token",
+    behaviour_logprobs: Float[Array, "*batch R"] | None = None,
+    importance_cap: float | None = None,
+    ref_logprobs: Float[Array, "*batch R"] | None = None,
+    kl_coef: float | Float[Array, ""] = 0.0,
+    kl_kind: str = "k3",
+    entropy: Float[Array, "*batch R"] | None = None,
+    entropy_coef: float | Float[Array, ""] = 0.0,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """``sum_t w_t (-iw_t min(rho_t A_t, clip(rho_t, 1 - clip[0], 1 + clip[1]) A_t) + kl_coef kl_t - entropy_coef H_t)``
+
+    rho: ``pi / pi_old`` per token (PPO, GRPO); level ``sequence`` is GSPO eq. 6, the geometric mean of the token
+        ratios of a sequence (not their product), which goes with weights of kind ``sequence``.
+    old_logprobs: None stands for ``logprobs`` themselves, that is ratio 1 with the REINFORCE gradient A grad log pi,
+        on whatever data: MAGRPO eq. 3 (with clip None, weights of kind ``sum``).
+    clip: distances below and above 1 (DAPO's clip-higher has them differ); None leaves the ratio as it is.
+    dual_clip: where A < 0 the objective is at least ``dual_clip * A`` (above 1; ReMA and MARSHAL: 3).
+    behaviour_logprobs: what the sampler really used, where it differs from pi_old; then the constant per-token weight
+        ``iw = min(pi_old / behaviour, importance_cap)`` (truncated importance sampling), and 1 otherwise.
+    ref_logprobs, entropy: the KL term's reference and the policy's entropy, per token.
+
+    Only ``logprobs`` and ``entropy`` carry gradient. Metrics are sums over tokens weighted by ``weights``, and add
+    over micro-batches as the loss does; divide by ``weight``, the sum of the weights, for means (it is 1 over a batch
+    with weights of kind token or sequence). ``clip_fraction`` counts tokens whose objective a clip changed;
+    ``approx_kl`` is k3 of KL(pi_old || pi). entropy, ref_kl, importance_weight and tis_clipped appear with their
+    inputs.
+    """
+    if ref_logprobs is None and (isinstance(kl_coef, jax.Array) or kl_coef != 0):
+        raise ValueError("kl_coef needs ref_logprobs")
+    if entropy is None and (isinstance(entropy_coef, jax.Array) or entropy_coef != 0):
+        raise ValueError("entropy_coef needs entropy")
+    if behaviour_logprobs is None and importance_cap is not None:
+        raise ValueError("importance_cap needs behaviour_logprobs")
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip is above 1, not {dual_clip}")
+    weights = jax.lax.stop_gradient(weights)
+    mask = weights > 0
+
+    def clean(x):  # garbage under the mask goes before any arithmetic: 0 * NaN is NaN, in gradients too
+        return jnp.where(mask, x.astype(jnp.float32), 0.0)
+
+    def constant(x):
+        return jax.lax.stop_gradient(clean(x))
+
+    def weighted(x):
+        return jnp.sum(weights * x)
+
+    logp = clean(logprobs)
+    old = jax.lax.stop_gradient(logp) if old_logprobs is None else constant(old_logprobs)
+    advantage = advantages if advantages.ndim == logprobs.ndim else advantages[..., None]
+    advantage = constant(jnp.broadcast_to(advantage, logprobs.shape))
+
+    ratio = jnp.exp(_log_ratio(logp, old, mask, level))
+    objective = unclipped = ratio * advantage
+    if clip is not None:
+        objective = jnp.minimum(objective, jnp.clip(ratio, 1.0 - clip[0], 1.0 + clip[1]) * advantage)
+    if dual_clip is not None:
+        objective = jnp.where(advantage < 0, jnp.maximum(objective, dual_clip * advantage), objective)
+    metrics = {
+        "weight": jnp.sum(weights),
+        "ratio": weighted(ratio),
+        "clip_fraction": weighted(objective != unclipped),
+        "approx_kl": weighted(kl(old, logp, "k3")),
+    }
+    if behaviour_logprobs is not None:
+        full = jnp.exp(_log_ratio(old, constant(behaviour_logprobs), mask, "token"))
+        importance = full if importance_cap is None else jnp.minimum(full, importance_cap)
+        objective = importance * objective
+        metrics |= {"importance_weight": weighted(importance), "tis_clipped": weighted(importance < full)}
+    loss = -weighted(objective)
+    if ref_logprobs is not None:
+        ref_kl = weighted(kl(logp, constant(ref_logprobs), kl_kind))
+        loss = loss + kl_coef * ref_kl
+        metrics["ref_kl"] = ref_kl
+    if entropy is not None:
+        mean_entropy = weighted(clean(entropy))
+        loss = loss - entropy_coef * mean_entropy
+        metrics["entropy"] = mean_entropy
+    return loss, jax.lax.stop_gradient(metrics)

@@ -1,0 +1,277 @@
+"""Array rollouts: a whole forest of episodes as one compiled program.
+
+The frontier is a static dictionary from plan branches to stacked states; which states are already done is data. Keys
+are folded along the path (task, joint actions, role, sample, position), never split by batch position, so that a sample
+depends on where it is in the tree and on nothing else: `rollout_host` plays the same environment with the same keys
+to the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmarl_llm.generate import Completions, sample_completions
+from jaxmarl_llm.memory import MemoryConfig, read
+from jaxmarl_llm.plans import ROOT, Branch, Plan
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.types import (
+    POLICY,
+    ArrayEnv,
+    Counts,
+    Nodes,
+    Params,
+    PyTree,
+    Retrieval,
+    Steps,
+    Team,
+    Transitions,
+    Tree,
+)
+
+# Streams folded into a state's key. Roles and samples are folded below PLAY.
+ENV, PLAY, CHILD, RESET = range(4)
+
+
+def fold(key: jax.Array, *data: Any) -> jax.Array:
+    """fold_in along a path; ``key`` and data may be arrays of equal shape."""
+    for d in data:
+        d = jnp.broadcast_to(jnp.asarray(d, jnp.uint32), key.shape)
+        flat = jax.vmap(jax.random.fold_in)(key.reshape(-1), d.reshape(-1))
+        key = flat.reshape(key.shape)
+    return key
+
+
+class Place(NamedTuple):
+    """The states of one branch. Leading axis F."""
+
+    state: PyTree
+    key: jax.Array
+    parent: jax.Array  # transition index, -1 at a root
+    task: jax.Array
+    done: jax.Array
+
+
+def mean_embedding(embed: Callable, variables: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    """Mean of the agent's own token embeddings [N D]: the default memory key, no extra model."""
+    x = embed(variables, tokens).astype(jnp.float32)
+    mask = jnp.arange(tokens.shape[-1]) < length[..., None]
+    return jnp.sum(x * mask[..., None], axis=-2) / jnp.maximum(length, 1)[..., None]
+
+
+def prepend(entries: jax.Array, entry_length: jax.Array, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    """[entry_1 | ... | entry_X | prompt] without gaps. entries [N X T], tokens [N P] -> [N X*T + P]."""
+    n, x, t = entries.shape
+    parts = jnp.concatenate([entries.reshape(n, x * t), tokens], axis=1)
+    used = jnp.arange(t) < entry_length[..., None]
+    used = jnp.concatenate([used.reshape(n, x * t), jnp.arange(tokens.shape[1]) < length[:, None]], axis=1)
+    order = jnp.argsort(~used, axis=1, stable=True)
+    return jnp.take_along_axis(parts, order, axis=1)
+
+
+def retrieve(
+    team: Team,
+    config: MemoryConfig,
+    params: Params,
+    memory: PyTree,
+    role: jax.Array,
+    tokens: jax.Array,
+    length: jax.Array,
+    actors: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array, Retrieval]:
+    """Prompts with each role's own retrieved entries in front, and what was retrieved. Row i belongs to role[i]."""
+    n, x = tokens.shape[0], config.retrieve
+    stores = [memory[r.name] for r in team.roles]
+    t, dim = stores[0].ids.shape[1], max(s.key.shape[1] for s in stores)
+    slots, similarity = jnp.full((n, x), -1, jnp.int32), jnp.zeros((n, x), jnp.float32)
+    query, entries, lengths = jnp.zeros((n, dim)), jnp.zeros((n, x, t), jnp.int32), jnp.zeros((n, x), jnp.int32)
+    for r in actors:
+        model, store = team.model_of(r), stores[r]
+        q = mean_embedding(model.policy.embed, model.variables(params), tokens, length)
+        found, cosine = jax.vmap(lambda v, s=store: read(config, s, v))(q)
+        mine, safe = role == r, jnp.maximum(found, 0)
+        slots = jnp.where(mine[:, None], found, slots)
+        similarity = jnp.where(mine[:, None], cosine, similarity)
+        query = jnp.where(mine[:, None], jnp.pad(q, ((0, 0), (0, dim - q.shape[1]))), query)
+        entries = jnp.where(mine[:, None, None], store.ids[safe], entries)
+        lengths = jnp.where(mine[:, None], jnp.where(found >= 0, store.length[safe], 0), lengths)
+    added = lengths.sum(1)
+    return prepend(entries, lengths, tokens, length), length + added, Retrieval(slots, similarity, query, added)
+
+
+def make_rollout(
+    team: Team,
+    env: ArrayEnv,
+    plan: Plan,
+    sampling: Sampling,
+    memory_config: MemoryConfig | None = None,
+) -> Callable[..., Tree]:
+    """A pure function (params, memory, tasks, key, version) -> Tree; jit it. ``memory`` is unused without a config.
+
+    tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
+    """
+    response = max(r.max_new for r in team.roles)
+    model_of_role = jnp.array([team.model_index(r) for r in range(len(team.roles))], jnp.int32)
+
+    def speak(
+        params: Params,
+        role: jax.Array,
+        tokens: jax.Array,
+        length: jax.Array,
+        keys: jax.Array,
+        active: jax.Array,
+        actors: tuple[int, ...],
+    ) -> Completions:
+        """Completions of every node by its own model: one launch for each model that may act."""
+        out = None
+        for m in sorted({team.model_index(r) for r in actors}):
+            model = team.models[m]
+            mine = model_of_role[role] == m
+            c = sample_completions(
+                model.policy,
+                model.variables(params),
+                tokens,
+                length,
+                keys,
+                active & mine,
+                max_new=response,
+                stop_ids=model.tokenizer.stop_ids,
+                pad_id=model.tokenizer.pad_id,
+                sampling=sampling,
+            )
+            pick = lambda new, old, mine=mine: jnp.where(mine.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+            out = c if out is None else jax.tree.map(pick, c, out)
+        assert out is not None
+        return out
+
+    def rollout(params: Params, memory: PyTree, tasks: PyTree, key: jax.Array, version: jax.Array) -> Tree:
+        batch = jax.tree.leaves(tasks)[0].shape[0]
+        ids = jnp.arange(batch, dtype=jnp.int32)
+        roots = fold(jnp.broadcast_to(key, (batch,)), ids)
+        state = jax.vmap(env.reset)(fold(roots, RESET), tasks)
+        none = jnp.full((batch,), -1, jnp.int32)
+        frontier = {ROOT: Place(state, roots, none, ids, jnp.zeros((batch,), bool))}
+        nodes: list[Nodes] = []
+        steps: list[Steps] = []
+        moves: list[Transitions] = []
+        calls = jnp.int32(0)
+        launches = branched = 0
+        n_nodes = n_steps = n_moves = 0
+
+        for turn in range(env.max_turns):
+            reached: dict[Branch, list[Place]] = {}
+            for branch, place in frontier.items():
+                g, f, w = plan.width(branch), place.task.shape[0], env.seats
+                obs = jax.vmap(env.observe)(place.state)
+                role, tokens, length, active = (
+                    x.reshape(f * w, *x.shape[2:]) for x in (obs.role, obs.tokens, obs.length, obs.active)
+                )
+                active &= jnp.repeat(~place.done, w)
+                if memory_config is None:
+                    found = Retrieval.empty(f * w)
+                else:
+                    tokens, length, found = retrieve(
+                        team, memory_config, params, memory, role, tokens, length, env.actors[turn]
+                    )
+                node_key = fold(jnp.repeat(place.key, w), PLAY, role)
+                keys = fold(jnp.repeat(node_key[:, None], g, 1), jnp.arange(g)[None].repeat(f * w, 0))
+                said = speak(params, role, tokens, length, keys, active, env.actors[turn])
+                launches += len({team.model_index(r) for r in env.actors[turn]})
+
+                each = lambda x, w=w: jnp.repeat(x, w)
+                nodes.append(
+                    Nodes(
+                        tokens=tokens,
+                        length=length,
+                        role=role,
+                        model=model_of_role[role],
+                        task=each(place.task),
+                        turn=jnp.full((f * w,), turn),
+                        parent=each(place.parent),
+                        crn=each(place.task),
+                        retrieved=found,
+                        valid=active,
+                    )
+                )
+                span = jnp.arange(response)
+                alive = jnp.repeat(active, g)
+                steps.append(
+                    Steps(
+                        node=n_nodes + jnp.repeat(jnp.arange(f * w), g),
+                        tokens=said.tokens.reshape(-1, response),
+                        length=said.length.reshape(-1),
+                        loss_mask=(span < said.length[..., None]).reshape(-1, response),
+                        logprobs=said.logprobs.reshape(-1, response),
+                        truncated=said.truncated.reshape(-1) & alive,
+                        source=jnp.full((f * w * g,), POLICY),
+                        version=jnp.full((f * w * g,), version),
+                        valid=alive,
+                    )
+                )
+                if g > 1:
+                    branched += alive.sum()
+
+                # Joint actions: the g-th step of every seat.
+                spread = lambda x, g=g: jnp.repeat(x[:, None], g, 1)
+                wide = jax.tree.map(spread, place.state)
+                act = said.tokens.reshape(f, w, g, response).transpose(0, 2, 1, 3)
+                size = said.length.reshape(f, w, g).transpose(0, 2, 1)
+                order = jnp.broadcast_to(jnp.arange(g), (f, g))
+                after, rewards, done = jax.vmap(jax.vmap(env.step))(
+                    fold(spread(place.key), ENV, order), wide, act, size
+                )
+                if plan.local:
+                    if env.verify is None:
+                        raise ValueError(f"plan {plan.name}: environment {env.name!r} has no local verifier")
+                    rewards = {**rewards, **jax.vmap(jax.vmap(env.verify))(after)}
+                alive_j = spread(~place.done)
+                calls += alive_j.sum()
+                zero = lambda r, a=alive_j: jnp.where(a[..., None], r, 0.0).reshape(f * g, -1)
+                finite = jnp.stack([jnp.isfinite(r).all(-1) for r in rewards.values()]).all(0)
+                index = n_steps + jnp.arange(f * w * g).reshape(f, w, g).transpose(0, 2, 1).reshape(f * g, w)
+                seats = jnp.repeat(obs.active, g, axis=0)
+                moves.append(
+                    Transitions(
+                        steps=jnp.where(seats, index, -1),
+                        parent=spread(place.parent).reshape(-1),
+                        task=spread(place.task).reshape(-1),
+                        turn=jnp.full((f * g,), turn),
+                        rewards={c: zero(jnp.nan_to_num(rewards[c])) for c in env.components},
+                        done=done.reshape(-1),
+                        played=alive_j.reshape(-1),
+                        valid=(alive_j & finite).reshape(-1),
+                    )
+                )
+
+                for i in range(g):
+                    to = plan.follow(branch, i)
+                    if to is not None:
+                        reached.setdefault(to, []).append(
+                            Place(
+                                jax.tree.map(lambda x, i=i: x[:, i], after),
+                                fold(place.key, CHILD, jnp.full((f,), i)),
+                                n_moves + jnp.arange(f) * g + i,
+                                place.task,
+                                place.done | done[:, i],
+                            )
+                        )
+                n_nodes, n_steps, n_moves = n_nodes + f * w, n_steps + f * w * g, n_moves + f * g
+            frontier = {b: jax.tree.map(lambda *x: jnp.concatenate(x), *places) for b, places in reached.items()}
+
+        join = lambda tables: jax.tree.map(lambda *x: jnp.concatenate(x), *tables)
+        all_nodes, all_steps, all_moves = join(nodes), join(steps), join(moves)
+        counts = Counts(
+            sequences=all_steps.valid.sum(),
+            branch_sequences=jnp.int32(branched),
+            prompt_tokens=jnp.where(all_nodes.valid, all_nodes.length, 0).sum(),
+            completion_tokens=all_steps.length.sum(),
+            env_calls=calls,
+            invalid=(all_moves.played & ~all_moves.valid).sum(),
+            launches=jnp.int32(launches),
+        )
+        return Tree(all_nodes, all_steps, all_moves, counts)
+
+    return rollout

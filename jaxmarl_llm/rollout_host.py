@@ -1,0 +1,263 @@
+"""Host rollouts: the same plans, keys and tables as `rollout`, over Python environments and text.
+
+The frontier is a list of live states. At each turn every node's prompt is rendered by its role's tokenizer, nodes are
+grouped by model and number of samples, each group is one generation launch padded to a bucket, and the environments
+step in worker processes. Tables come back padded to buckets, so that what follows does not recompile either.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmarl_llm.generate import bucket, generate
+from jaxmarl_llm.plans import ROOT, Branch, Plan
+from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.text import Action, Prompt
+from jaxmarl_llm.types import POLICY, Counts, Nodes, Params, Retrieval, Steps, Team, Transitions, Tree
+from jaxmarl_llm.workers import EnvPool, Failure
+
+
+class Record(NamedTuple):
+    """One step in words: row i of ``HostRollout.records`` is row i of the steps table."""
+
+    role: str
+    prompt: Prompt
+    action: Action
+
+
+class HostRollout(NamedTuple):
+    tree: Tree  # numpy arrays
+    records: list[Record]
+    failures: list[str]  # what environments failed with, one line each
+    cut_tokens: int  # prompt tokens left out because a prompt was too long
+
+
+# (roles [N], prompts [N]) -> (prompts with what memory adds, Retrieval of N rows)
+Recall = Callable[[Sequence[int], Sequence[Prompt]], tuple[list[Prompt], Retrieval]]
+
+
+class _Live(NamedTuple):
+    branch: Branch
+    state: Any
+    key: np.ndarray  # key data
+    parent: int
+    task: int
+
+
+@functools.partial(jax.jit, static_argnames=("group",))
+def _branch_keys(data: jax.Array, *, group: int) -> tuple[jax.Array, jax.Array]:
+    """Key data [N, G, 2] of each joint action's environment step and of the state behind it."""
+    keys = jnp.repeat(jax.random.wrap_key_data(data)[:, None], group, 1)
+    order = jnp.broadcast_to(jnp.arange(group), keys.shape)
+    return jax.random.key_data(fold(keys, ENV, order)), jax.random.key_data(fold(keys, CHILD, order))
+
+
+@functools.partial(jax.jit, static_argnames=("group",))
+def _sample_keys(data: jax.Array, role: jax.Array, *, group: int) -> jax.Array:
+    keys = jnp.repeat(fold(jax.random.wrap_key_data(data), PLAY, role)[:, None], group, 1)
+    return fold(keys, jnp.broadcast_to(jnp.arange(group), keys.shape))
+
+
+@jax.jit
+def _root_keys(key: jax.Array, tasks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    roots = fold(jnp.broadcast_to(key, tasks.shape), tasks)
+    return jax.random.key_data(roots), jax.random.key_data(fold(roots, RESET))
+
+
+def seed_of(data: np.ndarray) -> int:
+    """The integer seed a host environment gets: the 64 bits of a key."""
+    return int(data[0]) << 32 | int(data[1])
+
+
+def _pad(rows: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([rows, np.repeat(rows[-1:], size - len(rows), 0)])
+
+
+def play(
+    team: Team, params: Params, pool: EnvPool, tasks: Sequence[Any], plan: Plan, key: jax.Array, sampling: Sampling, *,
+    max_prompt: int, version: int = 0, recall: Recall | None = None,
+) -> HostRollout:
+    """Play all tasks. Prompts longer than ``max_prompt`` tokens are cut as the tokenizer documents, and counted."""
+    env = pool.env
+    roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
+    started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)])
+    failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
+    frontier = [_Live(ROOT, s, roots[i], -1, i) for i, s in enumerate(started) if not isinstance(s, Failure)]
+
+    nodes: list[dict] = []
+    steps: list[dict] = []
+    moves: list[dict] = []
+    records: list[Record] = []
+    found: list[Retrieval] = []
+    launches = calls = cut = 0
+    for turn in range(env.max_turns):
+        if not frontier:
+            break
+        # Decision points of this turn, all prompts fixed before anyone speaks.
+        seats = [sorted(env.observe(live.state).items(), key=lambda item: env.roles.index(item[0])) for live in frontier]
+        flat = [(i, team.role_index(role), prompt) for i, seat in enumerate(seats) for role, prompt in seat]
+        prompts = [prompt for _, _, prompt in flat]
+        if recall is not None:
+            prompts, retrieval = recall([r for _, r, _ in flat], prompts)
+            found.append(retrieval)
+        widths = [plan.width(live.branch) for live in frontier]
+        said: dict[int, list[tuple[Action, np.ndarray]]] = {}  # node of this turn -> samples with log-probs
+        ids: list[list[int]] = []
+        for (_, role, _), prompt in zip(flat, prompts):
+            fitted = team.model_of(role).tokenizer.fit(prompt, team.roles[role].name, max_prompt)
+            ids.append(fitted.ids)
+            cut += fitted.cut
+        launch: dict[tuple[int, int], list[int]] = {}
+        for n, (i, role, _) in enumerate(flat):
+            launch.setdefault((team.model_index(role), widths[i]), []).append(n)
+        for (m, g), members in sorted(launch.items()):
+            launches += 1
+            model, size = team.models[m], bucket(len(members), 4)
+            p = bucket(max(len(ids[n]) for n in members), 32)
+            limit = max(team.roles[flat[n][1]].max_new for n in members)
+            tokens, length = np.full((size, p), model.tokenizer.pad_id, np.int32), np.ones((size,), np.int32)
+            for row, n in enumerate(members):
+                tokens[row, : len(ids[n])], length[row] = ids[n], len(ids[n])
+            data = _pad(np.stack([frontier[flat[n][0]].key for n in members]), size)
+            role = _pad(np.array([flat[n][1] for n in members]), size)
+            out = generate(
+                model.policy, model.variables(params), tokens, length, _sample_keys(data, role, group=g),
+                np.arange(size) < len(members), max_new=limit, stop_ids=model.tokenizer.stop_ids,
+                pad_id=model.tokenizer.pad_id, sampling=sampling,
+            )
+            out = jax.device_get(out)
+            for row, n in enumerate(members):
+                said[n] = []
+                for s in range(g):
+                    got = out.tokens[row, s, : out.length[row, s]].tolist()
+                    text = model.tokenizer.decode(got if out.truncated[row, s] else got[:-1])
+                    action = Action(text, tuple(got), bool(out.truncated[row, s]))
+                    said[n].append((action, out.logprobs[row, s, : len(got)]))
+
+        # Tables, then the joint actions.
+        step_of: dict[tuple[int, int], int] = {}
+        for n, (i, role, _) in enumerate(flat):
+            live = frontier[i]
+            nodes.append({"ids": ids[n], "role": role, "model": team.model_index(role), "task": live.task,
+                          "turn": turn, "parent": live.parent})
+            for s, (action, logprobs) in enumerate(said[n]):
+                step_of[n, s] = len(steps)
+                steps.append({"node": len(nodes) - 1, "ids": action.ids, "logprobs": logprobs,
+                              "truncated": action.truncated})
+                records.append(Record(team.roles[role].name, prompts[n], action))
+        first = np.cumsum([0] + [len(s) for s in seats])
+        env_keys, child_keys = {}, {}
+        for g in sorted(set(widths)):
+            these = [i for i, w in enumerate(widths) if w == g]
+            data = _pad(np.stack([frontier[i].key for i in these]), bucket(len(these), 4))
+            for store, got in zip((env_keys, child_keys), _branch_keys(data, group=g)):
+                store.update(zip(these, np.asarray(got)))
+        joint = [(i, s) for i, w in enumerate(widths) for s in range(w)]
+        results = pool.map("step", [
+            (seed_of(env_keys[i][s]), frontier[i].state,
+             {role: said[first[i] + w][s][0] for w, (role, _) in enumerate(seats[i])}) for i, s in joint])
+        calls += len(joint)
+        if plan.local:
+            judged = pool.map("verify", [(r[0],) for r in results if not isinstance(r, Failure)])
+            verdicts = iter(judged)
+            results = [r if isinstance(r, Failure) else _replace_rewards(r, next(verdicts)) for r in results]
+        reached = []
+        for (i, s), result in zip(joint, results):
+            live = frontier[i]
+            rewards, problem = _rewards(result, team, env.components)
+            if problem:
+                failures.append(f"turn {turn}: {problem}")
+            failed = isinstance(result, Failure)
+            moves.append({"steps": [step_of[int(first[i]) + w, s] for w in range(len(seats[i]))], "parent": live.parent,
+                          "task": live.task, "turn": turn, "rewards": rewards, "done": failed or result[2],
+                          "valid": problem is None})
+            to = plan.follow(live.branch, s)
+            if to is not None and not moves[-1]["done"]:
+                reached.append(_Live(to, result[0], child_keys[i][s], len(moves) - 1, live.task))
+        frontier = reached
+    tree = _tables(team, env.components, nodes, steps, moves, found, version, calls, launches)
+    return HostRollout(tree, records, failures, cut)
+
+
+def _replace_rewards(result: tuple, verdict: Any) -> Any:
+    return verdict if isinstance(verdict, Failure) else (result[0], verdict, result[2])
+
+
+def _rewards(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np.ndarray, str | None]:
+    """[components, A], and why it is invalid. What could not be computed is invalid, never 0."""
+    table = np.zeros((len(components), len(team.roles)), np.float32)
+    if isinstance(result, Failure):
+        return table, f"environment {result.kind}: {result.message}"
+    for role, by_component in result[1].items():
+        for component, value in by_component.items():
+            if component not in components:
+                return table, f"unknown reward component {component!r} (declared: {', '.join(components)})"
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                return table, f"reward {component!r} of role {role!r} is {value!r}"
+            table[components.index(component), team.role_index(role)] = value
+    return table, None
+
+
+def _tables(
+    team: Team, components: tuple[str, ...], nodes: list[dict], steps: list[dict], moves: list[dict],
+    found: list[Retrieval], version: int, calls: int, launches: int,
+) -> Tree:
+    n, c, j = (bucket(len(rows), 16) for rows in (nodes, steps, moves))
+    p = bucket(max((len(x["ids"]) for x in nodes), default=1), 32)
+    r = max(role.max_new for role in team.roles)
+    w = max((len(x["steps"]) for x in moves), default=1)
+
+    def column(rows: list[dict], name: str, size: int, fill: Any = 0, dtype: Any = np.int32) -> np.ndarray:
+        out = np.full((size,), fill, dtype)
+        out[: len(rows)] = [x[name] for x in rows]
+        return out
+
+    def matrix(rows: list[dict], name: str, shape: tuple[int, int], fill: Any = 0, dtype: Any = np.int32) -> np.ndarray:
+        out = np.full(shape, fill, dtype)
+        for k, x in enumerate(rows):
+            out[k, : len(x[name])] = x[name]
+        return out
+
+    def lengths(rows: list[dict], size: int) -> np.ndarray:
+        out = np.zeros((size,), np.int32)
+        out[: len(rows)] = [len(x["ids"]) for x in rows]
+        return out
+
+    if found:
+        joined = jax.tree.map(lambda *x: np.concatenate([np.asarray(a) for a in x]), *found)
+        retrieved = jax.tree.map(lambda a: np.concatenate([a, np.zeros((n - len(a), *a.shape[1:]), a.dtype)]), joined)
+    else:
+        retrieved = jax.tree.map(np.asarray, Retrieval.empty(n))
+    parent, task = column(nodes, "parent", n, -1), column(nodes, "task", n)
+    length, prompt_length = lengths(steps, c), lengths(nodes, n)
+    node = column(steps, "node", c)
+    per_node = np.bincount(node[: len(steps)], minlength=n)
+    rewards = np.zeros((j, len(components), len(team.roles)), np.float32)
+    for k, x in enumerate(moves):
+        rewards[k] = x["rewards"]
+    valid = column(moves, "valid", j, False, bool)
+    span = np.arange
+    return Tree(
+        Nodes(tokens=matrix(nodes, "ids", (n, p)), length=prompt_length, role=column(nodes, "role", n),
+              model=column(nodes, "model", n), task=task, turn=column(nodes, "turn", n), parent=parent, crn=task,
+              retrieved=retrieved, valid=span(n) < len(nodes)),
+        Steps(node=node, tokens=matrix(steps, "ids", (c, r)), length=length, loss_mask=span(r) < length[:, None],
+              logprobs=matrix(steps, "logprobs", (c, r), 0.0, np.float32),
+              truncated=column(steps, "truncated", c, False, bool), source=np.full((c,), POLICY, np.int32),
+              version=np.full((c,), version, np.int32), valid=span(c) < len(steps)),
+        Transitions(steps=matrix(moves, "steps", (j, w), -1), parent=column(moves, "parent", j, -1),
+                    task=column(moves, "task", j), turn=column(moves, "turn", j),
+                    rewards={name: rewards[:, k] for k, name in enumerate(components)},
+                    done=column(moves, "done", j, False, bool), played=span(j) < len(moves), valid=valid),
+        Counts(sequences=np.int32(len(steps)), branch_sequences=np.int32((per_node * (per_node > 1)).sum()),
+               prompt_tokens=np.int32(prompt_length.sum()), completion_tokens=np.int32(length.sum()),
+               env_calls=np.int32(calls), invalid=np.int32(len(moves) - valid.sum()), launches=np.int32(launches)),
+    )

@@ -1,0 +1,49 @@
+"""Which groups, and so which models, an update uses. Pure functions of group statistics. Letters: K groups.
+
+What is not selected must stay bit-identical, optimizer state included: that is the update's part of the bargain.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def top_k_variance(
+    variance: Float[Array, "K"],
+    eligible: Bool[Array, "K"],
+    k: int | None,
+    *,
+    scope: Int[Array, "K"] | None = None,
+    num_scopes: int = 1,
+    tol: float = 0.0,
+) -> Bool[Array, "K"]:
+    """The k groups of largest reward variance in each scope: JoyAgents-R1's marginal-benefit selection.
+
+    ``S = top-K_i Var_g(R_ig)``, population variance. ``scope`` gives each group an id below ``num_scopes`` (in
+    JoyAgents-R1 its task); None is one scope, the whole batch. ``k`` None takes all. Ties go to the lower index. A
+    variance that is not above ``tol`` is never selected, also with k None: there is nothing to learn from equal
+    rewards. A scope with fewer candidates than k yields those it has.
+    """
+    if k is not None and k < 1:
+        raise ValueError(f"k is at least 1, or None for all groups, not {k}")
+    candidate = eligible & (variance > tol)
+    if k is None:
+        return candidate
+    num = variance.shape[0]
+    scope = jnp.zeros(num, jnp.int32) if scope is None else scope
+    bucket = jnp.where(candidate, scope, num_scopes)  # the rest sorts behind every scope
+    order = jnp.lexsort((jnp.where(candidate, -variance, 0.0), bucket))  # stable: ties stay in index order
+    size = jax.ops.segment_sum(jnp.ones(num, jnp.int32), bucket, num_scopes + 1)
+    first = jnp.cumsum(size) - size
+    rank = jnp.zeros(num, jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32) - first[bucket[order]])
+    return candidate & (rank < k)
+
+
+def models_updated(
+    selected: Bool[Array, "K"], model_of_group: Int[Array, "K"], num_models: int
+) -> Bool[Array, "num_models"]:
+    """True for each model that owns a selected group (JoyAgents-R1: only those are updated, on those groups alone)."""
+    hits = jnp.where(selected, model_of_group, num_models)  # out of range: dropped
+    return jax.ops.segment_sum(selected.astype(jnp.int32), hits, num_models) > 0

@@ -1,0 +1,135 @@
+"""From a configuration to a team: its models, tokenizers and initial parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from jaxmarl_llm import qwen, weights
+from jaxmarl_llm.lora import TARGETS, init_lora
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
+from jaxmarl_llm.types import Model, Params, Role, Team
+
+SHARING = ("separate", "shared", "lora")
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A language model: weights from ``path``, or random ones of the given shape."""
+
+    path: str | None = None  # Hugging Face directory or .gguf file; None: random weights
+    tokenizer: str | None = None  # directory or .gguf; None: that of path, or bytes for random weights
+    family: str = "qwen2"  # qwen2, qwen3 or llama; this and what follows describe random weights
+    hidden_size: int = 64
+    intermediate_size: int = 192
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    vocab_size: int | None = None  # None: the tokenizer's
+    tie_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    dtype: str = "float32"
+
+    def check(self, path: str) -> None:
+        if self.family not in qwen.FAMILIES:
+            raise ConfigError(f"{path}.family: expected one of {', '.join(qwen.FAMILIES)}, got {self.family!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"{path}.num_kv_heads: expected a divisor of {self.num_heads}, got {self.num_kv_heads}")
+
+
+@dataclass(frozen=True)
+class TeamConfig:
+    """Who shares what. ``separate``: a full copy a role; ``shared``: one model plays all roles; ``lora``: an adapter a
+    role over one frozen backbone. ``overrides`` gives single roles another backbone (separate only).
+    """
+
+    share: str = "separate"
+    backbone: Backbone = Backbone()
+    overrides: dict[str, Backbone] = field(default_factory=dict)
+    lora_rank: int = 16
+    lora_targets: tuple[str, ...] = TARGETS
+    max_new: int = 64  # tokens of one completion
+    remat: bool = True  # recompute layers in the backward pass
+
+    def check(self, path: str) -> None:
+        if self.share not in SHARING:
+            raise ConfigError(f"{path}.share: expected one of {', '.join(SHARING)}, got {self.share!r}")
+        if self.overrides and self.share != "separate":
+            raise ConfigError(f"{path}.overrides: expected none with share={self.share!r}; only separate copies differ")
+        if self.max_new < 1:
+            raise ConfigError(f"{path}.max_new: expected >= 1, got {self.max_new}")
+
+
+def load_tokenizer(backbone: Backbone) -> Tokenizer:
+    source = backbone.tokenizer or backbone.path
+    return ByteTokenizer() if source is None else HFTokenizer(source)
+
+
+def architecture(backbone: Backbone, tokenizer: Tokenizer) -> qwen.Config:
+    """The model's configuration; raises when the tokenizer does not fit the embedding."""
+    if backbone.path is not None:
+        cfg = weights.read_config(backbone.path)
+        cfg = dataclasses.replace(cfg, dtype=backbone.dtype)
+    else:
+        cfg = qwen.Config(
+            vocab_size=backbone.vocab_size or tokenizer.vocab_size, hidden_size=backbone.hidden_size,
+            intermediate_size=backbone.intermediate_size, num_layers=backbone.num_layers,
+            num_heads=backbone.num_heads, num_kv_heads=backbone.num_kv_heads, head_dim=backbone.head_dim,
+            rope_theta=backbone.rope_theta, tie_embeddings=backbone.tie_embeddings,
+            attention_bias=backbone.family == "qwen2", qk_norm=backbone.family == "qwen3", family=backbone.family,
+            dtype=backbone.dtype,
+        )
+    if tokenizer.vocab_size > cfg.vocab_size:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} ids, but the embedding has {cfg.vocab_size} rows")
+    used = None if tokenizer.vocab_size == cfg.vocab_size else tokenizer.vocab_size
+    return dataclasses.replace(cfg, used_vocab=used)
+
+
+def init_backbone(backbone: Backbone, cfg: qwen.Config, key: jax.Array) -> Params:
+    if backbone.path is None:
+        return jax.jit(qwen.make_policy(cfg).init)(key)
+    params, _ = weights.load(Path(backbone.path), dataclasses.replace(cfg, used_vocab=None), dtype=backbone.dtype)
+    return params
+
+
+def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
+    """Roles and models, without parameters. Raises for overrides of roles that the environment does not have."""
+    unknown = sorted(set(cfg.overrides) - set(roles))
+    if unknown:
+        raise ConfigError(f"team.overrides: unknown role {unknown[0]!r}; the roles are {', '.join(roles)}")
+    names = {role: "team" if cfg.share == "shared" else role for role in roles}
+    tokenizers: dict[Backbone, Tokenizer] = {}
+    models = []
+    for role, name in names.items():
+        if name in (m.name for m in models):
+            continue
+        backbone = cfg.overrides.get(role, cfg.backbone)
+        if backbone not in tokenizers:
+            tokenizers[backbone] = load_tokenizer(backbone)
+        arch = architecture(backbone, tokenizers[backbone])
+        policy = qwen.make_policy(arch, remat=cfg.remat)
+        models.append(Model(name, policy, tokenizers[backbone], "backbone" if cfg.share == "lora" else None))
+    return Team(tuple(Role(r, names[r], cfg.max_new) for r in roles), tuple(models))
+
+
+def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:
+    """{"shared": {base: params}, "agents": {model: ...}}, each model from its own folded key."""
+    agents: Params = {}
+    shared: Params = {}
+    if cfg.share == "lora":
+        base = init_backbone(cfg.backbone, team.models[0].policy.config, jax.random.fold_in(key, len(team.models)))
+        shared["backbone"] = base
+    for i, model in enumerate(team.models):
+        own = jax.random.fold_in(key, i)
+        if cfg.share == "lora":
+            agents[model.name] = {"lora": init_lora(own, base, cfg.lora_rank, cfg.lora_targets)}
+        else:
+            backbone = cfg.overrides.get(model.name, cfg.backbone)
+            agents[model.name] = {"params": init_backbone(backbone, model.policy.config, own)}
+    return {"shared": shared, "agents": agents}

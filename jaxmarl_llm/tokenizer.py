@@ -1,0 +1,359 @@
+"""Text to token ids and back: prompts in which what an agent said is exactly what it sampled.
+
+Two promises hold for every tokenizer here:
+
+1. Content never becomes control: whatever a user, tool, memory or peer writes, only the chat template puts control ids
+   (role markers, end of turn, ``<think>``, ``<tool_call>``, every added token) into a prompt.
+2. Token-in, token-out: a turn the reader sampled itself is spliced in as ids, and ``render`` is append-only:
+   ``render(prompt + (own turn, ...))`` starts with ``render(prompt) + sampled ids``, for any template. It holds by
+   construction: what precedes an own turn is rendered as it was when the turn was sampled, generation header included.
+   (Templates alone do not do this: Qwen3 drops ``<think>`` blocks from history, also the empty one it writes itself.)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from jaxmarl_llm.text import ConfigError, Message, Prompt
+
+
+class Text(NamedTuple):
+    """Template text without control tokens. Neighbouring texts are encoded together, as the template would be."""
+
+    text: str
+
+
+class Control(NamedTuple):
+    id: int
+
+
+class Slot(NamedTuple):
+    """The content of message ``message``; ``strip`` where the template strips it."""
+
+    message: int
+    strip: bool = False
+
+
+class Fitted(NamedTuple):
+    ids: list[int]
+    cut: int  # content tokens left out
+
+
+@dataclass
+class _Part:
+    content: str | list[int]
+    cuttable: bool = False
+
+
+class Tokenizer(ABC):
+    """``stop_ids`` end a completion, the template's own end of turn first. Ids from ``vocab_size`` on do not exist."""
+
+    name: str
+    vocab_size: int
+    pad_id: int
+    stop_ids: tuple[int, ...]
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain content; never control ids."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; control tokens that mark turns are left out."""
+
+    def save(self, directory: Path) -> None:  # noqa: B027
+        """Writes the files transformers reads it from, where there are any."""
+
+    @abstractmethod
+    def layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple[Text | Control | Slot, ...]:
+        """The template for messages of these (speaker, spliced) pairs, generation header included."""
+
+    def render(self, prompt: Prompt, reader: str) -> list[int]:
+        """Ids of the prompt, ready for ``reader`` to go on.
+
+        A message whose owner is ``reader`` and that has ids is spliced in as these ids; the template's end of turn
+        follows and is not doubled when it was sampled. ``raw`` messages are spliced without a template: at the end
+        behind the generation header (a turn to be continued); a prompt of raw messages only has no template at all.
+        """
+        return self._join(self._parts(prompt, reader))
+
+    def fit(self, prompt: Prompt, reader: str, max_length: int) -> Fitted:
+        """As ``render``, in at most ``max_length`` ids. Tokens are dropped from the middle of the longest content that
+        is not a system message, then of the next longest; template, system text and generation header stay whole."""
+        parts, cut = self._parts(prompt, reader), 0
+        ids = self._join(parts)
+        while len(ids) > max_length:
+            for part in parts:
+                if part.cuttable and isinstance(part.content, str):
+                    part.content = self.encode(part.content)
+            longest = max((p for p in parts if p.cuttable), key=lambda p: len(p.content), default=None)
+            if longest is None or not longest.content:
+                raise ConfigError(
+                    f"prompt of {reader!r}: template and system text alone take {len(ids)} tokens, limit {max_length}"
+                )
+            drop = min(len(ids) - max_length, len(longest.content))
+            head = (len(longest.content) - drop + 1) // 2
+            longest.content = longest.content[:head] + longest.content[head + drop :]
+            cut += drop
+            ids = self._join(parts)
+        return Fitted(ids, cut)
+
+    def _parts(self, prompt: Prompt, reader: str) -> list[_Part]:
+        if not prompt:
+            raise ConfigError(f"prompt of {reader!r}: it has no messages")
+        for message in prompt:
+            if message.speaker == "raw" and message.ids is None:
+                raise ConfigError(f"prompt of {reader!r}: a raw message needs ids")
+        pieces = self.layout(tuple((m.speaker, _spliced(m, reader)) for m in prompt))
+        parts = []
+        for piece, after in zip(pieces, (*pieces[1:], None)):
+            if isinstance(piece, Text):
+                parts.append(_Part(piece.text))
+            elif isinstance(piece, Control):
+                parts.append(_Part([piece.id]))
+            else:
+                message = prompt[piece.message]
+                content: str | list[int]
+                if _spliced(message, reader):
+                    assert message.ids is not None
+                    content = [int(i) for i in message.ids]
+                    if content and isinstance(after, Control) and content[-1] == after.id and after.id in self.stop_ids:
+                        content.pop()  # the template writes it
+                else:
+                    content = message.text.strip() if piece.strip else message.text
+                parts.append(_Part(content, cuttable=message.speaker != "system"))
+        return parts
+
+    def _join(self, parts: list[_Part]) -> list[int]:
+        ids: list[int] = []
+        run = ""
+        for part in parts:
+            if isinstance(part.content, str):
+                run += part.content
+            else:
+                ids += self.encode(run) + part.content
+                run = ""
+        return ids + self.encode(run)
+
+
+def _spliced(message: Message, reader: str) -> bool:
+    return message.speaker == "raw" or (message.ids is not None and message.owner == reader)
+
+
+def _valid(text: str) -> str:
+    """Pairs of surrogates joined, lone ones replaced: what UTF-8 can hold."""
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes, for models of our own: ids 0-255, then pad, eos, sep, system, user, assistant, tool; 263 is spare.
+
+    A message is its role marker, its bytes, and sep, or eos after the assistant's. The generation header is the
+    assistant marker alone.
+    """
+
+    PAD, EOS, SEP = 256, 257, 258
+    ROLES: ClassVar = {"system": 259, "user": 260, "assistant": 261, "tool": 262}
+
+    name = "bytes"
+    vocab_size = 264
+    pad_id = PAD
+    stop_ids = (EOS,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(_valid(text).encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
+
+    def layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple[Text | Control | Slot, ...]:
+        pieces: list[Text | Control | Slot] = []
+        header = max((k + 1 for k, (speaker, _) in enumerate(shape) if speaker != "raw"), default=None)
+        for k, (speaker, _) in enumerate(shape):
+            if speaker == "raw":
+                pieces.append(Slot(k))
+            elif speaker in self.ROLES:
+                end = self.EOS if speaker == "assistant" else self.SEP
+                pieces += [Control(self.ROLES[speaker]), Slot(k), Control(end)]
+            else:
+                raise ConfigError(f"speaker {speaker!r}: expected one of {', '.join(self.ROLES)} or raw")
+            if k + 1 == header:
+                pieces.append(Control(self.ROLES["assistant"]))
+        return tuple(pieces)
+
+
+# Ends of text beside the template's end of turn; published generation configs list them as eos too.
+_STOPS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "</s>")
+# Stands for message k in the template: private-use characters, inside white space that tells whether it is stripped.
+_MARK = "\u2003\ue000{}\ue001\u2003"
+_MARKS = re.compile("(\u2003?)\ue000(\\d+)\ue001\u2003?")
+
+
+class HFTokenizer(Tokenizer):
+    """A Hugging Face tokenizer and its chat template: a directory with ``tokenizer.json``, or a ``.gguf`` file.
+
+    The template sees a placeholder instead of every content, so it cannot look into or change content (but where it
+    strips white space, content is stripped). On content without added tokens and ``</think>`` the ids are those of the
+    tokenizer's own ``apply_chat_template``; this is checked once on construction. ``enable_thinking`` goes to templates
+    that know it (Qwen3); None leaves it out.
+    """
+
+    def __init__(
+        self, path: str | Path, *, enable_thinking: bool | None = None, chat_template: str | None = None
+    ) -> None:
+        path = Path(path)
+        self.name = str(path)
+        self.hf = _load(path)
+        if chat_template is not None:
+            self.hf.chat_template = chat_template
+        if not isinstance(self.hf.chat_template, str):
+            raise ConfigError(f"tokenizer {path}: it has no single chat template; give chat_template=")
+        self._template_args: dict[str, Any] = {}
+        if enable_thinking is not None:
+            if "enable_thinking" not in self.hf.chat_template:
+                raise ConfigError(f"tokenizer {path}: its chat template does not know enable_thinking")
+            self._template_args["enable_thinking"] = enable_thinking
+        self._backend = self.hf.backend_tokenizer
+        self._added = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+        self._control = frozenset(self._added.values())
+        self._added_pattern = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or "$^")
+        self._plain = _without_added_tokens(self._backend)
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self._cached_layout = functools.lru_cache(maxsize=4096)(self._layout)
+        self.stop_ids = self._find_stops(path)
+        pad = self.hf.pad_token_id
+        self.pad_id = self.stop_ids[-1] if pad is None else pad
+        self._check(path)
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._plain.encode(_valid(text), add_special_tokens=False).ids
+        if not self._control.isdisjoint(ids):
+            bad = next(i for i in ids if i in self._control)
+            raise ConfigError(
+                f"tokenizer {self.name}: plain text gives control token {self._backend.id_to_token(bad)!r}"
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        self.hf.save_pretrained(str(directory))
+
+    def layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple[Text | Control | Slot, ...]:
+        return self._cached_layout(shape)
+
+    def _layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple[Text | Control | Slot, ...]:
+        pieces: list[Text | Control | Slot] = []
+        index: list[int] = []  # message of each templated turn so far
+        cut, behind = 0, ""  # turns, and text behind the last of them, that are in pieces already
+
+        def emit(header: bool) -> None:
+            nonlocal behind
+            text = self._template(tuple(shape[k][0] for k in index), header)
+            if cut:
+                text = _MARKS.split(text, maxsplit=cut)[-1]
+            if not text.startswith(behind):
+                raise ConfigError(f"tokenizer {self.name}: its chat template rewrites text before a raw message")
+            pieces.extend(self._parse(text[len(behind) :], index))
+            behind = text
+
+        for k, (speaker, spliced) in enumerate(shape):
+            if speaker == "raw":
+                if index:
+                    emit(header=all(s == "raw" for s, _ in shape[k:]))
+                pieces.append(Slot(k))
+            elif speaker == "assistant" and spliced and index:
+                emit(header=True)
+                pieces.append(Slot(k))
+                index.append(k)
+                cut, behind = len(index), ""
+            else:
+                index.append(k)
+        if index and shape[-1][0] != "raw":
+            emit(header=True)
+        return tuple(pieces)
+
+    def _template(self, speakers: tuple[str, ...], header: bool) -> str:
+        """The template's text, with a mark for every content; the marks are there once and in order."""
+        import jinja2
+
+        messages = [{"role": s, "content": _MARK.format(k)} for k, s in enumerate(speakers)]
+        try:
+            text = self.hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=header, **self._template_args
+            )
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"tokenizer {self.name}: its chat template refuses {speakers}: {error}") from error
+        if [int(m[2]) for m in _MARKS.finditer(text)] != list(range(len(speakers))):
+            raise ConfigError(f"tokenizer {self.name}: its chat template drops, repeats or moves turns of {speakers}")
+        return text
+
+    def _parse(self, text: str, index: Sequence[int]) -> list[Text | Control | Slot]:
+        pieces: list[Text | Control | Slot] = []
+        start = 0
+        for mark in (*_MARKS.finditer(text), None):
+            plain, at = text[start : mark.start() if mark else None], 0
+            for token in self._added_pattern.finditer(plain):
+                pieces += [Text(plain[at : token.start()]), Control(self._added[token[0]])]
+                at = token.end()
+            pieces.append(Text(plain[at:]))
+            if mark:
+                pieces.append(Slot(index[int(mark[2])], strip=not mark[1]))
+                start = mark.end()
+        return [p for p in pieces if p != Text("")]
+
+    def _find_stops(self, path: Path) -> tuple[int, ...]:
+        """The template's end of turn, eos of the tokenizer and of generation_config.json, known ends of text."""
+        pieces = self.layout((("user", False), ("assistant", False), ("user", False)))
+        said = next(k for k, piece in enumerate(pieces) if isinstance(piece, Slot) and piece.message == 1)
+        after = pieces[said + 1]
+        stops = [after.id] if isinstance(after, Control) else []
+        stops += [] if self.hf.eos_token_id is None else [self.hf.eos_token_id]
+        file = path / "generation_config.json"
+        if file.is_file():
+            eos = json.loads(file.read_text()).get("eos_token_id") or []
+            stops += eos if isinstance(eos, list) else [eos]
+        stops += [self._added[s] for s in _STOPS if s in self._added]
+        if not stops:
+            raise ConfigError(f"tokenizer {path}: it has no eos token")
+        return tuple(dict.fromkeys(stops))
+
+    def _check(self, path: Path) -> None:
+        """Encoding in pieces gives what the tokenizer gives for the whole (it would not if it marks a text's start)."""
+        said = ("Hi, you: 3 x 4?", "\n 12 \u00e9\u4f60", "And\nthen")
+        speakers = ("user", "assistant", "user")
+        text = self._template(speakers, header=True)
+        whole = _MARKS.sub(lambda m: said[int(m[2])] if m[1] else said[int(m[2])].strip(), text)
+        expected = self._backend.encode(whole, add_special_tokens=False).ids
+        if self.render(tuple(map(Message, speakers, said)), "") != expected:
+            raise ConfigError(f"tokenizer {path}: its chat template cannot be encoded in pieces")
+
+
+def _load(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if path.suffix == ".gguf" and path.is_file():
+        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"tokenizer {path}: expected a directory with tokenizer.json, or a .gguf file")
+    return AutoTokenizer.from_pretrained(str(path))
+
+
+def _without_added_tokens(backend: Any) -> Any:
+    """The same tokenizer for content: it knows no added token, special or not."""
+    from tokenizers import Tokenizer as Backend
+
+    spec = json.loads(backend.to_str())
+    spec["added_tokens"] = []
+    spec["post_processor"] = spec["truncation"] = spec["padding"] = None
+    return Backend.from_str(json.dumps(spec))

@@ -1,0 +1,336 @@
+"""The update: from a tree with advantages to new parameters of the models that own a selected group.
+
+`pack` lays the trained steps out as micro-batches [N prompts, G completions] of a few fixed shapes; `Learner` holds the
+jitted functions that score, accumulate gradients over micro-batches and apply them. All averaging is in the token
+weights, computed once over the whole batch, so that any split into micro-batches adds up to the same gradient.
+Supervised fine-tuning is the same update: expert steps with advantage 1 and ratio 1, whose gradient is that of the
+log-likelihood. A model without a trained step is not called at all: it stays bit-identical, optimizer state included.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.losses import aggregation_weights, policy_loss
+from jaxmarl_llm.sampling import Sampling, score
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.types import Model, Params, Policy, PyTree, Tree
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """optax chain: clip the global norm, AdamW (or another of optax by name), a warm-up and decay schedule."""
+
+    name: str = "adamw"  # adamw, adam, sgd, lion, adafactor
+    learning_rate: float = 1e-3
+    schedule: str = "constant"  # constant, linear or cosine (both to 0 over `steps`)
+    warmup: int = 0  # steps of linear warm-up from 0
+    steps: int = 0  # length of the schedule in optimizer steps, warm-up included; unused by constant
+    weight_decay: float = 0.0  # adamw, lion
+    b1: float = 0.9
+    b2: float = 0.95
+    max_grad_norm: float = 1.0  # 0 does not clip
+
+    def check(self, path: str) -> None:
+        if self.name not in ("adamw", "adam", "sgd", "lion", "adafactor"):
+            raise ConfigError(f"{path}.name: expected adamw, adam, sgd, lion or adafactor, got {self.name!r}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"{path}.schedule: expected constant, linear or cosine, got {self.schedule!r}")
+        if self.schedule != "constant" and self.steps <= self.warmup:
+            raise ConfigError(f"{path}.steps: expected more than warmup={self.warmup}, got {self.steps}")
+        if self.learning_rate < 0 or self.max_grad_norm < 0:
+            raise ConfigError(f"{path}: learning_rate and max_grad_norm must be >= 0")
+
+
+def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
+    rate: Any = cfg.learning_rate
+    if cfg.schedule == "linear":
+        rate = optax.linear_schedule(cfg.learning_rate, 0.0, cfg.steps - cfg.warmup)
+    elif cfg.schedule == "cosine":
+        rate = optax.cosine_decay_schedule(cfg.learning_rate, cfg.steps - cfg.warmup)
+    if cfg.warmup:
+        after = rate if callable(rate) else optax.constant_schedule(rate)
+        rate = optax.join_schedules([optax.linear_schedule(0.0, cfg.learning_rate, cfg.warmup), after], [cfg.warmup])
+    rule = {
+        "adamw": lambda: optax.adamw(rate, cfg.b1, cfg.b2, weight_decay=cfg.weight_decay),
+        "adam": lambda: optax.adam(rate, cfg.b1, cfg.b2),
+        "sgd": lambda: optax.sgd(rate),
+        "lion": lambda: optax.lion(rate, cfg.b1, cfg.b2, weight_decay=cfg.weight_decay),
+        "adafactor": lambda: optax.adafactor(rate),
+    }[cfg.name]()
+    return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), rule) if cfg.max_grad_norm else rule
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Token loss and its averaging; see losses.policy_loss and losses.aggregation_weights."""
+
+    clip_low: float | None = 0.2  # None: no clip (then clip_high is unused)
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    level: str = "token"  # token or sequence (GSPO) ratios
+    aggregate: str = "token"  # token, sequence, sum or constant
+    constant: float | None = None  # tokens, for aggregate=constant
+    kl_coef: float = 0.0  # to the reference policy, in the loss
+    kl_kind: str = "k3"
+    importance_cap: float | None = None  # truncated importance weights between sampler and learner
+    entropy_coef: float = 0.0
+    epochs: int = 1  # optimizer steps on one batch; from the second on, ratios are to the policy of the first
+
+    def check(self, path: str) -> None:
+        if self.level not in ("token", "sequence"):
+            raise ConfigError(f"{path}.level: expected token or sequence, got {self.level!r}")
+        if self.aggregate not in ("token", "sequence", "sum", "constant"):
+            raise ConfigError(f"{path}.aggregate: expected token, sequence, sum or constant, got {self.aggregate!r}")
+        if self.aggregate == "constant" and not self.constant:
+            raise ConfigError(f"{path}.constant: expected a positive number of tokens for aggregate=constant")
+        if self.kl_kind not in ("k1", "k2", "k3"):
+            raise ConfigError(f"{path}.kl_kind: expected k1, k2 or k3, got {self.kl_kind!r}")
+        if self.epochs < 1:
+            raise ConfigError(f"{path}.epochs: expected >= 1, got {self.epochs}")
+
+    @property
+    def clip(self) -> tuple[float, float] | None:
+        return None if self.clip_low is None else (self.clip_low, self.clip_high)
+
+
+@struct.dataclass
+class Batch:
+    """One micro-batch: N prompts with G completions each. Weight 0 marks padding and what is not trained."""
+
+    tokens: Int[Array, "N P"]
+    length: Int[Array, "N"]
+    completions: Int[Array, "N G R"]
+    weights: Float[Array, "N G R"]
+    advantages: Float[Array, "N G R"]
+    behaviour: Float[Array, "N G R"]  # log-probs recorded by the sampler
+    old: Float[Array, "N G R"] | None = None  # log-probs of the policy before the first epoch
+    reference: Float[Array, "N G R"] | None = None
+
+
+def pack(
+    tree: Tree,
+    model: int,
+    advantages: np.ndarray,
+    trained: np.ndarray,
+    loss: Loss,
+    *,
+    micro_tokens: int,
+    smallest: tuple[int, int] = (16, 8),
+) -> list[Batch]:
+    """Micro-batches of the steps of ``model`` marked in ``trained`` [C]; ``advantages`` [C] or [C R].
+
+    Nodes are grouped by the bucket of their number of trained steps, prompt and completion length; a micro-batch holds
+    as many nodes (a power of two) as fit ``micro_tokens`` trunk tokens P + G R, at least one. Host function on numpy.
+    """
+    nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
+    trained = trained & steps.valid & (nodes.model[steps.node] == model) & (steps.loss_mask.any(-1))
+    rows = np.flatnonzero(trained)
+    if not len(rows):
+        return []
+    mask = steps.loss_mask[rows]
+    weights = np.asarray(aggregation_weights(mask, np.ones(len(rows), np.float32), loss.aggregate, loss.constant))
+    adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(tree.steps.node), -1)[rows], mask.shape)
+    of_node: dict[int, list[int]] = {}
+    for i, c in enumerate(rows):
+        of_node.setdefault(int(steps.node[c]), []).append(i)
+
+    shapes: dict[tuple[int, int, int], list[int]] = {}
+    for n, members in of_node.items():
+        p = min(bucket(int(nodes.length[n]), smallest[0]), nodes.tokens.shape[1])
+        r = min(bucket(int(steps.length[rows[members]].max()), smallest[1]), steps.tokens.shape[1])
+        shapes.setdefault((bucket(len(members)), p, r), []).append(n)
+
+    batches = []
+    for (g, p, r), members in sorted(shapes.items()):
+        size = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
+        size = min(size, 1 << (len(members) - 1).bit_length())
+        for start in range(0, len(members), size):
+            part = members[start : start + size]
+            tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
+            completions = np.zeros((size, g, r), np.int32)
+            w, a, b = (np.zeros((size, g, r), np.float32) for _ in range(3))
+            for k, n in enumerate(part):
+                tokens[k], length[k] = nodes.tokens[n, :p], nodes.length[n]
+                i = np.array(of_node[n])
+                completions[k, : len(i)] = steps.tokens[rows[i], :r]
+                w[k, : len(i)], a[k, : len(i)] = weights[i, :r], adv[i, :r]
+                b[k, : len(i)] = steps.logprobs[rows[i], :r]
+            batches.append(Batch(tokens, length, completions, w, a, b))
+    return batches
+
+
+class Learner(NamedTuple):
+    """Jitted functions of one architecture. ``own`` is trained; ``shared`` is the frozen backbone's params, or None.
+
+    init(own) -> optimizer state
+    score(own, shared, batch) -> log-probs [N G R]
+    accumulate(own, shared, batch, gradient or None) -> (gradient, metrics that add, max |log-prob gap| to the sampler)
+    apply(own, opt_state, gradient, loss) -> (own, opt_state, gradient norm, ok): donates own and opt_state;
+        unless loss and norm are finite both come back unchanged
+    """
+
+    init: Callable[[Params], PyTree]
+    score: Callable[..., jax.Array]
+    accumulate: Callable[..., tuple[PyTree, dict[str, jax.Array], jax.Array]]
+    apply: Callable[..., tuple[Params, PyTree, jax.Array, jax.Array]]
+
+
+@functools.lru_cache(maxsize=None)
+def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sampling) -> Learner:
+    """Cached: agents of one architecture and configuration share their compiled programs."""
+    tx = make_optimizer(optimizer)
+
+    def variables(own: Params, shared: Params | None) -> Params:
+        return own if shared is None else {"params": shared, **own}
+
+    def scores(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        v = variables(own, shared)
+        hidden = policy.hidden(v, batch.tokens, batch.length, batch.completions)
+        # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
+        rows = hidden.reshape(-1, *hidden.shape[2:]), batch.completions.reshape(-1, batch.completions.shape[-1])
+        one = jax.checkpoint(lambda row: score(policy.unembed(v, row[0]), row[1], sampling))
+        logprob, entropy = jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
+        return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape)
+
+    def objective(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, tuple[dict, jax.Array]]:
+        logprobs, entropy = scores(own, shared, batch)
+        value, metrics = policy_loss(
+            logprobs,
+            old_logprobs=batch.old,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            clip=loss.clip,
+            dual_clip=loss.dual_clip,
+            level=loss.level,
+            kl_coef=loss.kl_coef,
+            kl_kind=loss.kl_kind,
+            behaviour_logprobs=None if loss.importance_cap is None else batch.behaviour,
+            importance_cap=loss.importance_cap,
+            ref_logprobs=batch.reference,
+            entropy=entropy,
+            entropy_coef=loss.entropy_coef,
+        )
+        seen = batch.weights > 0
+        metrics["nll"] = -jnp.sum(batch.weights * jnp.where(seen, logprobs, 0.0))
+        gap = jnp.max(jnp.where(seen, jnp.abs(logprobs - batch.behaviour), 0.0))
+        return value, ({**metrics, "loss": value}, gap)
+
+    def accumulate(own: Params, shared: Params | None, batch: Batch, gradient: PyTree | None) -> Any:
+        new, (metrics, gap) = jax.grad(objective, has_aux=True)(own, shared, batch)
+        new = jax.tree.map(lambda g: g.astype(jnp.float32), new)
+        return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, gap
+
+    def apply(own: Params, opt_state: PyTree, gradient: PyTree, value: jax.Array) -> Any:
+        norm = optax.global_norm(gradient)
+        ok = jnp.isfinite(norm) & jnp.isfinite(value)
+        updates, after = tx.update(gradient, opt_state, own)
+        keep = lambda new, old: jnp.where(ok, new, old)
+        return (
+            jax.tree.map(keep, optax.apply_updates(own, updates), own),
+            jax.tree.map(keep, after, opt_state),
+            norm,
+            ok,
+        )
+
+    return Learner(
+        init=jax.jit(tx.init),
+        score=jax.jit(lambda own, shared, batch: scores(own, shared, batch)[0]),
+        accumulate=jax.jit(accumulate, donate_argnums=(3,)),
+        apply=jax.jit(apply, donate_argnums=(0, 1)),
+    )
+
+
+CHUNK = 256  # tokens whose logits are alive at once in the update
+
+
+class Updated(NamedTuple):
+    own: Params
+    opt_state: PyTree
+    metrics: dict[str, float]  # means over the trained tokens; grad_norm; logprob_gap; ok 1.0, or 0.0 when skipped
+
+
+def update(
+    learner: Learner,
+    loss: Loss,
+    own: Params,
+    shared: Params | None,
+    opt_state: PyTree,
+    batches: list[Batch],
+    reference: Params | None = None,
+) -> Updated:
+    """One or several optimizer steps (``loss.epochs``) of one model on its micro-batches. Donates own and opt_state.
+
+    ``reference`` (a tree like own) is the policy of the KL term. A non-finite loss or gradient skips that optimizer
+    step: parameters and optimizer state come back as they were, ``ok`` is 0.
+    """
+    if loss.kl_coef:
+        if reference is None:
+            raise ValueError("loss.kl_coef needs the reference parameters")
+        batches = [b.replace(reference=learner.score(reference, shared, b)) for b in batches]
+    if loss.epochs > 1:
+        batches = [b.replace(old=learner.score(own, shared, b)) for b in batches]
+    seen: dict[str, float] = {}
+    ok = True
+    for epoch in range(loss.epochs):
+        gradient, totals, gap = None, [], []
+        for batch in batches:
+            gradient, metrics, g = learner.accumulate(own, shared, batch, gradient)
+            totals.append(metrics)
+            gap.append(g)
+        value = sum(m["loss"] for m in totals)
+        own, opt_state, norm, fine = learner.apply(own, opt_state, gradient, value)
+        ok &= bool(fine)
+        if epoch == 0:
+            total = {k: float(sum(float(m[k]) for m in totals)) for k in totals[0]}
+            weight = total.pop("weight")
+            seen = {k: v / weight if weight and k != "loss" else v for k, v in total.items()}
+            seen |= {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
+    return Updated(own, opt_state, {**seen, "ok": float(ok)})
+
+
+def update_models(
+    models: tuple[Model, ...],
+    learners: Mapping[str, Learner],
+    loss: Loss,
+    params: Params,
+    opt_state: PyTree,
+    batches: Mapping[str, list[Batch]],
+    reference: Params | None = None,
+) -> tuple[Params, PyTree, dict[str, dict[str, float]]]:
+    """Update each model that has batches; the others' parameters and optimizer states are the same arrays as before."""
+    agents, states, metrics = dict(params["agents"]), dict(opt_state), {}
+    for model in models:
+        if not batches.get(model.name):
+            continue
+        shared = None if model.base is None else params["shared"][model.base]
+        ref = None if reference is None else reference[model.name]
+        result = update(
+            learners[model.name], loss, agents[model.name], shared, states[model.name], batches[model.name], ref
+        )
+        agents[model.name], states[model.name], metrics[model.name] = result
+    return {**params, "agents": agents}, states, metrics
+
+
+def task_order(seed: int, epoch_size: int, start: int, count: int) -> Iterator[int]:
+    """Task indices ``start`` to ``start + count - 1`` of an endless stream of shuffled epochs.
+
+    A pure function of (seed, position): resuming needs no state but the position.
+    """
+    epoch, order = -1, np.arange(0)
+    for position in range(start, start + count):
+        if position // epoch_size != epoch:
+            epoch = position // epoch_size
+            order = np.random.default_rng([seed, epoch]).permutation(epoch_size)
+        yield int(order[position % epoch_size])

@@ -1,0 +1,231 @@
+"""The nouns: dimension letters and every pytree or bundle of functions that crosses a file.
+
+Dimension letters, used in shape annotations, einsums and comments:
+
+    A agents (roles)   B tasks          N nodes        C steps (completions)   J transitions
+    W seats            G samples a node M turns        T tokens                P prompt tokens
+    R response tokens  S cache slots    L layers       D model                 F feed-forward
+    Q query heads      K key/value heads               H head size             V vocabulary
+    E memory entries   X retrieved entries
+
+Everything the learner sees is a forest in three flat tables. A *node* is a decision point: one role, one prompt, at
+one place of an episode. A *step* is one completion sampled at a node; the steps of a node are siblings, share its
+prompt and form the group of every group-relative estimator. A *transition* is a joint action: one step for each seat
+(each role that acts at once) of one environment state. Rewards live on transitions, one value per role and component,
+because a move of one agent may pay another, and because a completion may take part in several joint actions.
+
+Tables are padded to a bucket; ``valid`` is False on padding and on everything that must stay out of statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+Params = Any  # a tree of arrays
+PyTree = Any
+
+# Who produced a step (``Steps.source``).
+POLICY, FROZEN, SCRIPTED, EXPERT = range(4)
+
+
+@struct.dataclass
+class Retrieval:
+    """What each node read from its role's memory. X = 0 without memory."""
+
+    slots: Int[Array, "N X"]  # -1 for none
+    similarity: Float[Array, "N X"]
+    query: Float[Array, "N D"]  # embedding of the prompt before entries were added
+    added: Int[Array, "N"]  # tokens that memory put in front of the prompt
+
+    @staticmethod
+    def empty(n: int) -> Retrieval:
+        none = jnp.zeros((n, 0))
+        return Retrieval(none.astype(jnp.int32), none, none, jnp.zeros((n,), jnp.int32))
+
+
+@struct.dataclass
+class Nodes:
+    """Decision points. Leading axis N."""
+
+    tokens: Int[Array, "N P"]  # prompt ids, right-padded
+    length: Int[Array, "N"]
+    role: Int[Array, "N"]  # index into Team.roles
+    model: Int[Array, "N"]  # index into Team.models
+    task: Int[Array, "N"]  # index into the batch of tasks
+    turn: Int[Array, "N"]
+    parent: Int[Array, "N"]  # transition that led here, -1 at a root
+    crn: Int[Array, "N"]  # common-random-number id: nodes of equal crn saw the same environment draws
+    retrieved: Retrieval  # what memory put into the prompt
+    valid: Bool[Array, "N"]
+
+
+@struct.dataclass
+class Steps:
+    """Completions. Leading axis C. Convention: ``logprobs[t]`` scores ``tokens[t]`` given the prompt and tokens[:t]."""
+
+    node: Int[Array, "C"]
+    tokens: Int[Array, "C R"]
+    length: Int[Array, "C"]  # sampled tokens, the stop id included
+    loss_mask: Bool[Array, "C R"]  # True where the policy sampled the token: provenance, never token values
+    logprobs: Float[Array, "C R"]  # under the distribution really sampled from
+    truncated: Bool[Array, "C"]  # ended by the length limit, not by a stop id
+    source: Int[Array, "C"]
+    version: Int[Array, "C"]  # optimizer steps the sampling parameters had seen
+    valid: Bool[Array, "C"]
+
+
+@struct.dataclass
+class Transitions:
+    """Joint actions and what they earned. Leading axis J."""
+
+    steps: Int[Array, "J W"]  # the step of each seat, -1 for an empty seat
+    parent: Int[Array, "J"]  # transition that led to this state, -1 at a root
+    task: Int[Array, "J"]
+    turn: Int[Array, "J"]
+    rewards: Mapping[str, Float[Array, "J A"]]  # by component
+    done: Bool[Array, "J"]
+    played: Bool[Array, "J"]  # the environment was stepped
+    valid: Bool[Array, "J"]  # played, and its reward could be computed
+
+
+@struct.dataclass
+class Counts:
+    """What a rollout cost, counted while it ran (scalars)."""
+
+    sequences: Int[Array, ""]  # sampled completions
+    branch_sequences: Int[Array, ""]  # of which at nodes where the plan branches (G > 1)
+    prompt_tokens: Int[Array, ""]  # prefilled, each node once
+    completion_tokens: Int[Array, ""]  # decoded
+    env_calls: Int[Array, ""]  # environment steps
+    invalid: Int[Array, ""]  # transitions whose reward could not be computed
+    launches: Int[Array, ""]  # generation programs started
+
+
+@struct.dataclass
+class Tree:
+    nodes: Nodes
+    steps: Steps
+    transitions: Transitions
+    counts: Counts
+
+
+class Policy(NamedTuple):
+    """A language model as pure functions. ``variables`` is ``{"params": ...}`` or ``{"params": ..., "lora": ...}``.
+
+    init(key) -> params
+    prefill(variables, tokens [N P], length [N]) -> (hidden [N D] at the last prompt token, prefix cache)
+    decode(variables, tokens [N G], prefix, length [N], suffix, t) -> (hidden [N G D], suffix): one token for every
+        sample at the shared scalar position t behind its node's prompt
+    init_suffix(prefix, G, R) -> suffix cache
+    hidden(variables, tokens [N P], length [N], completions [N G R]) -> [N G R D]: hidden state that predicts each
+        completion token; the prompt of a group goes through the trunk once
+    unembed(variables, hidden [... D]) -> float32 logits [... V]
+    embed(variables, tokens) -> [... D]: rows of the token embedding
+    unstack(variables) -> variables as `decode` takes them: cut per layer once per launch instead of once per token
+    """
+
+    config: Any
+    init: Callable[[jax.Array], Params]
+    prefill: Callable[..., tuple[jax.Array, PyTree]]
+    decode: Callable[..., tuple[jax.Array, PyTree]]
+    init_suffix: Callable[..., PyTree]
+    hidden: Callable[..., jax.Array]
+    unembed: Callable[..., jax.Array]
+    embed: Callable[..., jax.Array]
+    unstack: Callable[..., PyTree]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """One set of trainable parameters: ``params["agents"][name]``, over ``params["shared"][base]`` when given.
+
+    What is under ``agents`` is trained; what is under ``shared`` is not. Separate copies: ``base`` None and
+    ``agents[name] = {"params": ...}``. LoRA per role over one backbone: ``agents[name] = {"lora": ...}``. One policy
+    for several roles: those roles name the same model.
+    """
+
+    name: str
+    policy: Policy
+    tokenizer: Any  # tokenizer.Tokenizer
+    base: str | None = None
+
+    def variables(self, params: Params) -> Params:
+        own = params["agents"][self.name]
+        return own if self.base is None else {"params": params["shared"][self.base], **own}
+
+
+@dataclass(frozen=True)
+class Role:
+    """A part in an episode: its name, the model that plays it, and the most tokens one completion may have."""
+
+    name: str
+    model: str
+    max_new: int
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """Roles and the models that play them. Integer columns of the tree index these tuples."""
+
+    roles: tuple[Role, ...]
+    models: tuple[Model, ...]
+
+    def model_index(self, role: int) -> int:
+        return [m.name for m in self.models].index(self.roles[role].model)
+
+    def role_index(self, name: str) -> int:
+        return [r.name for r in self.roles].index(name)
+
+    def model_of(self, role: int) -> Model:
+        return self.models[self.model_index(role)]
+
+
+@struct.dataclass
+class Observation:
+    """What the seats of an array environment see. ``active`` is False for an empty seat."""
+
+    role: Int[Array, "W"]
+    tokens: Int[Array, "W P"]
+    length: Int[Array, "W"]
+    active: Bool[Array, "W"]
+
+
+class ArrayEnv(NamedTuple):
+    """An environment in JAX: whole rollouts compile into one program. States are pytrees of fixed shape.
+
+    reset(key, task) -> state, task a pytree of arrays
+    observe(state) -> Observation
+    step(key, state, tokens [W R], length [W]) -> (state, {component: [A]}, done [])
+    verify(state) -> {component: [A]}, or None: a local verdict on an unfinished state
+    actors[t]: the roles that may act at turn t (indices into ``roles``), so that a program compiles only those
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    seats: int
+    max_turns: int
+    components: tuple[str, ...]
+    actors: tuple[tuple[int, ...], ...]
+    reset: Callable[[jax.Array, PyTree], PyTree]
+    observe: Callable[[PyTree], Observation]
+    step: Callable[..., tuple[PyTree, Mapping[str, jax.Array], jax.Array]]
+    verify: Callable[[PyTree], Mapping[str, jax.Array]] | None = None
+
+
+@struct.dataclass
+class TrainState:
+    """All that a run is: saved, restored and resumed as one tree."""
+
+    step: Int[Array, ""]
+    key: jax.Array  # typed key, never consumed: step keys are folded from it
+    params: Params  # {"shared": {base: ...}, "agents": {model: ...}}
+    opt_state: PyTree  # {model: optimizer state}
+    memory: PyTree  # {role: Memory}
+    counters: PyTree  # {name: scalar}: updates per model, samples, skipped steps

@@ -1,0 +1,83 @@
+"""Worker processes for host environments: parallel steps, a timeout each, and failures as values.
+
+Every worker builds the environment once from a picklable factory, so only states and actions cross the pipe. A call
+that raises, hangs or kills its process gives a `Failure` in its place; the pool goes on.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pebble import ProcessExpired, ProcessPool
+
+from jaxmarl_llm.text import HostEnv
+
+_env: HostEnv | None = None
+
+
+class Failure(NamedTuple):
+    """Why a call has no result: kind is ``raised``, ``timeout`` or ``died``."""
+
+    kind: str
+    message: str
+
+
+def _build(factory: Callable[[], HostEnv]) -> None:
+    global _env
+    _env = factory()
+
+
+def _call(method: str, args: tuple) -> Any:
+    return getattr(_env, method)(*args)
+
+
+class EnvPool:
+    """``workers`` processes with ``timeout`` seconds a call; 0 workers: in this process, without a timeout."""
+
+    def __init__(self, factory: Callable[[], HostEnv], *, workers: int = 2, timeout: float = 20.0):
+        self.env = factory()  # errors of construction show here, not in a worker
+        self.timeout = timeout
+        self._pool = None
+        if workers:
+            # spawn: forking a process that runs XLA's threads can deadlock.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPool(workers, initializer=_build, initargs=(factory,), context=context)
+
+    def map(self, method: str, calls: Sequence[tuple]) -> list[Any]:
+        """``env.method(*args)`` for each args, in order; a `Failure` where a call has no result."""
+        if self._pool is None:
+            return [self._inline(method, args) for args in calls]
+        # The first call of a fresh worker pays for its imports; pebble's clock starts when the call does.
+        futures = [self._pool.schedule(_call, args=(method, args), timeout=self.timeout) for args in calls]
+        return [self._result(f) for f in futures]
+
+    def _inline(self, method: str, args: tuple) -> Any:
+        try:
+            return getattr(self.env, method)(*args)
+        except Exception as error:  # an environment may raise anything; that is its sample's failure, not the run's
+            return Failure("raised", f"{type(error).__name__}: {error}")
+
+    def _result(self, future: Any) -> Any:
+        try:
+            return future.result()
+        except concurrent.futures.TimeoutError:
+            return Failure("timeout", f"no answer within {self.timeout:g} s")
+        except ProcessExpired as error:
+            return Failure("died", f"worker exited with code {error.exitcode}")
+        except Exception as error:  # whatever the environment raised in the worker
+            return Failure("raised", f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+
+    def __enter__(self) -> EnvPool:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self.close()

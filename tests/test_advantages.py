@@ -1,0 +1,329 @@
+"""Returns, credit and group-relative advantages: golden numbers of the papers, slow twins, laws, hostile numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxmarl_llm import advantages
+
+CENTRES, SCALES = ("mean", "loo", "max", "none"), ("std", "none")
+quick = settings(max_examples=25, deadline=None, database=None)
+seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+returns_to_go = jax.jit(advantages.returns_to_go, static_argnames=("max_turns", "discount", "backup"))
+step_returns = jax.jit(advantages.step_returns, static_argnames=("num_steps", "reduce"))
+_group_advantage = jax.jit(
+    advantages.group_advantage, static_argnames=("num_groups", "centre", "scale", "ddof", "eps", "singleton")
+)
+
+
+def group_advantage(values, group=None, valid=None, *, num_groups=1, centre="mean", scale="none", **kwargs):
+    values = jnp.asarray(values, jnp.float32)
+    group = jnp.zeros(len(values), jnp.int32) if group is None else jnp.asarray(group, jnp.int32)
+    valid = jnp.ones(len(values), bool) if valid is None else jnp.asarray(valid, bool)
+    return _group_advantage(values, group, valid, num_groups=num_groups, centre=centre, scale=scale, **kwargs)
+
+
+def returns(rewards, parent, turn, valid=None, **kwargs):
+    """One role, so that rewards are given as a list of numbers."""
+    rewards = jnp.asarray(rewards, jnp.float32)[:, None]
+    valid = jnp.ones(len(parent), bool) if valid is None else jnp.asarray(valid)
+    out, ok = returns_to_go(rewards, jnp.asarray(parent), jnp.asarray(turn), valid, **kwargs)
+    return np.asarray(out[:, 0]), np.asarray(ok)
+
+
+def random_forest(rng, rows=24, turns=4, roles=2):
+    """Rows in any order, some invalid with garbage for rewards, the last few of them padding."""
+    used = int(rng.integers(1, rows + 1))
+    turn, parent = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+    for j in range(1, used):
+        candidates = [i for i in range(j) if turn[i] < turns - 1]
+        if candidates and rng.random() < 0.8:
+            parent[j] = rng.choice(candidates)
+            turn[j] = turn[parent[j]] + 1
+    valid = (rng.random(rows) < 0.8) & (np.arange(rows) < used)
+    rewards = rng.normal(size=(rows, roles)).astype(np.float32)
+    rewards[~valid] = rng.choice([np.nan, np.inf, 1e30], size=(int((~valid).sum()), roles))
+    order = rng.permutation(rows)  # row order[i] of the table moves to place i
+    place = np.argsort(order)
+    parent = np.where(parent >= 0, place[parent], -1)[order].astype(np.int32)
+    return rewards[order], parent, turn[order], valid[order]
+
+
+def random_groups(rng, members=20, groups=6):
+    """Ragged groups, some empty, some of one, some of equal members."""
+    values = rng.normal(size=members) * 10.0 ** rng.integers(-3, 4)
+    group = rng.integers(0, int(rng.integers(1, groups + 1)), members)
+    values = np.where(group == 0, values[0], values).astype(np.float32)
+    return values, group.astype(np.int32), rng.random(members) < 0.8
+
+
+# Golden numbers
+
+
+def test_magrpo_flat():
+    """Four chains of two turns: return-to-go minus the mean over the group at the same turn."""
+    rewards = [1, 3, 0, 2, 2, 0, 4, 2]
+    to_go, _ = returns(rewards, [-1] * 4 + [0, 1, 2, 3], [0] * 4 + [1] * 4, max_turns=2)
+    advantage, _ = group_advantage(to_go, [0] * 4 + [1] * 4, num_groups=2)
+    np.testing.assert_allclose(advantage, [-0.5, -0.5, 0.5, 0.5, 0, -2, 2, 0], atol=1e-6)
+
+
+def test_magrpo_tree():
+    rewards, parent = [1, 3, 2, 4, 0, 2], [-1, -1, 0, 0, 1, 1]
+    to_go, _ = returns(rewards, parent, [0, 0, 1, 1, 1, 1], max_turns=2, discount=0.9)
+    np.testing.assert_allclose(to_go[:2], [3.7, 3.9], rtol=1e-6)
+    advantage, _ = group_advantage(to_go, [0, 0, 1, 1, 2, 2], num_groups=3)
+    np.testing.assert_allclose(advantage, [-0.1, 0.1, -1, 1, -1, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("reduce, credit", [("sum", [1, 2, 1, 2]), ("mean", [0.5, 1, 0.5, 1])])
+def test_magrpo_cross_credit(reduce, credit):
+    """Joint rewards [[1, 0], [0, 2]] over two completions of each of two agents."""
+    steps = jnp.array([[0, 2], [0, 3], [1, 2], [1, 3]])
+    joint = jnp.tile(jnp.array([[1.0], [0.0], [0.0], [2.0]]), (1, 2))
+    roles, valid = jnp.array([0, 0, 1, 1]), jnp.ones(4, bool)
+    values, ok = step_returns(steps, roles, joint, valid, num_steps=4, reduce=reduce)
+    np.testing.assert_allclose(values, credit)
+    assert ok.all()
+    advantage, _ = group_advantage(values, roles, num_groups=2)
+    np.testing.assert_allclose(advantage, np.array([-0.5, 0.5, -0.5, 0.5]) / (1 if reduce == "sum" else 2))
+
+
+def test_dr_mas():
+    """Statistics of a role's steps inside a prompt, and those of the prompt's trajectories instead."""
+    solver, verifier = [0, 0, 1, 0, 0, 1], [0, 1, 0]
+    task = jnp.zeros(9, jnp.int32)
+    role = jnp.array([0] * 6 + [1] * 3)
+    group, num = advantages.group_ids(task, role, sizes=(1, 2))
+    advantage, _ = group_advantage(solver + verifier, group, num_groups=num, scale="std", ddof=1)
+    np.testing.assert_allclose(advantage[:3], [-0.6455, -0.6455, 1.2910], atol=1e-4)
+    np.testing.assert_allclose(advantage[6:], [-0.5773, 1.1547, -0.5773], atol=1e-4)
+    globally, _ = group_advantage([0, 1, 0, 1], scale="std", ddof=1)
+    np.testing.assert_allclose(globally, [-0.8660, 0.8660, -0.8660, 0.8660], atol=1e-4)
+
+
+def test_marshal():
+    """Turn rewards [0, 1] and [0, 0, -1] of one player, summed from each turn on, then centred together."""
+    to_go, _ = returns([0, 1, 0, 0, -1], [-1, 0, -1, 2, 3], [0, 1, 0, 1, 2], max_turns=3)
+    advantage, _ = group_advantage(to_go)
+    np.testing.assert_allclose(advantage, [1.2, 1.2, -0.8, -0.8, -0.8], rtol=1e-6)
+
+
+def test_variances_of_joyagents():
+    values = np.array([[1, 1, 1, 1], [0, 1, 0, 1], [0.2, 0.9, 0.9, 1], [0, 0, 0, 1]])
+    _, stats = group_advantage(values.ravel(), np.repeat(np.arange(4), 4), num_groups=4)
+    np.testing.assert_allclose(stats.variance, [0, 0.25, 0.1025, 0.1875], rtol=1e-6)
+    np.testing.assert_allclose(stats.mean, values.mean(1), rtol=1e-6)
+    assert stats.count.tolist() == [4] * 4
+
+
+# Twins
+
+
+@quick
+@given(seeds)
+def test_returns_equal_the_recursion(rng):
+    rewards, parent, turn, valid = random_forest(rng)
+    expected, expected_valid = reference.returns_to_go(rewards, parent, valid, 0.9)
+    args = map(jnp.asarray, (rewards, parent, turn, valid))
+    out, ok = returns_to_go(*args, max_turns=4, discount=0.9)
+    np.testing.assert_array_equal(ok, expected_valid)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_children_make_a_return_unknown():
+    parent, turn = [-1, 0, 0, -1, 3, 3, -1], [0, 1, 1, 0, 1, 1, 0]
+    valid = [True, False, False, True, False, True, False]
+    out, ok = returns([1.0, np.nan, 1, 1, np.inf, 5, 1], parent, turn, valid, max_turns=3)
+    assert ok.tolist() == [False, False, False, True, False, True, False]
+    assert out.tolist() == [0, 0, 0, 6, 0, 5, 0]
+
+
+@quick
+@given(seeds, st.sampled_from(["mean", "sum"]))
+def test_step_returns_equal_the_loop(rng, reduce):
+    steps = rng.integers(-1, 8, (12, 3)).astype(np.int32)
+    role = rng.integers(0, 2, 8).astype(np.int32)
+    values, valid = rng.normal(size=(12, 2)).astype(np.float32), rng.random(12) < 0.6
+    values[~valid] = np.nan
+    expected, expected_valid = reference.step_returns(steps, role, values, valid, reduce)
+    out, ok = step_returns(*map(jnp.asarray, (steps, role, values, valid)), num_steps=8, reduce=reduce)
+    np.testing.assert_array_equal(ok, expected_valid)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("centre", CENTRES)
+@pytest.mark.parametrize("scale, ddof, singleton", [("none", 0, "raw"), ("std", 0, "zero"), ("std", 1, "raw")])
+@settings(quick, max_examples=10)
+@given(rng=seeds)
+def test_group_advantage_equals_the_loop(centre, scale, ddof, singleton, rng):
+    values, group, valid = random_groups(rng)
+    options = {"num_groups": 6, "centre": centre, "scale": scale, "ddof": ddof, "singleton": singleton}
+    expected, expected_stats = reference.group_advantage(values, group, valid, **options)
+    advantage, stats = group_advantage(values, group, valid, **options)
+    size = max(1.0, float(np.abs(values).max())) if scale == "none" else 1.0
+    np.testing.assert_allclose(advantage, expected, rtol=2e-4, atol=2e-5 * size)
+    for name, column in zip(("mean", "variance", "count", "low", "high"), expected_stats, strict=True):
+        np.testing.assert_allclose(getattr(stats, name), column, rtol=1e-4, atol=1e-5 * size, err_msg=name)
+
+
+# Laws
+
+
+@quick
+@given(seeds)
+def test_order_of_rows_does_not_matter(rng):
+    rewards, parent, turn, valid = random_forest(rng)
+    order = rng.permutation(len(parent))
+    moved = np.where(parent >= 0, np.argsort(order)[parent], -1)[order]
+    one, one_ok = returns_to_go(*map(jnp.asarray, (rewards, parent, turn, valid)), max_turns=4)
+    two, two_ok = returns_to_go(
+        *map(jnp.asarray, (rewards[order], moved.astype(np.int32), turn[order], valid[order])), max_turns=4
+    )
+    np.testing.assert_array_equal(one_ok[order], two_ok)
+    np.testing.assert_allclose(one[order], two, rtol=1e-5, atol=1e-5)
+    values, group, valid = random_groups(rng)
+    order = rng.permutation(len(values))
+    one, _ = group_advantage(values, group, valid, num_groups=6, scale="std")
+    two, _ = group_advantage(values[order], group[order], valid[order], num_groups=6, scale="std")
+    np.testing.assert_allclose(one[order], two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("centre", CENTRES)
+def test_invalid_members_change_nothing(centre):
+    values, group = np.array([1.0, 2, 4, 8, 3, 3]), np.array([0, 0, 0, 1, 1, 2])
+    valid = np.array([1, 1, 1, 1, 0, 0], bool)
+    garbage, lost = np.where(valid, values, [0, 0, 0, 0, np.nan, np.inf]), np.where(valid, group, -7)
+    one, stats = group_advantage(values, group, valid, num_groups=3, centre=centre, scale="std")
+    two, other = group_advantage(garbage, lost, valid, num_groups=3, centre=centre, scale="std")
+    np.testing.assert_array_equal(one, two)
+    assert one[4:].tolist() == [0, 0]
+    for mine, theirs in zip(jax.tree.leaves(stats), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert stats.count.tolist() == [3, 1, 0]
+    assert [float(column[2]) for column in (stats.mean, stats.variance, stats.low, stats.high)] == [0] * 4
+
+
+def test_loo_is_mean_up_to_a_factor():
+    values = np.random.default_rng(0).normal(size=5)
+    for scale in SCALES:
+        loo, _ = group_advantage(values, centre="loo", scale=scale)
+        mean, _ = group_advantage(values, centre="mean", scale=scale)
+        np.testing.assert_allclose(loo, np.asarray(mean) * 5 / 4, rtol=1e-5)
+
+
+def test_max_and_none_are_mean_up_to_a_shift():
+    values = np.random.default_rng(1).normal(size=5)
+    for centre in ("max", "none"):
+        shift = group_advantage(values, centre=centre, scale="std")[0] - group_advantage(values, scale="std")[0]
+        np.testing.assert_allclose(shift, np.full(5, shift[0]), rtol=1e-4)
+
+
+# Hostile numbers
+
+
+@pytest.mark.parametrize("centre", ("mean", "loo", "max"))
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_members_get_exactly_zero(centre, scale):
+    """0.1 seven times over: the rounded mean is not 0.1, and a difference of one ulp over eps would be an advantage."""
+    values = np.concatenate([np.full(7, v) for v in (0.1, 1e6 / 3, -1e-30, 0.95, 0.0)])
+    group = np.repeat(np.arange(5), 7)
+    advantage, stats = group_advantage(values, group, num_groups=5, centre=centre, scale=scale, eps=0.0)
+    assert not np.any(advantage)
+    assert not np.any(stats.variance)
+
+
+@pytest.mark.parametrize("centre", CENTRES)
+@pytest.mark.parametrize("eps", (0.0, 1e-6))
+@settings(quick, max_examples=20)
+@given(
+    members=st.lists(
+        st.tuples(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 2), st.booleans()), max_size=8
+    )
+)
+@example(members=[(0.0, 0, True)] + [(0.949999988079071, 0, True)] * 7)
+@example(members=[(1e6, 0, True), (1e6 + 0.0625, 0, True)])
+@example(members=[(1.0000000031710769e-30, 0, True), (0.0, 0, True)])
+@example(members=[(5.0, 0, True)] + [(7.0, 0, False)] * 7)
+@example(members=[(1e-45, 0, True), (0.0, 0, True)])
+def test_finite_whatever_the_values(centre, eps, members):
+    padded = members + [(0.0, 0, False)] * (8 - len(members))
+    values, group, valid = (list(column) for column in zip(*padded, strict=True))
+    for ddof in (0, 1):
+        advantage, stats = group_advantage(
+            values, group, valid, num_groups=3, centre=centre, scale="std", ddof=ddof, eps=eps
+        )
+        assert np.isfinite(advantage).all()
+        assert np.isfinite(stats.mean).all() and (np.asarray(stats.variance) >= 0).all()
+        if centre == "mean":
+            assert np.abs(advantage).max() <= np.sqrt(8)
+
+
+def test_large_offset_keeps_the_small_difference():
+    """E[x^2] - E[x]^2 in float32 would be 0 or negative here."""
+    advantage, stats = group_advantage([4096.0, 4096.5, 4097.0, 4097.5], scale="std")
+    np.testing.assert_allclose(stats.variance, [0.3125], rtol=1e-6)
+    np.testing.assert_allclose(advantage, [-1.34164, -0.44721, 0.44721, 1.34164], rtol=1e-4)
+
+
+def test_loo_of_one_odd_reward():
+    """[0, .95 x7]: the std of the others vanishes; the group's own does not."""
+    advantage, _ = group_advantage([0.0] + [0.95] * 7, centre="loo", scale="std")
+    np.testing.assert_allclose(advantage, [-np.sqrt(7) * 8 / 7] + [8 / 7 / np.sqrt(7)] * 7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("centre", CENTRES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_singletons(centre, scale):
+    for singleton, expected in (("zero", 0.0), ("raw", 3.0)):
+        advantage, _ = group_advantage([3.0], centre=centre, scale=scale, singleton=singleton, ddof=1)
+        assert advantage.tolist() == [3.0 if centre == "none" else expected]
+
+
+# Small print
+
+
+def test_scalarise():
+    rng = np.random.default_rng(0)
+    rewards = {name: rng.normal(size=(5, 2)).astype(np.float32) for name in ("accuracy", "format", "effort")}
+    weights = {"accuracy": 1.0, "effort": -0.5}
+    out = advantages.scalarise({name: jnp.asarray(r) for name, r in rewards.items()}, weights)
+    np.testing.assert_allclose(out, reference.scalarise(rewards, weights), rtol=1e-5, atol=1e-6)
+    with pytest.raises(KeyError, match="no reward component acuracy; the environment pays accuracy, effort, format"):
+        advantages.scalarise({name: jnp.asarray(r) for name, r in rewards.items()}, {"acuracy": 1.0})
+    with pytest.raises(ValueError, match="empty"):
+        advantages.scalarise({name: jnp.asarray(r) for name, r in rewards.items()}, {})
+
+
+def test_group_ids_are_mixed_radix():
+    columns = [jnp.asarray(c.ravel()) for c in np.indices((3, 2, 4), dtype=np.int32)]
+    ids, num = advantages.group_ids(*columns, sizes=(3, 2, 4))
+    assert num == 24
+    np.testing.assert_array_equal(ids, np.arange(24))
+    with pytest.raises(ValueError, match="2 columns for 1 sizes"):
+        advantages.group_ids(*columns[:2], sizes=(3,))
+    with pytest.raises(ValueError, match="more keys"):
+        advantages.group_ids(*columns[:2], sizes=(2**20, 2**20))
+
+
+def test_unknown_words_are_refused():
+    one, ids, valid = jnp.ones(1), jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    call = partial(advantages.group_advantage, one, ids, valid, num_groups=1)
+    for words in (("median", "std", "zero"), ("mean", "iqr", "zero"), ("mean", "std", "one")):
+        with pytest.raises(ValueError, match=r"not '(median|iqr|one)'"):
+            call(centre=words[0], scale=words[1], singleton=words[2])
+    with pytest.raises(ValueError, match="not 'min'"):
+        advantages.returns_to_go(one[:, None], ids, ids, valid, max_turns=1, backup="min")
+    with pytest.raises(ValueError, match="not 'max'"):
+        advantages.step_returns(ids[:, None], ids, one[:, None], valid, num_steps=1, reduce="max")
+    with pytest.raises(ValueError, match="num_steps is 2"):
+        advantages.step_returns(ids[:, None], ids, one[:, None], valid, num_steps=2)

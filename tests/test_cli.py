@@ -1,0 +1,199 @@
+"""The command line as a user meets it: a process, its exit code, and one line that says what to type instead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+RECIPE = """
+from __future__ import annotations
+from dataclasses import dataclass, field
+from typing import Literal
+from jaxmarl_llm.text import ConfigError
+
+@dataclass(frozen=True)
+class Optimizer:
+    learning_rate: float = 1e-3
+    clip: float | None = None
+    kind: Literal["adam", "sgd"] = "adam"
+
+    def check(self, path):
+        if self.learning_rate <= 0:
+            raise ConfigError(f"{path}.learning_rate: must be positive, got {self.learning_rate}")
+
+@dataclass(frozen=True)
+class Config:
+    recipe: str = "toys.solo"
+    seed: int = 0
+    fast: bool = True
+    sizes: tuple[int, ...] = (2, 2)
+    optimizer: Optimizer = Optimizer()
+"""
+
+CONFIG = """
+from ml_collections import ConfigDict
+from jaxmarl_llm.config import one_of, to_dict
+from toys.solo import Config
+
+def get_config(variant=""):
+    one_of("variant", variant, ["", "large", "broken", "typo", "lost"])
+    config = ConfigDict(to_dict(Config()))
+    if variant == "large":
+        config.sizes = (8, 8, 8)
+    if variant == "broken":
+        config.seed = undefined
+    if variant == "typo":
+        config.optimizer.lerning_rate = 1.0
+    if variant == "lost":
+        config.recipe = "magrpoo"
+    return config
+"""
+
+# What main sees is printed; so is whether JAX had been imported by the time the process ends.
+MAIN = """
+import atexit, sys, time
+sys.path.insert(0, ROOT)
+from absl import flags
+from experiments import cli
+from jaxmarl_llm.text import ConfigError
+
+flags.DEFINE_integer("every", 1, "A flag of this entry point.")
+atexit.register(lambda: print("jax" in sys.modules))
+
+def main(cfg, workdir, flags):
+    print(cfg, workdir, flags.every, flush=True)
+    if flags.every == 13:
+        raise ConfigError("config.seed: unlucky\\nnumber")
+    if flags.every == 14:
+        time.sleep(60)
+    return 7 if flags.every == 7 else None
+
+if __name__ == "__main__":
+    cli.run(main, **OPTIONS)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "toys").mkdir()
+    (folder / "toys" / "solo.py").write_text(RECIPE)
+    (folder / "solo.py").write_text(CONFIG)
+    (folder / "syntax.py").write_text("def get_config(:\n")
+    (folder / "empty.py").write_text("")
+    (folder / "plain.py").write_text("def get_config():\n    return {'recipe': 'toys.solo', 'seed': 5}\n")
+    (folder / "flags.txt").write_text("--config.seed=9\n--every=2\n")
+    (folder / "main.py").write_text(MAIN.replace("ROOT", repr(str(ROOT))).replace("OPTIONS", "{}"))
+    (folder / "free.py").write_text(MAIN.replace("ROOT", repr(str(ROOT))).replace("OPTIONS", "{'required': ()}"))
+    return folder
+
+
+def call(folder, *args, script="main.py"):
+    command = [sys.executable, "-W", "error", script, *args]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=30)
+    return done, time.perf_counter() - start
+
+
+GOOD = ("--config=solo.py", "--workdir=run")
+ERRORS = {
+    "unknown flag": ((*GOOD, "--workdri=x"), "--workdri: unknown flag; did you mean '--workdir'?"),
+    "ill-typed flag": ((*GOOD, "--every=x"), "flag --every=x: "),
+    "no config": (("--workdir=run",), "--config: required but not given"),
+    "no workdir": (("--config=solo.py",), "--workdir: required but not given"),
+    "bare argument": ((*GOOD, "config.seed=1"), "unexpected argument 'config.seed=1'"),
+    "unknown key": ((*GOOD, "--config.optimizer.lr=1"), "config.optimizer.lr: unknown key; "),
+    "near key": (
+        (*GOOD, "--config.optimiser.learning_rate=1"),
+        "config.optimiser: unknown key; did you mean 'optimizer'?",
+    ),
+    "ill-typed value": ((*GOOD, "--config.seed=eight"), "config.seed: expected int, got 'eight'"),
+    "no value": ((*GOOD, "--config.seed"), "config.seed: expected int, got 'true'"),
+    "out of range": ((*GOOD, "--config.optimizer.learning_rate=-1"), "config.optimizer.learning_rate: must be positiv"),
+    "other recipe": ((*GOOD, "--config.recipe=x"), "config.recipe: fixed by the config file"),
+    "missing file": (("--config=sol.py", "--workdir=run"), "--config: no file 'sol.py'; did you mean 'solo.py'?"),
+    "missing folder": (("--config=a/b.py", "--workdir=run"), "--config: no file 'a/b.py': 'a' has no config files"),
+    "not Python": (("--config=flags.txt", "--workdir=run"), "--config: 'flags.txt' is not a Python file"),
+    "no get_config": (("--config=empty.py", "--workdir=run"), "empty.py: defines no get_config"),
+    "syntax": (("--config=syntax.py", "--workdir=run"), "syntax.py: SyntaxError: "),
+    "unknown variant": (
+        ("--config=solo.py:lrge", "--workdir=run"),
+        "solo.py: variant: unknown value 'lrge'; did you mean 'large'?",
+    ),
+    "no variants": (("--config=plain.py:large", "--workdir=run"), "plain.py: unknown variant 'large'"),
+    "file fails": (("--config=solo.py:broken", "--workdir=run"), "solo.py:12: NameError: name 'undefined'"),
+    "key in file": (
+        ("--config=solo.py:typo", "--workdir=run"),
+        "config.optimizer.lerning_rate: unknown key; did you mean 'learning_rate'?",
+    ),
+    "unknown recipe": (("--config=solo.py:lost", "--workdir=run"), "solo.py:lost: config.recipe: no recipe 'magrpoo'"),
+    "workdir is a file": (("--config=solo.py", "--workdir=main.py"), "--workdir: cannot write to 'main.py': "),
+    "workdir in a file": (("--config=solo.py", "--workdir=main.py/x"), "--workdir: cannot write to 'main.py/x': "),
+    "flagfile": (
+        (*GOOD, "--flagfile=none.txt"),
+        "Unable to open flagfile: [Errno 2] No such file or directory: 'none.txt'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_is_one_line_and_exit_code_2(folder, name):
+    args, message = ERRORS[name]
+    done, seconds = call(folder, *args)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stdout == "False\n"  # main was not entered, JAX not imported
+    assert seconds < 3.0
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (GOOD, "sizes=(2, 2), optimizer=Optimizer(learning_rate=0.001, clip=None, kind='adam')) run 1"),
+        (("--config=solo.py:large", "--workdir=run"), "sizes=(8, 8, 8)"),
+        ((*GOOD, "--config.sizes=(4,4)", "--config.optimizer.clip=2", "--noconfig.fast"), "fast=False, sizes=(4, 4)"),
+        ((*GOOD, "--config.sizes", "4", "--config.fast", "--config.seed", "-3"), "seed=-3, fast=True, sizes=(4,)"),
+        ((*GOOD, "--config.optimizer.clip=2", "--config.optimizer.clip=None"), "clip=None"),
+        ((*GOOD, "--flagfile=flags.txt"), "seed=9"),
+        (("--config=plain.py", "--workdir=a b/ü"), "seed=5"),
+    ],
+)  # fmt: skip
+def test_main_receives_the_built_config(folder, args, shown):
+    done, _ = call(folder, *args)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shown in done.stdout and done.stdout.startswith("Config(recipe='toys.solo', ")
+
+
+def test_exit_codes_of_main(folder):
+    assert call(folder, *GOOD, "--every=7")[0].returncode == 7
+    done, _ = call(folder, *GOOD, "--every=13")
+    assert (done.returncode, done.stderr) == (2, "error: config.seed: unlucky number\n")
+    done, _ = call(folder, script="free.py")
+    assert done.stdout.startswith("None None 1")
+
+
+def test_print_config_needs_no_workdir_and_makes_none(folder):
+    done, _ = call(folder, "--config=solo.py", "--config.seed=4", "--print_config")
+    assert done.returncode == 0
+    assert "config.seed = 4\n" in done.stdout and "config.optimizer.clip = None\n" in done.stdout
+    call(folder, "--config=solo.py", "--workdir=never", "--config.seeed=4")
+    assert not (folder / "never").exists()  # a mistyped command leaves nothing behind
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_interrupt_ends_with_130_and_one_line(folder):
+    command = [sys.executable, "main.py", *GOOD, "--every=14"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # main has begun
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (130, "interrupted\n")

@@ -1,0 +1,304 @@
+"""Configs: round trips, messages that name the key, and a fuzzer that must never see another exception."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import operator
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmarl_llm.config import diff, fingerprint, flatten, from_dict, one_of, override, replace_path, to_dict
+from jaxmarl_llm.text import ConfigError
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    learning_rate: float = 1e-3
+    clip: float | None = None
+    kind: Literal["adam", "sgd"] = "adam"
+
+    def check(self, path: str) -> None:
+        if self.learning_rate <= 0:
+            raise ConfigError(f"{path}.learning_rate: must be positive, got {self.learning_rate}")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    group_size: int
+    sizes: tuple[int, ...] = (2, 2)
+    pair: tuple[str, float] = ("x", 0.5)
+    names: tuple[str, ...] = ()
+    weights: dict[str, float] = field(default_factory=lambda: {"correct": 1.0})
+
+
+@dataclass(frozen=True)
+class Config:
+    recipe: str = "toy"
+    seed: int = 0
+    fast: bool = False
+    temperature: int | str = 1
+    optimizer: Optimizer = Optimizer(clip=0.5)
+    rollout: Rollout = Rollout(4)
+    judge: Optimizer | None = None
+    agents: tuple[Optimizer, ...] = (Optimizer(), Optimizer(kind="sgd"))
+
+
+CASES = [
+    ({"optimiser": {}}, "config.optimiser: unknown key; did you mean 'optimizer'?"),
+    (
+        {"optimizer": {"learing_rate": 1.0}},
+        "config.optimizer.learing_rate: unknown key; did you mean 'learning_rate'?",
+    ),
+    ({"rollout": {"group_size": "eight"}}, "config.rollout.group_size: expected int, got 'eight'"),
+    ({"rollout": {"group_size": 8.0}}, "config.rollout.group_size: expected int, got 8.0"),
+    ({"rollout": {"group_size": True}}, "config.rollout.group_size: expected int, got True"),
+    ({"rollout": {}}, "config.rollout.group_size: missing; expected int"),
+    ({"rollout": {"group_size": 1, "pair": ["a"]}}, "config.rollout.pair: expected tuple of 2 (str, float), got ['a']"),
+    ({"rollout": {"group_size": 1, "sizes": [1, "b"]}}, "config.rollout.sizes.1: expected int, got 'b'"),
+    ({"rollout": {"group_size": 1, "weights": {"a": "b"}}}, "config.rollout.weights.a: expected float, got 'b'"),
+    ({"rollout": {"group_size": 1, "weights": {1: 2.0}}}, "config.rollout.weights: expected keys of type str, got 1"),
+    ({"rollout": 3}, "config.rollout: expected the keys of Rollout (group_size, sizes, pair, names, weights), got 3"),
+    ({"optimizer": {"learning_rate": True}}, "config.optimizer.learning_rate: expected float, got True"),
+    ({"optimizer": {"learning_rate": float("nan")}}, "config.optimizer.learning_rate: expected float, got nan"),
+    ({"optimizer": {"learning_rate": -1}}, "config.optimizer.learning_rate: must be positive, got -1.0"),
+    ({"optimizer": {"clip": "none"}}, "config.optimizer.clip: expected float or None, got 'none'"),
+    ({"optimizer": {"kind": "adm"}}, "config.optimizer.kind: unknown value 'adm'; did you mean 'adam'?"),
+    ({"optimizer": {"kind": 7}}, "config.optimizer.kind: unknown value 7; choose from 'adam', 'sgd'"),
+    ({"judge": {"clp": 1}}, "config.judge.clp: unknown key; did you mean 'clip'?"),
+    ({"agents": [{"learning_rate": 0}]}, "config.agents.0.learning_rate: must be positive, got 0.0"),
+    ({"seed": 2**63}, "config.seed: expected int, got 9223372036854775808"),
+    ({"seed": 10**5000}, "config.seed: expected int, got a int too large to show"),
+    ({"fast": 1}, "config.fast: expected bool, got 1"),
+    ({"temperature": 1.5}, "config.temperature: expected int or str, got 1.5"),
+    ({"a\nb": 1}, r"config.'a\nb': unknown key; known keys: "),
+]
+
+
+@pytest.mark.parametrize(("mapping", "message"), CASES, ids=[message[:40] for _, message in CASES])
+def test_message_names_the_key(mapping, message):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(Config, mapping)
+    assert str(caught.value).startswith(message) if message.endswith(" ") else str(caught.value) == message
+
+
+def test_round_trip_and_conversions():
+    cfg = Config(seed=3, judge=Optimizer(), rollout=Rollout(2, names=("a", "b")))
+    assert from_dict(Config, to_dict(cfg)) == cfg
+    assert from_dict(Config, json.loads(json.dumps(to_dict(cfg)))) == cfg  # JSON makes lists of tuples
+    built = from_dict(Config, {"optimizer": {"learning_rate": 1}, "temperature": "hot", "agents": []})
+    assert isinstance(built.optimizer.learning_rate, float)
+    assert built.temperature == "hot" and built.agents == ()
+    assert from_dict(Config, {}) == Config()
+    assert to_dict(cfg)["rollout"]["sizes"] == (2, 2) and to_dict(cfg)["optimizer"]["clip"] == 0.5
+
+
+def test_unsupported_annotation_is_the_programmers_error():
+    @dataclass(frozen=True)
+    class Odd:
+        x: complex = 0j
+
+    with pytest.raises(TypeError, match=r"config\.x"):
+        from_dict(Odd, {"x": 1j})
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("seed", "1_000", 1000),
+        ("fast", "TRUE", True),
+        ("fast", "0", False),
+        ("recipe", "None", "None"),
+        ("optimizer.clip", "None", None),
+        ("optimizer.clip", "3", 3.0),
+        ("optimizer.kind", "sgd", "sgd"),
+        ("temperature", "7", 7),
+        ("temperature", "low", "low"),
+        ("rollout.sizes", "(4,4)", (4, 4)),
+        ("rollout.sizes", "4,4", (4, 4)),
+        ("rollout.sizes", "4", (4,)),
+        ("rollout.sizes", "()", ()),
+        ("rollout.names", "a,b", ("a", "b")),
+        ("rollout.names", "('a','b')", ("a", "b")),
+        ("rollout.pair", "('z',1)", ("z", 1.0)),
+        ("rollout.weights", "{'a': 1}", {"a": 1.0}),
+        ("rollout.weights.format", "0.2", {"correct": 1.0, "format": 0.2}),
+        ("judge.clip", "1", Optimizer(clip=1.0)),
+        ("agents[1].learning_rate", "5", (Optimizer(), Optimizer(5.0, kind="sgd"))),
+        ("agents.0.clip", "5", (Optimizer(clip=5.0), Optimizer(kind="sgd"))),
+    ],
+)
+def test_override_reads_text_by_annotation(path, text, value):
+    group = re.match(r"judge|agents|rollout\.weights", path)  # compared whole
+    for start in ({}, to_dict(Config())):  # from nothing as well: the other keys of a group keep their defaults
+        cfg = from_dict(Config, override(Config, start, path, text))
+        got = operator.attrgetter(group[0] if group else path)(cfg)
+        assert got == value and type(got) is type(value)
+        assert path.startswith("optimizer.clip") or cfg.optimizer.clip == 0.5
+        assert cfg.rollout.group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("optimizer.lerning_rate", "1", "config.optimizer.lerning_rate: unknown key; did you mean 'learning_rate'?"),
+        ("seed", "eight", "config.seed: expected int, got 'eight'"),
+        ("seed", "1e3", "config.seed: expected int, got '1e3'"),
+        ("seed.x", "1", "config.seed: expected int, which has no key 'x'"),
+        ("optimizer", "1", "config.optimizer: set one of its keys: config.optimizer.learning_rate, "),
+        ("judge", "1", "config.judge: set one of its keys: "),
+        ("agents[2].clip", "1", "config.agents: no item '2'; it has 2, counted from 0"),
+        ("optimizer.clip", "x", "config.optimizer.clip: expected float or None, got 'x'"),
+        ("rollout.weights", "5", "config.rollout.weights: expected dict of float, got 5"),
+    ],
+)
+def test_override_message(path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(Config, override(Config, {}, path, text))
+    assert str(caught.value).startswith(message)
+
+
+def test_replace_path():
+    cfg = replace_path(Config(), "optimizer.learning_rate", 2)
+    assert cfg == dataclasses.replace(Config(), optimizer=Optimizer(2.0, clip=0.5))
+    assert replace_path(Config(), "judge", Optimizer(clip=1.0)).judge == Optimizer(clip=1.0)
+    with pytest.raises(ConfigError, match=r"^config\.optimizer\.learning_rate: must be positive"):
+        replace_path(Config(), "optimizer.learning_rate", -2)
+    with pytest.raises(ConfigError, match=r"^config\.seeds: unknown key; did you mean 'seed'\?$"):
+        replace_path(Config(), "seeds", 2)
+
+
+def test_diff_names_what_changed():
+    new = Config(
+        seed=1, judge=Optimizer(), agents=(Optimizer(),), rollout=Rollout(4, sizes=(3,), weights={"format": 1.0})
+    )
+    assert diff(Config(), Config()) == []
+    assert diff(Config(), json.loads(json.dumps(to_dict(Config())))) == []  # as stored in a checkpoint
+    assert diff(Config(), new) == [
+        "config.seed: 0 -> 1",
+        "config.rollout.sizes: (2, 2) -> (3,)",
+        "config.rollout.weights.correct: 1.0 -> (absent)",
+        "config.judge: None -> (absent)",
+        "config.agents.1.learning_rate: 0.001 -> (absent)",
+        "config.agents.1.clip: None -> (absent)",
+        "config.agents.1.kind: 'sgd' -> (absent)",
+        "config.rollout.weights.format: (absent) -> 1.0",
+        "config.judge.learning_rate: (absent) -> 0.001",
+        "config.judge.clip: (absent) -> None",
+        "config.judge.kind: (absent) -> 'adam'",
+    ]
+
+
+def test_fingerprint_depends_on_values_alone():
+    one = fingerprint(Config(optimizer=Optimizer(learning_rate=1.0)))
+    assert one == fingerprint(Config(optimizer=Optimizer(learning_rate=1)))
+    assert len(one) == 64 and one != fingerprint(Config(optimizer=Optimizer(learning_rate=1.0, clip=0.0)))
+    weights = [{"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}]
+    assert len({fingerprint(Config(rollout=Rollout(1, weights=w))) for w in weights}) == 1
+
+
+def test_one_of():
+    assert one_of("config.plan", "flat", ["flat", "tree"]) == "flat"
+    with pytest.raises(ConfigError, match=r"^config\.plan: unknown value 'fat'; did you mean 'flat'\?$"):
+        one_of("config.plan", "fat", ["flat", "tree"])
+    with pytest.raises(ConfigError, match="choose from 1, 2"):
+        one_of("config.n", True, [1, 2])
+
+
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["adam", "sgd", 10**4000, -(2**70), b"x", object(), {1, 2}, float("nan"), "x" * 500]),
+)
+keys = st.one_of(
+    st.sampled_from([*flatten(Config()), "learning_rate", "clip", "kind", "sede", "grop_size"]).map(
+        lambda path: path.split(".")[-1]
+    ),
+    st.text(max_size=5),
+    st.integers(0, 2),
+)
+junk = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3) | st.tuples(inner, inner),
+    max_leaves=6,
+)
+
+
+@st.composite
+def configs(draw):
+    """The default config with one to three places damaged, or nothing but junk."""
+    if draw(st.integers(0, 9)) == 0:
+        return draw(junk)
+    tree = json.loads(json.dumps(to_dict(Config(judge=Optimizer()))))
+    for _ in range(draw(st.integers(1, 3))):
+        spot: Any = tree
+        while True:
+            inner = [k for k, v in (spot.items() if isinstance(spot, dict) else enumerate(spot)) if v and _holds(v)]
+            if not inner or draw(st.booleans()):
+                break
+            spot = spot[draw(st.sampled_from(inner))]
+        if isinstance(spot, list):
+            spot.append(draw(junk))
+        elif spot and draw(st.booleans()):
+            name = draw(st.sampled_from(sorted(map(str, spot))))
+            spot[name] = draw(junk)
+        elif spot and draw(st.booleans()):
+            del spot[draw(st.sampled_from(list(spot)))]
+        else:
+            spot[draw(keys)] = draw(junk)
+    return tree
+
+
+def _holds(value: object) -> bool:
+    return isinstance(value, (dict, list))
+
+
+outcomes: set[bool] = set()
+
+
+def _builds_or_says_why(build):
+    try:
+        cfg = build()
+    except ConfigError as error:
+        outcomes.add(False)
+        message = str(error)
+        assert message.startswith("config") and message.isprintable() and len(message) < 400, message
+        return
+    outcomes.add(True)
+    assert from_dict(Config, to_dict(cfg)) == cfg
+    assert diff(cfg, to_dict(cfg)) == [] and len(fingerprint(cfg)) == 64
+
+
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@given(configs())
+def test_fuzzed_config_builds_or_says_why(mapping):
+    _builds_or_says_why(lambda: from_dict(Config, mapping))
+
+
+paths = st.sampled_from([*flatten(Config()), "config.judge.clip", "config.agents[0].kind", "config.rollout"])
+texts = st.one_of(
+    st.text(max_size=9),
+    st.floats().map(str),
+    st.integers().map(str),
+    st.sampled_from(["((", "None", "true", "adam", "(1,", "{1:2}", "[[1]]", "9" * 5000, "(" * 300, "a,b", "\0"]),
+)
+
+
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@given(paths | st.text(max_size=9), texts)
+def test_fuzzed_override_builds_or_says_why(path, text):
+    _builds_or_says_why(lambda: from_dict(Config, override(Config, {}, path.removeprefix("config."), text)))
+
+
+def test_fuzzers_reached_both_outcomes():
+    if not outcomes:
+        pytest.skip("the fuzzers ran in another process")
+    assert outcomes == {True, False}

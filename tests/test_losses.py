@@ -1,0 +1,297 @@
+"""Losses against slow twins: values, gradients by finite differences, golden numbers, laws of masks and sums."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmarl_llm import losses
+
+KINDS = {"token": {}, "sequence": {}, "sum": {}, "constant": {"constant": 7.0}}
+VARIANTS = {
+    "reinforce": {"clip": None},
+    "ppo": {"clip": (0.2, 0.28)},
+    "dual": {"clip": (0.2, 0.2), "dual_clip": 1.3},
+    "gspo": {"clip": (0.1, 0.2), "level": "sequence"},
+    "tis": {"clip": (0.2, 0.2), "behaviour_logprobs": ..., "importance_cap": 1.1},
+    "kl": {"clip": (0.2, 0.2), "ref_logprobs": ..., "kl_coef": 0.3, "kl_kind": "k2"},
+    "all": {
+        "clip": (0.2, 0.2),
+        "behaviour_logprobs": ...,
+        "ref_logprobs": ...,
+        "kl_coef": 0.1,
+        "entropy": ...,
+        "entropy_coef": 0.05,
+        "level": "sequence",
+    },
+}
+
+
+def batch(seed, sequences=5, tokens=6, kind="sequence"):
+    """Ragged masks with holes, as tool tokens leave them; the last sequence is left out."""
+    rng = np.random.default_rng(seed)
+    mask = (np.arange(tokens) < rng.integers(1, tokens + 1, (sequences, 1))) & (rng.random((sequences, tokens)) < 0.8)
+    mask[:, 0] = True
+    use = np.ones(sequences)
+    use[-1] = 0.0
+    old = rng.normal(-1.5, 0.6, mask.shape)
+    return {
+        "logprobs": old + rng.normal(0, 0.3, mask.shape),
+        "old_logprobs": old,
+        "advantages": rng.normal(size=sequences),
+        "weights": reference.aggregation_weights(mask, use, kind, **KINDS[kind]),
+        "behaviour_logprobs": old + rng.normal(0, 0.2, mask.shape),
+        "ref_logprobs": old + rng.normal(0, 0.4, mask.shape),
+        "entropy": rng.random(mask.shape),
+    }
+
+
+def split(data, variant):
+    """The arrays that a variant uses, and its options."""
+    options = VARIANTS[variant]
+    names = ["logprobs", "old_logprobs", "advantages", "weights"] + [n for n, v in options.items() if v is ...]
+    return {n: data[n] for n in names}, {n: v for n, v in options.items() if v is not ...}
+
+
+@partial(jax.jit, static_argnames="variant")
+def loss_and_grad(arrays, variant):
+    _, options = split(arrays, variant)
+    rest = {n: a for n, a in arrays.items() if n != "logprobs"}
+    function = jax.value_and_grad(lambda x: losses.policy_loss(x, **rest, **options), has_aux=True)
+    (loss, metrics), gradient = function(arrays["logprobs"])
+    return loss, metrics, gradient
+
+
+def run(arrays, variant):
+    return loss_and_grad({n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}, variant)
+
+
+# Twins
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None, database=None)
+@given(rng=st.integers(0, 2**32 - 1).map(np.random.default_rng))
+def test_aggregation_weights_equal_the_loop(kind, rng):
+    mask = rng.random((4, 5)) < rng.random()
+    use = rng.choice([0.0, 1.0, 2.5], 4)
+    weights = losses.aggregation_weights(jnp.asarray(mask), jnp.asarray(use, jnp.float32), kind, **KINDS[kind])
+    np.testing.assert_allclose(weights, reference.aggregation_weights(mask, use, kind, **KINDS[kind]), rtol=1e-5)
+    assert weights.dtype == jnp.float32
+
+
+def test_aggregation_by_hand():
+    mask = jnp.array([[True, True, False, True], [True, False, False, False], [True, True, True, True]])
+    use = jnp.array([1.0, 1.0, 0.0])
+    expected = {
+        "token": [[1 / 4, 1 / 4, 0, 1 / 4], [1 / 4, 0, 0, 0]],
+        "sequence": [[1 / 6, 1 / 6, 0, 1 / 6], [1 / 2, 0, 0, 0]],
+        "sum": [[1 / 2, 1 / 2, 0, 1 / 2], [1 / 2, 0, 0, 0]],
+        "constant": [[1 / 14, 1 / 14, 0, 1 / 14], [1 / 14, 0, 0, 0]],
+    }
+    for kind, rows in expected.items():
+        weights = losses.aggregation_weights(mask, use, kind, **KINDS[kind])
+        np.testing.assert_allclose(weights, rows + [[0.0] * 4], rtol=1e-6, err_msg=kind)
+        nobody = losses.aggregation_weights(mask, jnp.zeros(3), kind, **KINDS[kind])
+        assert not np.any(nobody), kind
+        assert not np.any(losses.aggregation_weights(jnp.zeros((3, 4), bool), use, kind, **KINDS[kind])), kind
+
+
+@pytest.mark.parametrize("kind", ("k1", "k2", "k3"))
+def test_kl_equals_the_loop(kind):
+    rng = np.random.default_rng(0)
+    logp, ref = rng.normal(-1, 1, 20), rng.normal(-1, 1, 20)
+    estimate = losses.kl(jnp.asarray(logp, jnp.float32), jnp.asarray(ref, jnp.float32), kind)
+    np.testing.assert_allclose(
+        estimate, [reference.kl(p, q, kind) for p, q in zip(logp, ref, strict=True)], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_kl_biases_and_gradients():
+    """Expectations over a whole vocabulary: which estimator is unbiased, and whose gradient each one has."""
+    rng = np.random.default_rng(1)
+    logits, ref = (jnp.asarray(x, jnp.float32) for x in rng.normal(0, 2, size=(2, 8)))
+    ref = jax.nn.log_softmax(ref)
+
+    def forward(x):
+        p = jax.nn.log_softmax(x)
+        return jnp.sum(jnp.exp(p) * (p - ref))
+
+    def backward(x):
+        return jnp.sum(jnp.exp(ref) * (ref - jax.nn.log_softmax(x)))
+
+    def expected(kind, x, sampler):
+        return jnp.sum(jnp.exp(jax.nn.log_softmax(sampler)) * losses.kl(jax.nn.log_softmax(x), ref, kind))
+
+    for kind in ("k1", "k3"):
+        np.testing.assert_allclose(expected(kind, logits, logits), forward(logits), rtol=1e-5)
+    assert abs(expected("k2", logits, logits) - forward(logits)) > 0.05
+    for kind, gradient in (
+        ("k1", jnp.zeros(8)),
+        ("k2", jax.grad(forward)(logits)),
+        ("k3", jax.grad(backward)(logits)),
+    ):
+        np.testing.assert_allclose(jax.grad(expected, 1)(kind, logits, logits), gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_policy_loss_equals_the_loop_and_its_differences(variant):
+    for seed, kind in enumerate(KINDS):
+        arrays, options = split(batch(seed, kind=kind), variant)
+        loss, metrics, gradient = run(arrays, variant)
+        expected, expected_metrics = reference.policy_loss(**arrays, **options)
+        np.testing.assert_allclose(loss, expected, rtol=1e-4, atol=1e-5)
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    differences = np.zeros_like(arrays["logprobs"])
+    for place in np.ndindex(differences.shape):
+        bump = np.zeros_like(differences)
+        bump[place] = 1e-6
+        up, _ = reference.policy_loss(**(arrays | {"logprobs": arrays["logprobs"] + bump}), **options)
+        down, _ = reference.policy_loss(**(arrays | {"logprobs": arrays["logprobs"] - bump}), **options)
+        differences[place] = (up - down) / 2e-6
+    np.testing.assert_allclose(gradient, differences, rtol=1e-3, atol=1e-5)
+
+
+def test_the_clips_are_exercised():
+    """The variants above would prove little if no ratio left the clip range."""
+    assert run(split(batch(3, kind="constant"), "ppo")[0], "ppo")[1]["clip_fraction"] > 0
+    assert run(split(batch(3), "tis")[0], "tis")[1]["tis_clipped"] > 0
+    dual, ppo = (run(split(batch(3), v)[0], v)[0] for v in ("dual", "ppo"))
+    assert dual != ppo
+
+
+# Golden numbers
+
+
+def test_rema_sequence_ratio():
+    """ReMA's four tokens in two turns: the geometric mean over the sequence is .90133 (their product is .66)."""
+    old, new = jnp.log(jnp.array([[0.5, 0.4, 0.9, 0.2]])), jnp.log(jnp.array([[0.6, 0.44, 0.9, 0.1]]))
+    call = partial(losses.policy_loss, advantages=jnp.ones(1), weights=jnp.full((1, 4), 0.25), clip=None)
+    loss, metrics = call(new, old_logprobs=old, level="sequence")
+    np.testing.assert_allclose([-loss, metrics["ratio"]], [0.90133, 0.90133], atol=1e-5)
+    for turn, ratio in (((0, 2), 1.14891), ((2, 4), 0.70711)):
+        weights = jnp.zeros((1, 4)).at[:, slice(*turn)].set(0.5)
+        _, metrics = losses.policy_loss(
+            new, old_logprobs=old, advantages=jnp.ones(1), weights=weights, clip=None, level="sequence"
+        )
+        np.testing.assert_allclose(metrics["ratio"], ratio, atol=1e-5)
+
+
+def test_magrpo_loss_by_hand():
+    """Mean over samples of -A times the summed log-probs; the old log-probs are the current ones."""
+    mask, advantage = jnp.array([[True, True, True], [True, False, False]]), jnp.array([2.0, -1.0])
+    weights = losses.aggregation_weights(mask, jnp.ones(2), "sum")
+    gradient = jax.grad(
+        lambda x: losses.policy_loss(x, old_logprobs=None, advantages=advantage, weights=weights, clip=None)[0]
+    )(jnp.log(jnp.full((2, 3), 0.3)))
+    np.testing.assert_allclose(gradient, [[-1, -1, -1], [0.5, 0, 0]], rtol=1e-6)
+
+
+# Laws
+
+
+@pytest.mark.parametrize("variant", ("reinforce", "ppo", "dual", "gspo"))
+def test_ratio_one_gives_the_reinforce_gradient(variant):
+    """-sum w A grad log pi: clips do nothing at ratio 1. With the sequence ratio: for weights even in a sequence."""
+    data = batch(0)
+    data["logprobs"] = data["old_logprobs"]
+    arrays, _ = split(data, variant)
+    _, metrics, gradient = run(arrays, variant)
+    expected = -data["weights"] * data["advantages"][:, None]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0
+    np.testing.assert_allclose([metrics["weight"], metrics["ratio"]], [1, 1], rtol=1e-6)
+
+
+def test_no_old_logprobs_is_ratio_one():
+    arrays, _ = split(batch(0), "ppo")
+    arrays = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
+    same = arrays | {"old_logprobs": arrays["logprobs"]}
+    one, two = loss_and_grad(same, "ppo"), loss_and_grad(arrays | {"old_logprobs": None}, "ppo")
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert np.any(two[2])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_masked_places_change_nothing(variant):
+    """Bit for bit, whatever stands there, and their gradient is exactly 0."""
+    arrays, _ = split(batch(2), variant)
+    arrays["advantages"] = np.repeat(arrays["advantages"][:, None], arrays["logprobs"].shape[1], 1)
+    out = arrays["weights"] == 0
+    assert out.any()
+    clean = run(arrays, variant)
+    for garbage in (np.nan, np.inf, -np.inf, 1e30):
+        dirty = run({n: a if n == "weights" else np.where(out, garbage, a) for n, a in arrays.items()}, variant)
+        jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+        assert not np.any(dirty[2][out])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_micro_batches_add_up(variant):
+    arrays, _ = split(batch(4, sequences=6, kind="token"), variant)
+    whole = run(arrays, variant)
+    for cuts in ((2, 4), (3,)):
+        parts = [run(p, variant) for p in zip_split(arrays, cuts)]
+        for name in whole[1]:
+            np.testing.assert_allclose(sum(p[1][name] for p in parts), whole[1][name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(sum(p[0] for p in parts), whole[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.concatenate([p[2] for p in parts]), whole[2], rtol=1e-5, atol=1e-7)
+
+
+def zip_split(arrays, cuts):
+    pieces = {n: np.split(a, cuts) for n, a in arrays.items()}
+    return [{n: p[i] for n, p in pieces.items()} for i in range(len(cuts) + 1)]
+
+
+def test_zero_advantages_give_exactly_no_gradient():
+    for variant in ("reinforce", "ppo", "dual", "gspo", "tis"):
+        arrays, _ = split(batch(0) | {"advantages": np.zeros(5)}, variant)
+        loss, _, gradient = run(arrays, variant)
+        assert loss == 0 and not np.any(gradient), variant
+
+
+@pytest.mark.parametrize("variant", ("reinforce", "ppo", "gspo", "tis"))
+def test_extreme_ratios_stay_finite(variant):
+    """exp(200) overflows; the selected branch of a minimum would still hand back 0 * inf = NaN."""
+    data = batch(0)
+    for shift in (200.0, -200.0):
+        arrays, _ = split(data | {"logprobs": data["old_logprobs"] + shift}, variant)
+        arrays = {n: a - shift if n == "behaviour_logprobs" else a for n, a in arrays.items()}
+        loss, _, gradient = run(arrays, variant)
+        assert np.isfinite(loss) and np.isfinite(gradient).all()
+
+
+def test_half_precision_is_reduced_in_float32():
+    arrays, _ = split(batch(0), "ppo")
+    arrays = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
+    loss, _, gradient = loss_and_grad(arrays | {"logprobs": arrays["logprobs"].astype(jnp.bfloat16)}, "ppo")
+    assert loss.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
+
+
+def test_missing_inputs_are_refused():
+    x, one = jnp.zeros((1, 2)), jnp.ones(1)
+    call = partial(losses.policy_loss, x, old_logprobs=x, advantages=one, weights=x, clip=None)
+    for options, message in (
+        ({"kl_coef": 0.1}, "needs ref_logprobs"),
+        ({"kl_coef": jnp.zeros(())}, "needs ref_logprobs"),
+        ({"entropy_coef": 0.1}, "needs entropy"),
+        ({"importance_cap": 2.0}, "needs behaviour_logprobs"),
+        ({"dual_clip": 0.5}, "above 1"),
+        ({"level": "word"}, "not 'word'"),
+        ({"ref_logprobs": x, "kl_kind": "k4"}, "not 'k4'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**options)
+    with pytest.raises(ValueError, match="positive constant"):
+        losses.aggregation_weights(x > 0, one, "constant")
+    with pytest.raises(ValueError, match="not 'mean'"):
+        losses.aggregation_weights(x > 0, one, "mean")
