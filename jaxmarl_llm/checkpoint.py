@@ -52,8 +52,8 @@ class Checkpointer:
         """Start saving; returns once the arrays are copied. ``meta`` is JSON: configuration, versions, cursors."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
-                if not bool(jax.numpy.isfinite(leaf).all()):
-                    raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} is not finite; not saved")
+                if bool(jax.numpy.isnan(leaf).any()):
+                    raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
         self._manager.save(
             step,
             args=ocp.args.Composite(

@@ -251,7 +251,7 @@ def _put(kind: Any, tree: Any, keys: list[str], make: Callable[[Any, str], Any],
         return {**tree, key: _put(value_kind, tree.get(key), rest, make, _join(path, key))}
     if _is_tuple(kind):
         items = list(tree or ())
-        if not key.isdigit() or int(key) >= len(items):
+        if not key.isdecimal() or int(key) >= len(items):
             raise ConfigError(f"{path}: no item {_show(key)}; it has {len(items)}, counted from 0")
         args = typing.get_args(kind) or (Any, ...)
         item_kind = args[0] if args[-1] is ... else args[min(int(key), len(args) - 1)]
@@ -319,7 +319,7 @@ def _show(value: Any) -> str:
     try:
         return " ".join(_brief.repr(value).split())
     except ValueError:  # an int of more than 4300 digits has no decimal form
-        return f"a {type(value).__name__} too large to show"
+        return f"{type(value).__name__} too large to show"
 
 
 def _describe(kind: Any) -> str:

@@ -137,8 +137,11 @@ def learn(
     advantages: np.ndarray, trained: np.ndarray, reference: Params | None = None,
 ) -> tuple[TrainState, dict[str, dict[str, float]]]:
     """Update the models that own trained steps; the others stay the same arrays."""
+    # The prompts of array environments are all short: one shape. Others come in buckets.
+    tables = played.tree.nodes.tokens.shape[1], played.tree.steps.tokens.shape[1]
+    smallest = tables if played.records is None else (64, 16)
     batches = {
-        m.name: pack(played.tree, i, advantages, trained, cfg.loss, micro_tokens=cfg.micro_tokens)
+        m.name: pack(played.tree, i, advantages, trained, cfg.loss, micro_tokens=cfg.micro_tokens, smallest=smallest)
         for i, m in enumerate(team.models)
     }
     params, opt_state, metrics = update_models(

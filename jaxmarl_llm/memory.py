@@ -132,7 +132,6 @@ def update(config: MemoryConfig, memory: Memory, samples: Samples, now: Int[Arra
         mean = jnp.where(touched, memory.reward + (reward - memory.reward) / (uses + 1), memory.reward)
         last_used = jnp.where(touched, clock, memory.last_used)
         used = memory.used & (weight >= config.min_weight)
-
         cosine = jnp.where(used, jnp.dot(memory.key, content["key"], precision="highest"), -jnp.inf)
         alike = cosine.max() >= config.refresh_similarity
         rank = jnp.where(used, weight, -jnp.inf)
@@ -200,9 +199,8 @@ def entries(memory: Memory) -> list[dict]:
 
 
 def _unit(x: Float[Array, "D"]) -> Float[Array, "D"]:
-    """x / |x|; zeros if x is zero or not finite."""
-    x = jnp.where(jnp.isfinite(x).all(), x, 0.0).astype(jnp.float32)
-    x = x / jnp.maximum(jnp.abs(x).max(), jnp.finfo(jnp.float32).tiny)  # squares neither overflow nor vanish
+    """x / |x|; zeros if x is zero, NaN (which is not similar to anything) if x is not finite."""
+    x = x.astype(jnp.float32) / jnp.maximum(jnp.abs(x).max(), 1e-37)  # squares neither overflow nor vanish
     return x / jnp.maximum(jnp.sqrt((x * x).sum()), 1.0)
 
 

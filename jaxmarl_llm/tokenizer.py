@@ -100,7 +100,7 @@ class Tokenizer(ABC):
                 )
             drop = min(len(ids) - max_length, len(longest.content))
             head = (len(longest.content) - drop + 1) // 2
-            longest.content = longest.content[:head] + longest.content[head + drop :]
+            longest.content = [*longest.content[:head], *longest.content[head + drop :]]  # type: ignore[list-item]
             cut += drop
             ids = self._join(parts)
         return Fitted(ids, cut)
@@ -279,7 +279,7 @@ class HFTokenizer(Tokenizer):
                 cut, behind = len(index), ""
             else:
                 index.append(k)
-        if index and shape[-1][0] != "raw":
+        if index:
             emit(header=True)
         return tuple(pieces)
 

@@ -131,17 +131,19 @@ def pack(
 ) -> list[Batch]:
     """Micro-batches of the steps of ``model`` marked in ``trained`` [C]; ``advantages`` [C] or [C R].
 
-    Nodes are grouped by the bucket of their number of trained steps, prompt and completion length; a micro-batch holds
-    as many nodes (a power of two) as fit ``micro_tokens`` trunk tokens P + G R, at least one. Host function on numpy.
+    Nodes are grouped by the bucket of their number of trained steps, prompt and completion length (from ``smallest``
+    on). A micro-batch holds as many nodes, a power of two, as fit ``micro_tokens`` trunk tokens P + G R, at least one;
+    what remains goes into one of a quarter, a sixteenth, ... of that size, so that few programs are compiled.
     """
     nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
     trained = trained & steps.valid & (nodes.model[steps.node] == model) & (steps.loss_mask.any(-1))
     rows = np.flatnonzero(trained)
     if not len(rows):
         return []
-    mask = steps.loss_mask[rows]
-    weights = np.asarray(aggregation_weights(mask, np.ones(len(rows), np.float32), loss.aggregate, loss.constant))
-    adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(tree.steps.node), -1)[rows], mask.shape)
+    # Over the padded table: its shapes are few, those of the trained rows are not.
+    counted = trained.astype(np.float32)
+    weights = np.asarray(_weights(steps.loss_mask, counted, loss.aggregate, loss.constant))[rows]
+    adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(counted), -1)[rows], weights.shape)
     of_node: dict[int, list[int]] = {}
     for i, c in enumerate(rows):
         of_node.setdefault(int(steps.node[c]), []).append(i)
@@ -154,10 +156,12 @@ def pack(
 
     batches = []
     for (g, p, r), members in sorted(shapes.items()):
-        size = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
-        size = min(size, 1 << (len(members) - 1).bit_length())
-        for start in range(0, len(members), size):
-            part = members[start : start + size]
+        full = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
+        while members:
+            size = full
+            while size >= 4 and size // 4 >= len(members):
+                size //= 4
+            part, members = members[:size], members[size:]
             tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
             completions = np.zeros((size, g, r), np.int32)
             w, a, b = (np.zeros((size, g, r), np.float32) for _ in range(3))
@@ -169,6 +173,9 @@ def pack(
                 b[k, : len(i)] = steps.logprobs[rows[i], :r]
             batches.append(Batch(tokens, length, completions, w, a, b))
     return batches
+
+
+_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
 
 
 class Learner(NamedTuple):

@@ -48,10 +48,10 @@ def leaves(cfg: Config) -> list[Leaf]:
     d, f, h = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     heads = {"q": cfg.num_heads * h, "k": cfg.num_kv_heads * h, "v": cfg.num_kv_heads * h}
     layer: dict[tuple[str, ...], tuple[int, ...]] = {("input_layernorm", "scale"): (d,)}
-    for name, out in heads.items():
-        layer["self_attn", f"{name}_proj", "kernel"] = (out, d)
+    for name, width in heads.items():
+        layer["self_attn", f"{name}_proj", "kernel"] = (width, d)
         if cfg.attention_bias:
-            layer["self_attn", f"{name}_proj", "bias"] = (out,)
+            layer["self_attn", f"{name}_proj", "bias"] = (width,)
         if cfg.qk_norm and name != "v":
             layer["self_attn", f"{name}_norm", "scale"] = (h,)
     layer["self_attn", "o_proj", "kernel"] = (d, heads["q"])

@@ -58,6 +58,21 @@ def test_doing_nothing_does_not_pay(task):
     assert total(play(task, "Final: done")[1], "accuracy") < 1.0
 
 
+def test_tasks_that_pay_for_nothing_or_cannot_be_solved_are_left_out():
+    shop = next(t for t in TASKS if t["domain"] == "shop" and not t["outputs"])
+    assert assistant.solvable(CONFIG, shop)
+    assert not assistant.solvable(CONFIG, shop | {"gold": []})  # an untouched database would score 1
+    refused = {"name": "cancel_pending_order", "kwargs": {"order_id": "#W0", "reason": "no longer needed"}}
+    assert not assistant.solvable(CONFIG, shop | {"gold": [*shop["gold"], refused]})
+    assert not assistant.solvable(assistant.Config(observation_chars=1), shop | {"gold": _with_items()})
+    assert not assistant.solvable(assistant.Config(max_turns=2), FIRST["math"])
+
+
+def _with_items():
+    """Gold calls of a task that needs an item id."""
+    return next(t["gold"] for t in TASKS if t["domain"] == "shop" and "item_ids" in t["gold"][-1]["kwargs"])
+
+
 def test_who_acts_and_what_they_read():
     task = FIRST["math"]
     state = ENV.reset(0, task)
@@ -77,6 +92,12 @@ def test_wrong_final_answers_score_less():
         _, rewards, done = play(FIRST[domain], f"Final: {wrong}")
         assert done and total(rewards, "accuracy") == 0.0, domain
         assert total(rewards, "format") == pytest.approx(0.5)
+
+
+def test_hedging_does_not_pay():
+    gold = FIRST["math"]["gold"]
+    assert total(play(FIRST["math"], f"Final: ${gold}.00")[1], "accuracy") == 1.0
+    assert total(play(FIRST["math"], f"Final: 1000001 or {gold}")[1], "accuracy") == 0.0
 
 
 def test_partial_credit():

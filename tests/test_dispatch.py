@@ -75,7 +75,7 @@ class Twin:
         right = ended and text == list(self.gold.encode())
         accuracy, form, cost = 0.0, 0.0, 0.1 * len(ids) / 7
         if self.turn == 0:
-            if ended and len(text) == 1 and text[0] in b"alft":
+            if ended and len(text) == 1 and text[0] in list(b"alft"):
                 form, self.role = 0.25, 1 + b"alft".index(text[0])
                 self.verdict = "alft"[self.role - 1] == letter_of(self.query)
             else:

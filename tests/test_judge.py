@@ -213,6 +213,11 @@ def test_malformed_calls_are_refused_in_words(text):
     assert isinstance(judge.parse_call(text), str)
 
 
+def test_depth_has_a_limit_of_its_own():
+    deep = lambda n: '{"name": "f", "arguments": {"x": ' + "[" * n + "]" * n + "}}"
+    assert judge.parse_call(deep(18))[0] == "f" and "deeper" in judge.parse_call(deep(19))
+
+
 def test_a_call_is_read_and_what_follows_is_ignored():
     text = json.dumps({"name": "f", "arguments": {"x": [1, {"y": "é"}]}})
     assert judge.parse_call(f"  {text}\nObservation: made up") == ("f", {"x": [1, {"y": "é"}]})
@@ -222,7 +227,7 @@ def test_shop_calls_match_exactly_and_once():
     a, b = ("cancel", {"id": "1"}), ("cancel", {"id": "2"})
     assert judge.same_call(a, ("cancel", {"id": "1"})) and not judge.same_call(a, b)
     assert judge.matched_calls([b, a], [a, b]) == 2 and judge.matched_calls([a, a], [a, b]) == 1
-    assert calls.matched_calls([], [a]) == 0
+    assert calls.matched_calls([], [a]) == 0 and judge.matched_calls([a], [a, a]) == 1
 
 
 def test_workers_start_without_jax():

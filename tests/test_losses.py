@@ -271,10 +271,22 @@ def test_extreme_ratios_stay_finite(variant):
 
 
 def test_half_precision_is_reduced_in_float32():
-    arrays, _ = split(batch(0), "ppo")
-    arrays = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
-    loss, _, gradient = loss_and_grad(arrays | {"logprobs": arrays["logprobs"].astype(jnp.bfloat16)}, "ppo")
+    arrays, _ = split(batch(0), "all")
+    half = {n: jnp.asarray(a, jnp.float32 if n == "weights" else jnp.bfloat16) for n, a in arrays.items()}
+    loss, metrics, gradient = loss_and_grad(half, "all")
     assert loss.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
+    expected, expected_metrics, _ = run(half, "all")
+    np.testing.assert_array_equal(loss, expected)
+    for name in metrics:
+        np.testing.assert_array_equal(metrics[name], expected_metrics[name], err_msg=name)
+
+
+def test_only_logprobs_and_entropy_carry_gradient():
+    arrays, options = split(batch(0), "all")
+    arrays = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
+    gradients = jax.grad(lambda tree: losses.policy_loss(**tree, **options)[0])(arrays)
+    moved = {n for n, gradient in gradients.items() if np.any(gradient)}
+    assert moved == {"logprobs", "entropy"}
 
 
 def test_missing_inputs_are_refused():

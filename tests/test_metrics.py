@@ -297,8 +297,10 @@ def full_row(step):
     for role, shift in (("solver", 0.0), ("critic", 0.1)):
         for key in ("reward", "variance", "zero_variance", "entropy", "length", "selected", "updated", "truncated"):
             row[f"agent/{role}/{key}"] = shift + step % 3 / 4
-        for key in ("memory_size", "memory_hit", "grad_norm", "kl", "clip_fraction"):
-            row[f"agent/{role}/{key}"] = None if step == 5 else shift + step % 2
+        for key in ("grad_norm", "kl", "clip_fraction"):
+            row[f"agent/{role}/{key}"] = shift + step % 2
+    for key in ("memory_size", "memory_hit"):  # one agent alone has a memory
+        row[f"agent/critic/{key}"] = None if step == 5 else step % 7
     for turn in (0, 1):
         row |= {f"node/{turn}/{key}": turn / 2 for key in ("variance", "zero_variance", "selected")}
     row |= {f"time/{key}": 1.0 for key in ("rollout", "reward", "update", "memory", "step")}
@@ -319,10 +321,10 @@ def test_report_draws_every_panel_and_breaks_at_gaps(tmp_path):
     xs, ys = (np.asarray(data, float) for data in (strong.get_xdata(), strong.get_ydata()))
     assert xs[np.isnan(ys)].tolist() == [25.5]  # nothing is drawn across the steps that are missing
     by_title = dict(zip(titles(figure), figure.axes))
-    memory = next(line for line in by_title["Memory"].lines if line.get_label() == "solver")
+    memory = next(line for line in by_title["Memory"].lines if line.get_label() == "critic")
     assert np.isnan(np.asarray(memory.get_ydata(), float)).sum() == 2  # the gap, and the null of step 5
     entropy = next(line for line in by_title["Entropy"].lines if line.get_label() == "critic")
-    assert entropy.get_color() == next(x for x in by_title["Memory"].lines if x.get_label() == "critic").get_color()
+    assert entropy.get_color() == memory.get_color()
     assert not any(label == "step" for label in by_title["Time of a step"].get_legend_handles_labels()[1])
 
 

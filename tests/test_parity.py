@@ -31,8 +31,7 @@ LLAMA3 = {
 }
 MODELS = {
     "qwen2": ("qwen2", {}),
-    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
-    "qwen3": ("qwen3", {"head_dim": 32}),  # not hidden_size / heads
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": False}),  # not hidden_size / heads
     "llama": ("llama", {"num_key_value_heads": 4}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "llama3-scaling": ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3}),

@@ -155,6 +155,24 @@ def test_refunds_and_exchanges_follow_the_policy():
         assert retail.call(DB, retail.EMPTY, "exchange_delivered_order_items", exchange | wrong)[0].startswith("Error:")
 
 
+def test_refunds_go_back_or_onto_a_gift_card():
+    """Each delivered order of the samples, returned onto each of the customer's payment methods."""
+    seen = set()
+    for order in DB["orders"].values():
+        if order["status"] == "delivered":
+            for method in DB["users"][order["user_id"]]["payment_methods"].values():
+                kwargs = {
+                    "order_id": order["order_id"],
+                    "item_ids": [order["items"][0]["item_id"]],
+                    "payment_method_id": method["id"],
+                }
+                text, _ = retail.call(DB, retail.EMPTY, "return_delivered_order_items", kwargs)
+                original = method["id"] == order["payment_history"][0]["payment_method_id"]
+                assert text.startswith("Error:") != (original or method["source"] == "gift_card")
+                seen.add((original, method["source"] == "gift_card"))
+    assert len(seen) == 4
+
+
 def test_reading_tools():
     user_id, user = next(iter(DB["users"].items()))
     name = user["name"] | {"zip": user["address"]["zip"]}

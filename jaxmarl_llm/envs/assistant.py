@@ -231,7 +231,8 @@ def accuracy(config: Config, state: State) -> float:
         case "qa":
             return judge.token_f1(final, task["gold"]) if final is not None else 0.0
         case "math":
-            return float(final is not None and judge.math_equal(final, task["gold"]))
+            # marked as an answer, so that two numbers are refused as hedging
+            return float(final is not None and judge.math_equal(f"Answer: {final}", task["gold"]))
         case "function":
             return judge.call_score(task["functions"], _made(state), task["gold"]) if state.calls else 0.0
         case "shop":
@@ -333,7 +334,8 @@ def _only(row: Mapping[str, Any], *fields: str) -> Task:
 
 def play(config: Config, task: Task) -> tuple[list[tuple[str, Prompt, str]], float]:
     """The reference episode: its samples (role, prompt, completion) and its accuracy, 0.0 if it runs out of turns."""
-    state, done, samples, reached = reset(config, 0, task), False, [], 0.0
+    samples: list[tuple[str, Prompt, str]] = []
+    state, done, reached = reset(config, 0, task), False, 0.0
     for role, text in script(config, task):
         if done or role != state.role:
             return samples, 0.0

@@ -111,8 +111,6 @@ def argument_ok(value: Any, schema: Mapping[str, Any], allowed: Sequence[Any]) -
     kind = _TYPES.get(str(schema.get("type", "any")).lower(), object)
     if kind is float and type(value) is int:
         pass
-    elif isinstance(value, bool) and kind not in (bool, object):
-        return False
     elif not isinstance(value, kind) and type(value) not in {type(g) for g in allowed if g != ""}:
         return False  # a gold value of another type than the schema's is a variable's name: its type is accepted too
     return _allowed(value, allowed)

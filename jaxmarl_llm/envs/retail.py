@@ -212,8 +212,8 @@ def _say(text: str) -> Callable[..., Result]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 _T, _L = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
-_PLACE = dict.fromkeys(ADDRESS, _T)
-_ITEMS = {"order_id": _T, "item_ids": _L, "new_item_ids": _L, "payment_method_id": _T}
+_PLACE: dict[str, dict] = dict.fromkeys(ADDRESS, _T)
+_ITEMS: dict[str, dict] = {"order_id": _T, "item_ids": _L, "new_item_ids": _L, "payment_method_id": _T}
 # name -> (function, changes the database, description, parameters); every parameter is required
 _TOOLS: dict[str, tuple[Callable[..., Result], bool, str, dict[str, dict]]] = {
     "find_user_id_by_email": (find_by_email, False, "User id by email.", {"email": _T}),

@@ -79,12 +79,12 @@ def make_plan(cfg: Config) -> Plan:
 
 def select(cfg: Config, credited, tasks: int) -> np.ndarray:
     """The marginal-benefit groups [K]: largest variance, two members at least, variance above 0."""
+    scope, scopes = (credited.group_task, tasks) if cfg.scope == "task" else (None, 1)
     eligible = credited.stats.count >= 2
-    scope = jnp.asarray(credited.group_task) if cfg.scope == "task" else None
-    chosen = top_k_variance(
-        jnp.asarray(credited.stats.variance), jnp.asarray(eligible), cfg.top_k, scope=scope,
-        num_scopes=tasks if cfg.scope == "task" else 1)
-    return np.asarray(chosen)
+    return np.asarray(_top_k(credited.stats.variance, eligible, cfg.top_k, scope=scope, num_scopes=scopes))
+
+
+_top_k = jax.jit(top_k_variance, static_argnames=("k", "num_scopes"))
 
 
 def make(cfg: Config) -> loop.Recipe:

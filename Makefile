@@ -1,0 +1,79 @@
+# Two commands: `make demo` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+SEED ?= 0
+RUN := $(VENV)/bin/python
+CPU := JAX_PLATFORMS=cpu
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.PHONY: demo test test-one test-312 lint types notebooks weights smollm2 install install-test clean help
+
+help:
+	@echo "make demo       train JoyAgents-R1 on CPU with tiny models; writes runs/demo/report.png (SEED=0)"
+	@echo "make test       install what the tests need and run them all, on Python 3.12 too where it is found"
+	@echo "make lint types notebooks"
+	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
+
+# The stamp makes an install happen once; touch setup.cfg to repeat it.
+$(VENV)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(RUN) -m pip install --quiet -e ".[dev]"
+	@touch $@
+
+# torch is the witness of the parity tests; the plain CPU build is enough.
+$(VENV)/.installed-parity: $(VENV)/.installed-test
+	$(RUN) -c "import torch" 2>/dev/null || $(RUN) -m pip install --quiet "torch==2.13.0" || $(RUN) -m pip install --quiet torch
+	$(RUN) -m pip install --quiet -e ".[parity]"
+	@touch $@
+
+install: $(VENV)/.installed
+install-test: $(VENV)/.installed-parity
+
+demo: $(VENV)/.installed
+	rm -rf runs/demo
+	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=runs/demo --config.seed=$(SEED)
+	@$(RUN) -m experiments.summary runs/demo
+
+test: test-one test-312
+
+test-one: $(VENV)/.installed-parity lint types
+	$(CPU) $(RUN) -m pytest -n 2 --dist loadfile
+
+# The newest JAX needs Python 3.12. Runs where that Python is found; torch is left to the first leg.
+PY312 := $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python; do command -v $$p >/dev/null 2>&1 && $$p -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
+ifeq ($(PY312),)
+test-312:
+	@echo "python3.12 was not found: the second leg (newest JAX) did not run"
+else
+test-312: .venv-312/.installed-test
+	$(CPU) .venv-312/bin/python -m pytest -n 2 --dist loadfile -m "not parity and not real_weights"
+
+.venv-312/.installed-test: setup.cfg pyproject.toml
+	$(MAKE) VENV=.venv-312 PYTHON=$(PY312) .venv-312/.installed
+	.venv-312/bin/python -m pip install --quiet -e ".[dev]"
+	@touch $@
+endif
+
+lint: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed-test
+	$(VENV)/bin/mypy
+
+notebooks: $(VENV)/.installed-test
+	$(CPU) $(RUN) -m pytest --nbmake notebooks
+
+weights: $(VENV)/.installed-test
+	$(RUN) -m experiments.fetch_weights --out=weights/smollm2
+
+smollm2: weights
+	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:smollm2 --workdir=runs/smollm2
+
+clean:
+	rm -rf $(VENV) .venv-312 build *.egg-info
