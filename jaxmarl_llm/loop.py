@@ -116,10 +116,11 @@ def sft_step(
         d = data[role.name]
         rows = np.array(list(task_order(seed, len(d.length), step * cfg.batch, cfg.batch)))
         size = d.completion_length[rows]
+        p = min(bucket(int(d.length[rows].max()), 64), d.tokens.shape[1])
         mask = np.arange(d.completions.shape[1]) < size[:, None]
         weights = np.asarray(aggregation_weights(mask, np.ones(len(rows), np.float32), "token"))[:, None]
         zeros = np.zeros_like(weights)
-        batch = Batch(d.tokens[rows], d.length[rows], d.completions[rows][:, None], weights, zeros + 1, zeros)
+        batch = Batch(d.tokens[rows, :p], d.length[rows], d.completions[rows][:, None], weights, zeros + 1, zeros)
         batches.setdefault(team.roles[index].model, []).append(batch)
     params, opt_state, metrics = update_models(
         team.models, learners, SFT_LOSS, state.params, state.opt_state, batches)

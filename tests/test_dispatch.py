@@ -275,7 +275,7 @@ def test_tasks_follow_from_the_seeds():
     assert np.array_equal(table["query"], TASKS["query"])
     changed = (table["answer"] != TASKS["answer"]).any(1)
     assert changed.any() and set(TASKS["kind"][changed]) == {1}
-    assert len(set(TABLE)) == 26 and TABLE.min() >= 10 and TABLE.max() <= 99
+    assert len(set(TABLE)) == 26 and set(TABLE) <= set(dispatch.VALUES)
 
 
 def test_the_mixture_is_obeyed():
@@ -393,9 +393,9 @@ def test_lookup_repeats_memory_and_guesses_without(shown):
             blind.append((prompt, completion))
     assert relevant > 1000
     guesses = Counter(int(c) for _, c in blind)
-    assert set(guesses) == set(range(10, 100)) and max(guesses.values()) < 3 * len(blind) / 90
+    assert set(guesses) == set(range(10, 40)) and max(guesses.values()) < 3 * len(blind) / 30
     right = sum(solve(p[1:-1]) == c for p, c in blind)
-    assert right < 3 * len(blind) / 90  # chance, neither taught nor excluded
+    assert right < 3 * len(blind) / 30  # chance, neither taught nor excluded
     assert right > 0
 
 

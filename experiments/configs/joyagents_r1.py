@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.loop import SFT, RunConfig
 from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.recipes.joyagents_r1 import Config
@@ -32,30 +33,33 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=150,
+        steps=300,
         batch=32,
         team=TeamConfig(max_new=7, remat=False),
-        env=EnvConfig("dispatch"),
-        memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.9, decay=0.002),
-        optimizer=Optimizer(learning_rate=1e-3),
-        sft=SFT(steps=150, batch=32, optimizer=Optimizer(learning_rate=3e-3)),
+        env=EnvConfig("dispatch", {"efficiency": 0.05}),
+        # Keys of similar queries are close: only the same query is read, only it is the same entry.
+        memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.995, refresh_similarity=0.999),
+        credit=Credit(scale="none"),
+        optimizer=Optimizer(learning_rate=1e-3, schedule="linear", steps=400),
+        sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )
 
 
 def smollm2() -> Config:
     return Config(
-        steps=40,
+        steps=24,
         batch=2,
-        team=TeamConfig(share="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new=48),
-        env=EnvConfig("assistant", {"max_turns": 5, "domains": ("qa", "function", "shop", "math")},
-                      max_prompt=512, eval_tasks=16),
+        team=TeamConfig(share="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new=56),
+        env=EnvConfig("assistant", {"max_turns": 5}, max_prompt=448, eval_tasks=16),
         sampling=Sampling(temperature=0.8),
         memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.6),
         group=4,
+        top_k=5,
+        scope="batch",
         micro_tokens=1536,
-        optimizer=Optimizer(learning_rate=2e-4),
-        sft=SFT(steps=12, batch=4, samples=64, optimizer=Optimizer(learning_rate=1e-3)),
+        optimizer=Optimizer(learning_rate=3e-4),
+        sft=SFT(steps=16, batch=2, samples=64, optimizer=Optimizer(learning_rate=1e-3)),
         run=RunConfig(eval_every=0, checkpoint_every=2, log_every=1),
     )
 

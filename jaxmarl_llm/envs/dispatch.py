@@ -37,7 +37,9 @@ KINDS = ROLES[1:]
 ARITHMETIC, LOOKUP, FUNCTION, TRANSFORM = range(4)
 ROUTES = "alft"
 COMPONENTS = ("accuracy", "format", "efficiency")
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # keys of lookups
+WORDS = "abcdefgh"  # letters of transforms
+VALUES = range(10, 40)  # of the lookup table
 SIGNS = {"set": "", "add": "+", "cut": "-"}  # what the verbs of function queries put before the digit
 QUERY, ANSWER = 7, 5  # longest query and answer
 Samples = dict[str, dict[str, np.ndarray]]
@@ -158,7 +160,7 @@ def make(config: Config) -> ArrayEnv:
 
 def table(seed: int | np.random.Generator) -> np.ndarray:
     """A lookup table: for each letter a two-digit number, all different. The secret one is table(table_seed)."""
-    return 10 + np.random.default_rng(seed).permutation(90)[: len(LETTERS)]
+    return VALUES.start + np.random.default_rng(seed).permutation(len(VALUES))[: len(LETTERS)]
 
 
 def _draw(rng: np.random.Generator, config: Config, kind: int, values: np.ndarray, noise: float = 0.0):
@@ -177,7 +179,7 @@ def _draw(rng: np.random.Generator, config: Config, kind: int, values: np.ndarra
         verb, device, digit = pick(tuple(SIGNS)), pick("uvwxyz"), rng.integers(10)
         query, gold = f"{verb} {device} {digit}", f"{device}({SIGNS[verb]}{digit})"
     else:
-        edit, word = pick(("rev", "dup", "rot")), "".join(LETTERS[i] for i in rng.permutation(len(LETTERS))[:3])
+        edit, word = pick(("rev", "dup", "rot")), "".join(WORDS[i] for i in rng.permutation(len(WORDS))[:3])
         word = word[:2] if edit == "dup" else word
         query, gold = f"{edit} {word}", {"rev": word[::-1], "dup": 2 * word, "rot": word[1:] + word[0]}[edit]
         slip, rate = word[::-1], config.rot_as_rev * (edit == "rot")
