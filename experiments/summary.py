@@ -14,8 +14,10 @@ def main(workdir: str) -> int:
         return 1
     print(f"{workdir}: {after['step']} steps in {sum(r['time/step'] for r in rows):.0f} s")
     for name, key in (("sampled", "success"), ("greedy", "success_greedy")):
-        print(f"  task success on held-out tasks, {name:7}: {before['eval/' + key]:.3f} after stage 0"
-              f" -> {after['final/' + key]:.3f}")
+        print(
+            f"  task success on held-out tasks, {name:7}: {before['eval/' + key]:.3f} after stage 0"
+            f" -> {after['final/' + key]:.3f}"
+        )
     return 0
 
 

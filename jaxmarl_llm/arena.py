@@ -30,7 +30,7 @@ from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
 from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool
 
-KNOWN = ("dispatch", "assistant")
+KNOWN = ("dispatch", "dispatch_solo", "assistant")
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
 HELD_OUT = 1_000_003  # seed offset of evaluation tasks
@@ -84,10 +84,21 @@ class Arena:
     array: bool
     env: ArrayEnv | HostEnv
     size: int  # training tasks
+    held_out: Any  # evaluation tasks: a pytree of arrays, or a list
 
     def play(
-        self, team: Team, params: Params, memory: PyTree, indices: Sequence[int], plan: Plan, key: jax.Array,
-        sampling: Sampling, memory_config: MemoryConfig | None, *, version: int = 0, held_out: bool = False,
+        self,
+        team: Team,
+        params: Params,
+        memory: PyTree,
+        indices: Sequence[int],
+        plan: Plan,
+        key: jax.Array,
+        sampling: Sampling,
+        memory_config: MemoryConfig | None,
+        *,
+        version: int = 0,
+        held_out: bool = False,
     ) -> Played:
         raise NotImplementedError
 
@@ -137,8 +148,10 @@ class ArrayArena(Arena):
 
     def demonstrations(self, team, n, seed, context):
         rows = self.module.demonstrations(self.config, seed, n, context=context)
-        return {r: Demonstrations(d["tokens"], d["length"], d["completion"], d["completion_length"])
-                for r, d in rows.items()}
+        return {
+            r: Demonstrations(d["tokens"], d["length"], d["completion"], d["completion_length"])
+            for r, d in rows.items()
+        }
 
     def lessons(self, team, played, rows):
         """The prompt without what memory had put in front, the completion without its stop id, a separator."""
@@ -166,14 +179,11 @@ class HostArena(Arena):
         if not self.tasks:
             raise ConfigError(f"env {cfg.name}: no training tasks")
         self.size = len(self.tasks)
-        test = dataclasses.replace(self.config, split="test", count=cfg.eval_tasks)
-        self._load_test = functools.cache(lambda: self.module.tasks(test))
+        # All usable test tasks, in the order fixed by the seed; loaded now, so that bad data shows before any step.
+        test = dataclasses.replace(self.config, split="test", count=0)
+        self.held_out = self.module.tasks(test)[: cfg.eval_tasks]
         self._pool: EnvPool | None = None
         self.env = self.module.make(self.config)
-
-    @property
-    def held_out(self) -> list:
-        return self._load_test()
 
     def pool(self) -> EnvPool:
         if self._pool is None:
@@ -186,8 +196,18 @@ class HostArena(Arena):
         recall = None
         if memory_config is not None:
             recall = functools.partial(_recall, self.module.with_memory, team, params, memory, memory_config)
-        got = play(team, params, self.pool(), [source[i] for i in indices], plan, key, sampling,
-                   max_prompt=self.cfg.max_prompt, version=version, recall=recall)
+        got = play(
+            team,
+            params,
+            self.pool(),
+            [source[i] for i in indices],
+            plan,
+            key,
+            sampling,
+            max_prompt=self.cfg.max_prompt,
+            version=version,
+            recall=recall,
+        )
 
         def prompt(row: int) -> str:
             return "\n".join(f"[{m.speaker}] {m.text}" for m in got.records[row].prompt)
@@ -286,7 +306,12 @@ def _lookup(embed: Callable, config: MemoryConfig, variables: Params, store: PyT
 
 
 def _recall(
-    with_memory: Callable, team: Team, params: Params, memory: PyTree, config: MemoryConfig, roles: Sequence[int],
+    with_memory: Callable,
+    team: Team,
+    params: Params,
+    memory: PyTree,
+    config: MemoryConfig,
+    roles: Sequence[int],
     prompts: Sequence[Prompt],
 ) -> tuple[list[Prompt], Retrieval]:
     """Each prompt with its own role's nearest strategies; the key is the first user message."""

@@ -51,9 +51,9 @@ class Checkpointer:
     def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
         """Start saving; returns once the arrays are copied. ``meta`` is JSON: configuration, versions, cursors."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-            if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
-                if bool(jax.numpy.isnan(leaf).any()):
-                    raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
+            floating = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+            if floating and bool(jax.numpy.isnan(leaf).any()):
+                raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -72,7 +72,8 @@ class Checkpointer:
             problem = None
             try:
                 got = self._manager.restore(
-                    candidate, args=ocp.args.Composite(state=ocp.args.StandardRestore(like), meta=ocp.args.JsonRestore())
+                    candidate,
+                    args=ocp.args.Composite(state=ocp.args.StandardRestore(like), meta=ocp.args.JsonRestore()),
                 )
             except (OSError, ValueError, KeyError, TypeError) as error:  # what Orbax and TensorStore raise on damage
                 problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"

@@ -34,8 +34,14 @@ class Credit:
     reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
 
     def check(self, path: str) -> None:
-        choices = {"group": GROUPS, "centre": ("mean", "loo", "max", "none"), "scale": ("std", "none"),
-                   "singleton": ("zero", "raw"), "reduce": ("mean", "sum"), "ddof": (0, 1)}
+        choices = {
+            "group": GROUPS,
+            "centre": ("mean", "loo", "max", "none"),
+            "scale": ("std", "none"),
+            "singleton": ("zero", "raw"),
+            "reduce": ("mean", "sum"),
+            "ddof": (0, 1),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{path}.{name}: expected one of {known}, got {getattr(self, name)!r}")
@@ -43,8 +49,7 @@ class Credit:
             raise ConfigError(f"{path}.discount: expected in [0, 1], got {self.discount}")
 
 
-@struct.dataclass
-class Credited:
+class Credited(struct.PyTreeNode):
     returns: Float[Array, "C"]
     advantage: Float[Array, "C"]
     valid: Bool[Array, "C"]  # the step has a return
@@ -64,7 +69,8 @@ def assign(
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
     reward = scalarise(moves.rewards, dict(weights))
     returns, returned = returns_to_go(
-        reward, moves.parent, moves.turn, moves.valid, max_turns=max_turns, discount=cfg.discount)
+        reward, moves.parent, moves.turn, moves.valid, max_turns=max_turns, discount=cfg.discount
+    )
     c = steps.node.shape[0]
     role = nodes.role[steps.node]
     value, has = step_returns(moves.steps, role, returns, returned, num_steps=c, reduce=cfg.reduce)
@@ -77,8 +83,15 @@ def assign(
     else:
         group, count = group_ids(*columns[cfg.group], sizes=sizes[: len(columns[cfg.group])])
     advantage, stats = group_advantage(
-        value, group, valid, num_groups=count, centre=cfg.centre, scale=cfg.scale, ddof=cfg.ddof,
-        singleton=cfg.singleton)
+        value,
+        group,
+        valid,
+        num_groups=count,
+        centre=cfg.centre,
+        scale=cfg.scale,
+        ddof=cfg.ddof,
+        singleton=cfg.singleton,
+    )
     first = jax.ops.segment_min(jnp.where(valid, jnp.arange(c), c), group, count)
     of = lambda column: jnp.where(first < c, column[jnp.minimum(first, c - 1)], 0)
     model = nodes.model[steps.node]

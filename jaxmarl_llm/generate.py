@@ -13,8 +13,7 @@ from jaxmarl_llm.sampling import Sampling, sample
 from jaxmarl_llm.types import Params, Policy
 
 
-@struct.dataclass
-class Completions:
+class Completions(struct.PyTreeNode):
     """G completions for each of N nodes. Which tokens were sampled is ``arange(R) < length``, whatever their values."""
 
     tokens: Int[Array, "N G R"]  # pad_id behind the end
@@ -55,24 +54,29 @@ def sample_completions(
         return token, jnp.where(done, 0.0, logprob), done | jnp.isin(token, stops)
 
     idle = jnp.broadcast_to(~active[:, None], (n, g))
-    token, logprob, done = draw(jnp.broadcast_to(hidden[:, None], (n, g, hidden.shape[-1])), 0, idle)
-    out_tokens = jnp.full((n, g, max_new), pad_id, jnp.int32).at[:, :, 0].set(token)
-    out_logprobs = jnp.zeros((n, g, max_new), jnp.float32).at[:, :, 0].set(logprob)
-    state = (jnp.int32(1), token, done, (~idle).astype(jnp.int32), out_tokens, out_logprobs)
-    state += (policy.init_suffix(prefix, g, max(max_new - 1, 1)),)
+    out_tokens = jnp.full((n, g, max_new), pad_id, jnp.int32)
+    out_logprobs = jnp.zeros((n, g, max_new), jnp.float32)
+    hidden = jnp.broadcast_to(hidden[:, None], (n, g, hidden.shape[-1]))
+    suffix = policy.init_suffix(prefix, g, max(max_new - 1, 1))
 
     def unfinished(state: tuple) -> jax.Array:
-        return (state[0] < max_new) & ~jnp.all(state[2])
+        return (state[0] < max_new) & ~jnp.all(state[1])
 
     def step(state: tuple) -> tuple:
-        t, token, done, count, out_tokens, out_logprobs, suffix = state
-        hidden, suffix = policy.decode(layers, token, prefix, length, suffix, t - 1)
+        t, done, count, out_tokens, out_logprobs, hidden, suffix = state
         token, logprob, now_done = draw(hidden, t, done)
         out_tokens = jax.lax.dynamic_update_slice_in_dim(out_tokens, token[:, :, None], t, axis=2)
         out_logprobs = jax.lax.dynamic_update_slice_in_dim(out_logprobs, logprob[:, :, None], t, axis=2)
-        return t + 1, token, now_done, count + ~done, out_tokens, out_logprobs, suffix
+        # The last token needs no hidden state behind it.
+        hidden, suffix = jax.lax.cond(
+            (t + 1 < max_new) & ~jnp.all(now_done),
+            lambda: policy.decode(layers, token, prefix, length, suffix, t),
+            lambda: (hidden, suffix),
+        )
+        return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix
 
-    _, _, done, count, out_tokens, out_logprobs, _ = jax.lax.while_loop(unfinished, step, state)
+    state = (jnp.int32(0), idle, jnp.zeros((n, g), jnp.int32), out_tokens, out_logprobs, hidden, suffix)
+    _, done, count, out_tokens, out_logprobs, _, _ = jax.lax.while_loop(unfinished, step, state)
     return Completions(tokens=out_tokens, length=count, logprobs=out_logprobs, truncated=~done)
 
 

@@ -3,7 +3,7 @@
 The families differ by switches: biases on q/k/v (Qwen2), per-head q/k norm (Qwen3), tied head, rope theta and scaling.
 Parameters are a plain tree with all layers stacked on a leading axis L and kernels stored [in, out]:
 
-    embed.embedding [V D]   layers.<module path of Hugging Face> [L ...]   norm.scale [D]   lm_head.kernel [D V] (untied)
+    embed.embedding [V D]   layers.<Hugging Face's module path> [L ...]   norm.scale [D]   lm_head.kernel [D V] (untied)
 
 A group of samples shares its prompt everywhere: `prefill` runs a prompt once, `decode` extends all of a node's samples
 by one token against that shared prefix, and `hidden` (training) sends prompt and responses through each layer together,
@@ -163,7 +163,8 @@ class Linear(nn.Module):
         init = nn.initializers.lecun_normal()
         y = x @ self.param("kernel", init, (x.shape[-1], self.features), self.cfg.dtype)
         if self.has_variable("lora", "a"):
-            a, b = self.get_variable("lora", "a"), self.get_variable("lora", "b")
+            a: jax.Array = self.get_variable("lora", "a")
+            b: jax.Array = self.get_variable("lora", "b")
             y = y + ((x @ a.astype(x.dtype)) @ b.astype(x.dtype)) * self.cfg.lora_scale
         if self.bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.cfg.dtype)
@@ -220,7 +221,7 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True), (k, v)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
     """The `Policy` of an architecture. Equal configs give the same object, hence share compiled programs.
 

@@ -158,7 +158,7 @@ def make_rollout(
         steps: list[Steps] = []
         moves: list[Transitions] = []
         calls = jnp.int32(0)
-        launches = branched = 0
+        launches, branched = 0, jnp.int32(0)
         n_nodes = n_steps = n_moves = 0
 
         for turn in range(env.max_turns):
@@ -220,9 +220,10 @@ def make_rollout(
                 act = said.tokens.reshape(f, w, g, response).transpose(0, 2, 1, 3)
                 size = said.length.reshape(f, w, g).transpose(0, 2, 1)
                 order = jnp.broadcast_to(jnp.arange(g), (f, g))
-                after, rewards, done = jax.vmap(jax.vmap(env.step))(
-                    fold(spread(place.key), ENV, order), wide, act, size
+                env_key, child_key = jax.vmap(lambda stream: fold(spread(place.key), stream, order))(
+                    jnp.array([ENV, CHILD])
                 )
+                after, rewards, done = jax.vmap(jax.vmap(env.step))(env_key, wide, act, size)
                 if plan.local:
                     if env.verify is None:
                         raise ValueError(f"plan {plan.name}: environment {env.name!r} has no local verifier")
@@ -252,7 +253,7 @@ def make_rollout(
                         reached.setdefault(to, []).append(
                             Place(
                                 jax.tree.map(lambda x, i=i: x[:, i], after),
-                                fold(place.key, CHILD, jnp.full((f,), i)),
+                                child_key[:, i],
                                 n_moves + jnp.arange(f) * g + i,
                                 place.task,
                                 place.done | done[:, i],
@@ -265,7 +266,7 @@ def make_rollout(
         all_nodes, all_steps, all_moves = join(nodes), join(steps), join(moves)
         counts = Counts(
             sequences=all_steps.valid.sum(),
-            branch_sequences=jnp.int32(branched),
+            branch_sequences=branched,
             prompt_tokens=jnp.where(all_nodes.valid, all_nodes.length, 0).sum(),
             completion_tokens=all_steps.length.sum(),
             env_calls=calls,

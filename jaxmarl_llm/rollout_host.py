@@ -82,8 +82,17 @@ def _pad(rows: np.ndarray, size: int) -> np.ndarray:
 
 
 def play(
-    team: Team, params: Params, pool: EnvPool, tasks: Sequence[Any], plan: Plan, key: jax.Array, sampling: Sampling, *,
-    max_prompt: int, version: int = 0, recall: Recall | None = None,
+    team: Team,
+    params: Params,
+    pool: EnvPool,
+    tasks: Sequence[Any],
+    plan: Plan,
+    key: jax.Array,
+    sampling: Sampling,
+    *,
+    max_prompt: int,
+    version: int = 0,
+    recall: Recall | None = None,
 ) -> HostRollout:
     """Play all tasks. Prompts longer than ``max_prompt`` tokens are cut as the tokenizer documents, and counted."""
     env = pool.env
@@ -102,7 +111,9 @@ def play(
         if not frontier:
             break
         # Decision points of this turn, all prompts fixed before anyone speaks.
-        seats = [sorted(env.observe(live.state).items(), key=lambda item: env.roles.index(item[0])) for live in frontier]
+        seats = [
+            sorted(env.observe(live.state).items(), key=lambda item: env.roles.index(item[0])) for live in frontier
+        ]
         flat = [(i, team.role_index(role), prompt) for i, seat in enumerate(seats) for role, prompt in seat]
         prompts = [prompt for _, _, prompt in flat]
         if recall is not None:
@@ -127,11 +138,18 @@ def play(
             for row, n in enumerate(members):
                 tokens[row, : len(ids[n])], length[row] = ids[n], len(ids[n])
             data = _pad(np.stack([frontier[flat[n][0]].key for n in members]), size)
-            role = _pad(np.array([flat[n][1] for n in members]), size)
+            roles = _pad(np.array([flat[n][1] for n in members]), size)
             out = generate(
-                model.policy, model.variables(params), tokens, length, _sample_keys(data, role, group=g),
-                np.arange(size) < len(members), max_new=limit, stop_ids=model.tokenizer.stop_ids,
-                pad_id=model.tokenizer.pad_id, sampling=sampling,
+                model.policy,
+                model.variables(params),
+                tokens,
+                length,
+                _sample_keys(data, roles, group=g),
+                np.arange(size) < len(members),
+                max_new=limit,
+                stop_ids=model.tokenizer.stop_ids,
+                pad_id=model.tokenizer.pad_id,
+                sampling=sampling,
             )
             out = jax.device_get(out)
             for row, n in enumerate(members):
@@ -146,24 +164,42 @@ def play(
         step_of: dict[tuple[int, int], int] = {}
         for n, (i, role, _) in enumerate(flat):
             live = frontier[i]
-            nodes.append({"ids": ids[n], "role": role, "model": team.model_index(role), "task": live.task,
-                          "turn": turn, "parent": live.parent})
+            nodes.append(
+                {
+                    "ids": ids[n],
+                    "role": role,
+                    "model": team.model_index(role),
+                    "task": live.task,
+                    "turn": turn,
+                    "parent": live.parent,
+                }
+            )
             for s, (action, logprobs) in enumerate(said[n]):
                 step_of[n, s] = len(steps)
-                steps.append({"node": len(nodes) - 1, "ids": action.ids, "logprobs": logprobs,
-                              "truncated": action.truncated})
+                steps.append(
+                    {"node": len(nodes) - 1, "ids": action.ids, "logprobs": logprobs, "truncated": action.truncated}
+                )
                 records.append(Record(team.roles[role].name, prompts[n], action))
         first = np.cumsum([0] + [len(s) for s in seats])
-        env_keys, child_keys = {}, {}
+        env_keys: dict[int, np.ndarray] = {}
+        child_keys: dict[int, np.ndarray] = {}
         for g in sorted(set(widths)):
             these = [i for i, w in enumerate(widths) if w == g]
             data = _pad(np.stack([frontier[i].key for i in these]), bucket(len(these), 4))
             for store, got in zip((env_keys, child_keys), _branch_keys(data, group=g)):
                 store.update(zip(these, np.asarray(got)))
         joint = [(i, s) for i, w in enumerate(widths) for s in range(w)]
-        results = pool.map("step", [
-            (seed_of(env_keys[i][s]), frontier[i].state,
-             {role: said[first[i] + w][s][0] for w, (role, _) in enumerate(seats[i])}) for i, s in joint])
+        results = pool.map(
+            "step",
+            [
+                (
+                    seed_of(env_keys[i][s]),
+                    frontier[i].state,
+                    {role: said[first[i] + w][s][0] for w, (role, _) in enumerate(seats[i])},
+                )
+                for i, s in joint
+            ],
+        )
         calls += len(joint)
         if plan.local:
             judged = pool.map("verify", [(r[0],) for r in results if not isinstance(r, Failure)])
@@ -176,9 +212,17 @@ def play(
             if problem:
                 failures.append(f"turn {turn}: {problem}")
             failed = isinstance(result, Failure)
-            moves.append({"steps": [step_of[int(first[i]) + w, s] for w in range(len(seats[i]))], "parent": live.parent,
-                          "task": live.task, "turn": turn, "rewards": rewards, "done": failed or result[2],
-                          "valid": problem is None})
+            moves.append(
+                {
+                    "steps": [step_of[int(first[i]) + w, s] for w in range(len(seats[i]))],
+                    "parent": live.parent,
+                    "task": live.task,
+                    "turn": turn,
+                    "rewards": rewards,
+                    "done": failed or result[2],
+                    "valid": problem is None,
+                }
+            )
             to = plan.follow(live.branch, s)
             if to is not None and not moves[-1]["done"]:
                 reached.append(_Live(to, result[0], child_keys[i][s], len(moves) - 1, live.task))
@@ -207,8 +251,15 @@ def _rewards(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np.n
 
 
 def _tables(
-    team: Team, components: tuple[str, ...], nodes: list[dict], steps: list[dict], moves: list[dict],
-    found: list[Retrieval], version: int, calls: int, launches: int,
+    team: Team,
+    components: tuple[str, ...],
+    nodes: list[dict],
+    steps: list[dict],
+    moves: list[dict],
+    found: list[Retrieval],
+    version: int,
+    calls: int,
+    launches: int,
 ) -> Tree:
     n, c, j = (bucket(len(rows), 16) for rows in (nodes, steps, moves))
     p = bucket(max((len(x["ids"]) for x in nodes), default=1), 32)
@@ -246,18 +297,46 @@ def _tables(
     valid = column(moves, "valid", j, False, bool)
     span = np.arange
     return Tree(
-        Nodes(tokens=matrix(nodes, "ids", (n, p)), length=prompt_length, role=column(nodes, "role", n),
-              model=column(nodes, "model", n), task=task, turn=column(nodes, "turn", n), parent=parent, crn=task,
-              retrieved=retrieved, valid=span(n) < len(nodes)),
-        Steps(node=node, tokens=matrix(steps, "ids", (c, r)), length=length, loss_mask=span(r) < length[:, None],
-              logprobs=matrix(steps, "logprobs", (c, r), 0.0, np.float32),
-              truncated=column(steps, "truncated", c, False, bool), source=np.full((c,), POLICY, np.int32),
-              version=np.full((c,), version, np.int32), valid=span(c) < len(steps)),
-        Transitions(steps=matrix(moves, "steps", (j, w), -1), parent=column(moves, "parent", j, -1),
-                    task=column(moves, "task", j), turn=column(moves, "turn", j),
-                    rewards={name: rewards[:, k] for k, name in enumerate(components)},
-                    done=column(moves, "done", j, False, bool), played=span(j) < len(moves), valid=valid),
-        Counts(sequences=np.int32(len(steps)), branch_sequences=np.int32((per_node * (per_node > 1)).sum()),
-               prompt_tokens=np.int32(prompt_length.sum()), completion_tokens=np.int32(length.sum()),
-               env_calls=np.int32(calls), invalid=np.int32(len(moves) - valid.sum()), launches=np.int32(launches)),
+        Nodes(
+            tokens=matrix(nodes, "ids", (n, p)),
+            length=prompt_length,
+            role=column(nodes, "role", n),
+            model=column(nodes, "model", n),
+            task=task,
+            turn=column(nodes, "turn", n),
+            parent=parent,
+            crn=task,
+            retrieved=retrieved,
+            valid=span(n) < len(nodes),
+        ),
+        Steps(
+            node=node,
+            tokens=matrix(steps, "ids", (c, r)),
+            length=length,
+            loss_mask=span(r) < length[:, None],
+            logprobs=matrix(steps, "logprobs", (c, r), 0.0, np.float32),
+            truncated=column(steps, "truncated", c, False, bool),
+            source=np.full((c,), POLICY, np.int32),
+            version=np.full((c,), version, np.int32),
+            valid=span(c) < len(steps),
+        ),
+        Transitions(
+            steps=matrix(moves, "steps", (j, w), -1),
+            parent=column(moves, "parent", j, -1),
+            task=column(moves, "task", j),
+            turn=column(moves, "turn", j),
+            rewards=dict(zip(components, np.moveaxis(rewards, 1, 0))),
+            done=column(moves, "done", j, False, bool),
+            played=span(j) < len(moves),
+            valid=valid,
+        ),
+        Counts(
+            sequences=np.int32(len(steps)),
+            branch_sequences=np.int32((per_node * (per_node > 1)).sum()),
+            prompt_tokens=np.int32(prompt_length.sum()),
+            completion_tokens=np.int32(length.sum()),
+            env_calls=np.int32(calls),
+            invalid=np.int32(len(moves) - valid.sum()),
+            launches=np.int32(launches),
+        ),
     )

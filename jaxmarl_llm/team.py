@@ -77,16 +77,24 @@ def architecture(backbone: Backbone, tokenizer: Tokenizer) -> qwen.Config:
         cfg = dataclasses.replace(cfg, dtype=backbone.dtype)
     else:
         cfg = qwen.Config(
-            vocab_size=backbone.vocab_size or tokenizer.vocab_size, hidden_size=backbone.hidden_size,
-            intermediate_size=backbone.intermediate_size, num_layers=backbone.num_layers,
-            num_heads=backbone.num_heads, num_kv_heads=backbone.num_kv_heads, head_dim=backbone.head_dim,
-            rope_theta=backbone.rope_theta, tie_embeddings=backbone.tie_embeddings,
-            attention_bias=backbone.family == "qwen2", qk_norm=backbone.family == "qwen3", family=backbone.family,
+            vocab_size=backbone.vocab_size or tokenizer.vocab_size,
+            hidden_size=backbone.hidden_size,
+            intermediate_size=backbone.intermediate_size,
+            num_layers=backbone.num_layers,
+            num_heads=backbone.num_heads,
+            num_kv_heads=backbone.num_kv_heads,
+            head_dim=backbone.head_dim,
+            rope_theta=backbone.rope_theta,
+            tie_embeddings=backbone.tie_embeddings,
+            attention_bias=backbone.family == "qwen2",
+            qk_norm=backbone.family == "qwen3",
+            family=backbone.family,
             dtype=backbone.dtype,
         )
     if tokenizer.vocab_size > cfg.vocab_size:
         raise ConfigError(
-            f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} ids, but the embedding has {cfg.vocab_size} rows")
+            f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} ids, but the embedding has {cfg.vocab_size} rows"
+        )
     used = None if tokenizer.vocab_size == cfg.vocab_size else tokenizer.vocab_size
     return dataclasses.replace(cfg, used_vocab=used)
 
@@ -105,7 +113,7 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
         raise ConfigError(f"team.overrides: unknown role {unknown[0]!r}; the roles are {', '.join(roles)}")
     names = {role: "team" if cfg.share == "shared" else role for role in roles}
     tokenizers: dict[Backbone, Tokenizer] = {}
-    models = []
+    models: list[Model] = []
     for role, name in names.items():
         if name in (m.name for m in models):
             continue

@@ -105,8 +105,7 @@ class Loss:
         return None if self.clip_low is None else (self.clip_low, self.clip_high)
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """One micro-batch: N prompts with G completions each. Weight 0 marks padding and what is not trained."""
 
     tokens: Int[Array, "N P"]
@@ -167,10 +166,10 @@ def pack(
             w, a, b = (np.zeros((size, g, r), np.float32) for _ in range(3))
             for k, n in enumerate(part):
                 tokens[k], length[k] = nodes.tokens[n, :p], nodes.length[n]
-                i = np.array(of_node[n])
-                completions[k, : len(i)] = steps.tokens[rows[i], :r]
-                w[k, : len(i)], a[k, : len(i)] = weights[i, :r], adv[i, :r]
-                b[k, : len(i)] = steps.logprobs[rows[i], :r]
+                own = np.array(of_node[n])
+                completions[k, : len(own)] = steps.tokens[rows[own], :r]
+                w[k, : len(own)], a[k, : len(own)] = weights[own, :r], adv[own, :r]
+                b[k, : len(own)] = steps.logprobs[rows[own], :r]
             batches.append(Batch(tokens, length, completions, w, a, b))
     return batches
 
@@ -194,7 +193,7 @@ class Learner(NamedTuple):
     apply: Callable[..., tuple[Params, PyTree, jax.Array, jax.Array]]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sampling) -> Learner:
     """Cached: agents of one architecture and configuration share their compiled programs."""
     tx = make_optimizer(optimizer)
@@ -240,7 +239,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, gap
 
     def apply(own: Params, opt_state: PyTree, gradient: PyTree, value: jax.Array) -> Any:
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         ok = jnp.isfinite(norm) & jnp.isfinite(value)
         updates, after = tx.update(gradient, opt_state, own)
         keep = lambda new, old: jnp.where(ok, new, old)

@@ -35,8 +35,7 @@ PyTree = Any
 POLICY, FROZEN, SCRIPTED, EXPERT = range(4)
 
 
-@struct.dataclass
-class Retrieval:
+class Retrieval(struct.PyTreeNode):
     """What each node read from its role's memory. X = 0 without memory."""
 
     slots: Int[Array, "N X"]  # -1 for none
@@ -50,8 +49,7 @@ class Retrieval:
         return Retrieval(none.astype(jnp.int32), none, none, jnp.zeros((n,), jnp.int32))
 
 
-@struct.dataclass
-class Nodes:
+class Nodes(struct.PyTreeNode):
     """Decision points. Leading axis N."""
 
     tokens: Int[Array, "N P"]  # prompt ids, right-padded
@@ -66,8 +64,7 @@ class Nodes:
     valid: Bool[Array, "N"]
 
 
-@struct.dataclass
-class Steps:
+class Steps(struct.PyTreeNode):
     """Completions. Leading axis C. Convention: ``logprobs[t]`` scores ``tokens[t]`` given the prompt and tokens[:t]."""
 
     node: Int[Array, "C"]
@@ -81,8 +78,7 @@ class Steps:
     valid: Bool[Array, "C"]
 
 
-@struct.dataclass
-class Transitions:
+class Transitions(struct.PyTreeNode):
     """Joint actions and what they earned. Leading axis J."""
 
     steps: Int[Array, "J W"]  # the step of each seat, -1 for an empty seat
@@ -95,8 +91,7 @@ class Transitions:
     valid: Bool[Array, "J"]  # played, and its reward could be computed
 
 
-@struct.dataclass
-class Counts:
+class Counts(struct.PyTreeNode):
     """What a rollout cost, counted while it ran (scalars)."""
 
     sequences: Int[Array, ""]  # sampled completions
@@ -108,8 +103,7 @@ class Counts:
     launches: Int[Array, ""]  # generation programs started
 
 
-@struct.dataclass
-class Tree:
+class Tree(struct.PyTreeNode):
     nodes: Nodes
     steps: Steps
     transitions: Transitions
@@ -187,8 +181,7 @@ class Team:
         return self.models[self.model_index(role)]
 
 
-@struct.dataclass
-class Observation:
+class Observation(struct.PyTreeNode):
     """What the seats of an array environment see. ``active`` is False for an empty seat."""
 
     role: Int[Array, "W"]
@@ -219,8 +212,7 @@ class ArrayEnv(NamedTuple):
     verify: Callable[[PyTree], Mapping[str, jax.Array]] | None = None
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """All that a run is: saved, restored and resumed as one tree."""
 
     step: Int[Array, ""]

@@ -1,1 +1,1 @@
-"""One operation a file: the mathematics, a jnp reference, a portable XLA form, Pallas (imported as jaxmarl_llm.kernels)."""
+"""Imported as ``jaxmarl_llm.kernels``. One operation a file: the mathematics, and forms that give the same numbers."""

@@ -12,7 +12,7 @@ LAYERS = {
     2: ["qwen", "generate", "envs", "data"],
     3: ["rollout", "rollout_host", "workers", "train", "checkpoint", "weights", "metrics"],
     4: ["team", "arena"],
-    5: ["loop"],
+    5: ["stages", "diagnose", "loop"],
     6: ["recipes"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}

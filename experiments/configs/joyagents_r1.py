@@ -16,10 +16,10 @@ from ml_collections import ConfigDict
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.loop import SFT, RunConfig
 from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.recipes.joyagents_r1 import Config
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Loss, Optimizer
 
@@ -33,14 +33,14 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=300,
+        steps=400,
         batch=32,
         team=TeamConfig(max_new=7, remat=False),
-        env=EnvConfig("dispatch", {"efficiency": 0.05}),
+        env=EnvConfig("dispatch", {"efficiency": 0.05, "wrong_product": 0.4}),
         # Keys of similar queries are close: only the same query is read, only it is the same entry.
         memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.995, refresh_similarity=0.999),
         credit=Credit(scale="none"),
-        optimizer=Optimizer(learning_rate=1e-3, schedule="linear", steps=400),
+        optimizer=Optimizer(learning_rate=1e-3, schedule="linear", steps=500),
         sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )

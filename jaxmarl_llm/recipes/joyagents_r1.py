@@ -23,25 +23,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm import loop, memory
-from jaxmarl_llm.arena import make_arena
+from jaxmarl_llm import loop
+from jaxmarl_llm.arena import Played
+from jaxmarl_llm.credit import Credited
 from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan, flat, node_wise, product
 from jaxmarl_llm.selection import top_k_variance
-from jaxmarl_llm.team import init_params, make_team
+from jaxmarl_llm.stages import BaseConfig, credit, learn, remember
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import make_learner, task_order
 from jaxmarl_llm.types import TrainState
 
 PLANS = ("node_wise", "flat", "product")
 
 
 @dataclass(frozen=True)
-class Config(loop.BaseConfig):
+class Config(BaseConfig):
     recipe: str = "joyagents_r1"
     plan: str = "node_wise"  # or flat, product: for comparison
     group: int | tuple[int, ...] = 4  # G of a node; a tuple gives one a turn
@@ -77,7 +76,7 @@ def make_plan(cfg: Config) -> Plan:
     return flat(size) if cfg.plan == "flat" else product(size)
 
 
-def select(cfg: Config, credited, tasks: int) -> np.ndarray:
+def select(cfg: Config, credited: Credited, tasks: int) -> np.ndarray:
     """The marginal-benefit groups [K]: largest variance, two members at least, variance above 0."""
     scope, scopes = (credited.group_task, tasks) if cfg.scope == "task" else (None, 1)
     eligible = credited.stats.count >= 2
@@ -88,71 +87,21 @@ _top_k = jax.jit(top_k_variance, static_argnames=("k", "num_scopes"))
 
 
 def make(cfg: Config) -> loop.Recipe:
-    arena = make_arena(cfg.env)
-    team = make_team(cfg.team, arena.env.roles)
-    plan, remembers = make_plan(cfg), cfg.memory if cfg.use_memory else None
-    learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
-    tutors = {m.name: make_learner(m.policy, loop.SFT_LOSS, cfg.sft.optimizer, loop.Sampling()) for m in team.models}
-    context = cfg.memory.retrieve if cfg.use_memory else 0
-    data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, context) if cfg.sft.steps else {}
-    last: dict = {}  # the latest rollout, for episodes.md
+    remembers = cfg.memory if cfg.use_memory else None
 
-    def init(step: int) -> TrainState:
-        params = init_params(cfg.team, team, jax.random.key(cfg.seed))
-        makers = tutors if step < cfg.sft.steps else learners
-        stores = {}
-        for index, role in enumerate(team.roles if cfg.use_memory else ()):
-            dim = team.model_of(index).policy.config.hidden_size
-            stores[role.name] = memory.init(
-                cfg.memory, dim=dim, max_ids=arena.entry_tokens, max_bytes=arena.entry_bytes)
-        if cfg.loss.kl_coef:
-            params["reference"] = jax.tree.map(jnp.copy, params["agents"])
-        return TrainState(
-            step=jnp.int32(0), key=jax.random.key(cfg.seed), params=params,
-            opt_state={m.name: makers[m.name].init(params["agents"][m.name]) for m in team.models},
-            memory=stores, counters={"skipped": jnp.int32(0)})
-
-    def step(state: TrainState, logger: Logger) -> tuple[TrainState, dict[str, float]]:
-        now = int(state.step)
-        if now < cfg.sft.steps:
-            with logger.first("supervised update"), logger.stage("update"):
-                return loop.sft_step(team, tutors, data, cfg.sft, cfg.seed, state)
-        if now == cfg.sft.steps and cfg.sft.steps:
-            state = start_rl(state)
-        position = (now - cfg.sft.steps) * cfg.batch
-        tasks = list(task_order(cfg.seed, arena.size, position, cfg.batch))
-        with logger.first(f"rollout {plan.name}"), logger.stage("rollout"):
-            key = jax.random.fold_in(state.key, now)
-            played = arena.play(team, state.params, state.memory, tasks, plan, key, cfg.sampling, remembers, version=now)
+    def improve(run: loop.Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> loop.Improved:
+        team, arena = run.team, run.arena
         with logger.stage("reward"):
-            credited = loop.credit(cfg, team, arena, played, len(tasks), cfg.reward)
-            selected = select(cfg, credited, len(tasks))
-            trained = credited.valid & selected[credited.group]
+            credited = credit(cfg, team, arena, played, tasks, cfg.reward)
+            selected = select(cfg, credited, tasks)
         with logger.first("update"), logger.stage("update"):
-            state, updated = loop.learn(
-                team, learners, cfg, state, played, credited.advantage, trained, state.params.get("reference"))
-        metrics = loop.diagnose(cfg, team, arena, played, credited, selected, updated)
+            trained = credited.valid & selected[credited.group]
+            state, updated = learn(team, run.learners, cfg, state, played, credited.advantage, trained)
+        metrics: dict[str, float] = {}
         if remembers is not None:
             with logger.first("memory"), logger.stage("memory"):
-                kept = loop.credit(cfg, team, arena, played, len(tasks), cfg.memory_reward)
-                state, seen = loop.remember(team, arena, remembers, state, played, kept.returns, kept.valid)
-                metrics |= seen
-        last.update(played=played, credited=credited, selected=selected)
-        return state, metrics
+                kept = credit(cfg, team, arena, played, tasks, cfg.memory_reward)
+                state, metrics = remember(team, arena, remembers, state, played, kept.returns, kept.valid)
+        return loop.Improved(state, credited, selected, updated, metrics)
 
-    def start_rl(state: TrainState) -> TrainState:
-        """A fresh optimizer; the reference of the KL term is the fine-tuned policy."""
-        params = dict(state.params)
-        if cfg.loss.kl_coef:
-            params["reference"] = jax.tree.map(jnp.copy, params["agents"])
-        fresh = {m.name: learners[m.name].init(params["agents"][m.name]) for m in team.models}
-        return state.replace(params=params, opt_state=fresh)
-
-    def episodes(state: TrainState) -> list[list[dict]]:
-        if not last:
-            return []
-        return loop.episodes_of(team, last["played"], last["credited"], last["selected"], cfg.run.episodes)
-
-    return loop.Recipe(
-        team, arena, cfg.sft.steps + cfg.steps, init, step,
-        lambda state: loop.evaluate(cfg, team, arena, state, remembers), episodes)
+    return loop.make_recipe(cfg, make_plan(cfg), improve, remembers)

@@ -1,0 +1,32 @@
+"""GRPO (arXiv 2402.03300). Variants:
+
+tiny   one random model of 0.1 M parameters answers `dispatch_solo` queries; CPU, under a minute
+
+    python -m experiments.train --config=experiments/configs/grpo.py:tiny --workdir=runs/grpo
+"""
+
+from ml_collections import ConfigDict
+
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.recipes.grpo import Config
+from jaxmarl_llm.stages import SFT, RunConfig
+from jaxmarl_llm.team import TeamConfig
+from jaxmarl_llm.train import Optimizer
+
+
+def get_config(variant: str = "tiny") -> ConfigDict:
+    one_of("variant", variant or "tiny", ("tiny",))
+    return ConfigDict(to_dict(tiny()))
+
+
+def tiny() -> Config:
+    return Config(
+        steps=200,
+        batch=32,
+        team=TeamConfig(max_new=7, remat=False),
+        env=EnvConfig("dispatch_solo", {"efficiency": 0.05, "wrong_product": 0.4}),
+        optimizer=Optimizer(learning_rate=1e-3, schedule="linear", steps=300),
+        sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
+        run=RunConfig(eval_every=50, checkpoint_every=100),
+    )

@@ -1,0 +1,165 @@
+"""What a step and a policy look like: metrics by the naming scheme of metrics.py, evaluation, episodes for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmarl_llm.arena import Arena, Played
+from jaxmarl_llm.credit import Credited
+from jaxmarl_llm.memory import MemoryConfig
+from jaxmarl_llm.plans import single
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.stages import BaseConfig
+from jaxmarl_llm.types import Team, TrainState
+
+
+def diagnose(
+    cfg: BaseConfig,
+    team: Team,
+    arena: Arena,
+    played: Played,
+    credited: Credited,
+    selected: np.ndarray,
+    updated: Mapping[str, Mapping[str, float]],
+) -> dict[str, float]:
+    """The metrics of one step, by the naming scheme of metrics.py."""
+    tree = played.tree
+    nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
+    out = {f"count/{k}": float(v) for k, v in dataclasses.asdict(tree.counts).items()}
+    ended = moves.valid & moves.done
+    starts = moves.valid & (moves.parent < 0)
+    total = 0.0
+    for name, values in moves.rewards.items():
+        # A component's mean over episodes; each transition counts by its share of the episodes through it.
+        mean = _episode_mean(moves, values[:, 0]) if starts.any() else float("nan")
+        out[f"reward/{name}"] = mean
+        total += cfg.reward.get(name, 0.0) * mean
+    out["reward/total"] = total
+    out["success"] = float("nan") if not ended.any() else out.get("reward/accuracy", total)
+    out["reward/invalid_share"] = float(moves.played.sum() - moves.valid.sum()) / max(1, int(moves.played.sum()))
+    role_of, turn_of = nodes.role[steps.node], nodes.turn[steps.node]
+    multi = credited.stats.count >= 2
+    flat = multi & (credited.stats.high == credited.stats.low)
+    for index, role in enumerate(team.roles):
+        mine = credited.valid & (role_of == index)
+        if not mine.any():
+            continue
+        groups = multi & (credited.group_role == index)
+        key = f"agent/{role.name}/"
+        out[key + "reward"] = float(credited.returns[mine].mean())
+        out[key + "length"] = float(steps.length[mine].mean())
+        out[key + "truncated"] = float(steps.truncated[mine].mean())
+        if groups.any():
+            out[key + "variance"] = float(credited.stats.variance[groups].mean())
+            out[key + "zero_variance"] = float(flat[groups].mean())
+            out[key + "selected"] = float(selected[groups].mean())
+        m = updated.get(role.model)
+        out[key + "updated"] = float(m is not None)
+        if m is not None:
+            names = {
+                "entropy": "entropy",
+                "grad_norm": "grad_norm",
+                "clip_fraction": "clip_fraction",
+                "ref_kl": "kl",
+                "logprob_gap": "logprob_gap",
+                "nll": "nll",
+                "ratio": "ratio",
+            }
+            out |= {key + to: m[k] for k, to in names.items() if k in m}
+    for turn in range(arena.env.max_turns):
+        groups = multi & (credited.group_turn == turn)
+        if groups.any() and (turn_of[credited.valid] == turn).any():
+            out[f"node/{turn}/variance"] = float(credited.stats.variance[groups].mean())
+            out[f"node/{turn}/zero_variance"] = float(flat[groups].mean())
+            out[f"node/{turn}/selected"] = float(selected[groups].mean())
+    out["bad"] = float(any(not m["ok"] for m in updated.values()))
+    out["logprob_gap"] = max((m["logprob_gap"] for m in updated.values()), default=0.0)
+    return out
+
+
+def _episode_mean(moves: Any, values: np.ndarray) -> float:
+    """Mean over tasks of the sum of ``values`` along an episode, siblings averaged: the root value without discount."""
+    valid = moves.valid
+    order = np.argsort(-moves.turn, kind="stable")
+    below, count = np.zeros(len(values)), np.zeros(len(values))
+    total = np.zeros(len(values))
+    for j in order:
+        if valid[j]:
+            total[j] = values[j] + (below[j] / count[j] if count[j] else 0.0)
+            if moves.parent[j] >= 0:
+                below[moves.parent[j]] += total[j]
+                count[moves.parent[j]] += 1
+    return float(total[valid & (moves.parent < 0)].mean())
+
+
+def evaluate(
+    cfg: BaseConfig,
+    team: Team,
+    arena: Arena,
+    state: TrainState,
+    memory_config: MemoryConfig | None,
+    samplings: Mapping[str, Sampling] | None = None,
+) -> dict[str, float]:
+    """Held-out tasks, one episode each: ``eval/success`` as the policy samples, ``eval/success_greedy``; rewards."""
+    samplings = samplings or {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
+    out: dict[str, float] = {}
+    count = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
+    chunk = count if arena.array else min(count, 4 * cfg.batch)
+    for suffix, sampling in samplings.items():
+        totals: dict[str, list[float]] = {}
+        for start in range(0, count, chunk):
+            indices = range(start, min(start + chunk, count))
+            key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 + start)
+            played = arena.play(
+                team,
+                state.params,
+                state.memory,
+                indices,
+                single(),
+                key,
+                sampling,
+                memory_config,
+                version=int(state.step),
+                held_out=True,
+            )
+            for name, values in played.tree.transitions.rewards.items():
+                totals.setdefault(name, []).append(_episode_mean(played.tree.transitions, values[:, 0]) * len(indices))
+        out |= {f"eval/{name}{suffix}": sum(v) / count for name, v in totals.items()}
+        if "accuracy" in totals:
+            out[f"eval/success{suffix}"] = out[f"eval/accuracy{suffix}"]
+    return out
+
+
+def episodes_of(team: Team, played: Played, credited: Credited, selected: np.ndarray, count: int) -> list[list[dict]]:
+    """The first line of play of the first tasks, for people."""
+    tree, out = played.tree, []
+    moves = tree.transitions
+    for task in range(count):
+        parent, episode = -1, []
+        while True:
+            here = np.flatnonzero(moves.played & (moves.task == task) & (moves.parent == parent))
+            if not len(here):
+                break
+            j = int(here[0])
+            for s in moves.steps[j][moves.steps[j] >= 0]:
+                group = credited.group[s]
+                episode.append(
+                    {
+                        "turn": int(moves.turn[j]),
+                        "role": team.roles[tree.nodes.role[tree.steps.node[s]]].name,
+                        "prompt": played.prompt_text(int(s)),
+                        "completion": played.completion_text(int(s)),
+                        "rewards": {k: float(v[j, 0]) if moves.valid[j] else None for k, v in moves.rewards.items()},
+                        "advantage": float(credited.advantage[s]),
+                        "selected": bool(selected[group]),
+                    }
+                )
+            parent = j
+        if episode:
+            out.append(episode)
+    return out

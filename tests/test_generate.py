@@ -1,0 +1,403 @@
+"""Generation: decode = forward, ends of completions, independence of batch and bucket, padding ids, compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmarl_llm.generate import bucket, generate
+from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.sampling import Sampling, inverse_cdf, score
+
+V = 61
+LLAMA3 = (
+    ("factor", 8.0),
+    ("high_freq_factor", 4.0),
+    ("low_freq_factor", 1.0),
+    ("original_max_position_embeddings", 16),
+    ("rope_type", "llama3"),
+)
+QWEN2 = Config(
+    vocab_size=V, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+)
+FAMILIES = {
+    "qwen2": QWEN2,
+    "qwen3": dataclasses.replace(
+        QWEN2, family="qwen3", attention_bias=False, qk_norm=True, head_dim=16, tie_embeddings=False
+    ),
+    "llama": dataclasses.replace(
+        QWEN2, family="llama", attention_bias=False, num_kv_heads=1, rope_theta=500.0, rope_scaling=LLAMA3
+    ),
+}
+N, G, P, R = 6, 8, 12, 8  # one shape and few settings for most tests, so that they share programs
+ENDS = {"stop_ids": (16, 52, 59), "pad_id": 9}  # ids that these models say often
+EVERY = Sampling(temperature=1.1, top_k=30, top_p=0.95, min_p=0.02)
+
+
+def random_params(policy, seed=0):
+    """Every leaf random, norms and biases too; logits have a standard deviation of about 1.5."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, shape):
+        name = path[-1].key
+        centre = 1.0 if name == "scale" else 0.0
+        fan_in = shape.shape[-1] if name == "embedding" else shape.shape[-2] if name == "kernel" else 16
+        gain = 1.5 if name == "embedding" or "lm_head" in str(path) else 1.0
+        return jnp.asarray(rng.normal(centre, gain * fan_in**-0.5, shape.shape), shape.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, jax.eval_shape(policy.init, jax.random.key(0)))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    policy = make_policy(FAMILIES[request.param], remat=False)
+    return policy, {"params": random_params(policy)}
+
+
+@pytest.fixture(scope="module")
+def qwen2():
+    policy = make_policy(QWEN2, remat=False)
+    return policy, {"params": random_params(policy)}
+
+
+def prompts(n, p, seed=0):
+    """Ragged prompts [n p] with a full one and one of length 1; random ids stand in the padding too."""
+    rng = np.random.default_rng(seed)
+    length = rng.integers(1, p + 1, n).astype(np.int32)
+    length[0], length[-1] = p, 1
+    return rng.integers(0, V, (n, p)).astype(np.int32), length
+
+
+def sample_keys(n, g, seed=0):
+    return jax.random.wrap_key_data(np.random.default_rng(seed).integers(0, 2**32, (n, g, 2), dtype=np.uint32))
+
+
+class Played(NamedTuple):
+    """`Completions` as numpy arrays."""
+
+    tokens: np.ndarray
+    length: np.ndarray
+    logprobs: np.ndarray
+    truncated: np.ndarray
+
+    def rows(self, index):
+        return Played(*(x[index] for x in self))
+
+
+def play(model, tokens, length, keys, active=None, *, max_new=R, stop_ids=(), pad_id=0, sampling=EVERY):
+    active = np.ones(len(length), bool) if active is None else active
+    out = generate(
+        *model, tokens, length, keys, active, max_new=max_new, stop_ids=stop_ids, pad_id=pad_id, sampling=sampling
+    )
+    return Played(*(np.asarray(x) for x in (out.tokens, out.length, out.logprobs, out.truncated)))
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def forced(policy, variables, tokens, length, completions):
+    """Teacher-forced logits [N G R V]."""
+    return policy.unembed(variables, policy.hidden(variables, tokens, length, completions))
+
+
+grade = jax.jit(score, static_argnames=("sampling",))
+
+
+def sampled(out):
+    return np.arange(out.tokens.shape[-1]) < out.length[..., None]
+
+
+# --------------------------------------------------------------------------------------------- decode = forward
+
+
+def assert_decode_is_forward(model, sampling):
+    tokens, length = prompts(N, P)
+    out = play(model, tokens, length, sample_keys(N, G), sampling=sampling, **ENDS)
+    want = np.asarray(grade(forced(*model, tokens, length, out.tokens), out.tokens, sampling)[0])
+    mask = sampled(out)
+    np.testing.assert_allclose(out.logprobs[mask], want[mask], atol=1e-5, rtol=0)
+    assert not out.logprobs[~mask].any()
+    assert mask.all(-1).any() and not mask.all() and out.logprobs[mask].std() > 0.1
+
+
+def test_decode_equals_forward(family):
+    assert_decode_is_forward(family, EVERY)
+
+
+def test_decode_equals_forward_without_filters(qwen2):
+    assert_decode_is_forward(qwen2, Sampling())
+
+
+def test_greedy_decoding_takes_the_argmax_of_the_forward_pass(qwen2):
+    tokens, length = prompts(N, P)
+    out = play(qwen2, tokens, length, sample_keys(N, G), sampling=Sampling(temperature=0.0, top_k=3))
+    np.testing.assert_array_equal(out.tokens, forced(*qwen2, tokens, length, out.tokens).argmax(-1))
+    np.testing.assert_array_equal(out.logprobs, 0.0)
+    assert len(np.unique(out.tokens)) > 10
+
+
+def test_token_t_is_drawn_from_the_key_folded_with_t(qwen2):
+    """With a final norm of zero all logits are 0: no filter bites, and only the random number decides."""
+    policy, variables = qwen2
+    params = {**variables["params"], "norm": {"scale": jnp.zeros((32,))}}
+    keys = sample_keys(N, G, seed=3)
+    out = play((policy, {"params": params}), *prompts(N, P), keys)
+    at = lambda t: jax.vmap(jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t))))(keys)
+    u = jnp.stack([at(t) for t in range(R)], axis=-1)
+    np.testing.assert_array_equal(out.tokens, inverse_cdf(jnp.ones((*u.shape, V)), u))
+    np.testing.assert_allclose(out.logprobs, -np.log(V), atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- where it ends
+
+
+def cut(free, stop_ids, pad_id):
+    """What a run with stop ids must return, from one that never stopped."""
+    tokens, length, logprobs, truncated = (x.copy() for x in free)
+    for n, g in np.ndindex(length.shape):
+        stops = np.flatnonzero(np.isin(free.tokens[n, g], stop_ids))
+        if len(stops):
+            length[n, g], truncated[n, g] = stops[0] + 1, False
+        tokens[n, g, length[n, g] :], logprobs[n, g, length[n, g] :] = pad_id, 0.0
+    return Played(tokens, length, logprobs, truncated)
+
+
+@pytest.fixture(scope="module")
+def endless(qwen2):
+    """A run without stop ids: every completion is truncated."""
+    out = play(qwen2, *prompts(N, P), sample_keys(N, G))
+    assert (out.length == R).all() and out.truncated.all()
+    return out
+
+
+@pytest.fixture(scope="module")
+def base(qwen2):
+    return play(qwen2, *prompts(N, P), sample_keys(N, G), **ENDS)
+
+
+def assert_equal(out, want):
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+    np.testing.assert_array_equal(out.length, want.length)
+    np.testing.assert_array_equal(out.truncated, want.truncated)
+    np.testing.assert_allclose(out.logprobs, want.logprobs, atol=1e-5, rtol=0)
+
+
+def test_every_kind_of_end(base, endless):
+    """Several stop ids: at once, in the middle, exactly at the limit, never. What was sampled counts, a pad id too."""
+    assert_equal(base, cut(endless, **ENDS))
+    last = np.take_along_axis(base.tokens, base.length[..., None] - 1, axis=-1)[..., 0]
+    stopped = np.isin(last, ENDS["stop_ids"])
+    np.testing.assert_array_equal(base.truncated, ~stopped)
+    assert set(last[stopped].tolist()) == set(ENDS["stop_ids"])
+    assert {1, 4, R} <= set(base.length[stopped].tolist())  # at the limit is not truncated
+    assert (base.length[~stopped] == R).all() and not stopped.all()
+    assert (base.tokens[sampled(base)] == ENDS["pad_id"]).any()
+
+
+def test_pad_equal_to_a_stop_id(qwen2, endless):
+    """Length is what was sampled, never what tokens look like: the stop id counts once, its copies behind it do not."""
+    ends = {**ENDS, "pad_id": 52}
+    out = play(qwen2, *prompts(N, P), sample_keys(N, G), **ends)
+    assert_equal(out, cut(endless, **ends))
+    mask, stopped = sampled(out), ~out.truncated
+    np.testing.assert_array_equal((np.isin(out.tokens, ends["stop_ids"]) & mask).sum(-1), stopped)
+    assert (out.tokens[~mask] == 52).all() and (out.length[stopped] < R).any() and (out.tokens[mask] == 52).any()
+
+
+def test_one_token_at_most(qwen2, endless):
+    stops = tuple(np.unique(endless.tokens[:3, :, 0]).tolist())
+    out = play(qwen2, *prompts(N, P), sample_keys(N, G), max_new=1, stop_ids=stops)
+    assert out.tokens.shape == (N, G, 1) and (out.length == 1).all()
+    np.testing.assert_array_equal(out.tokens[..., 0], endless.tokens[..., 0])
+    np.testing.assert_allclose(out.logprobs[..., 0], endless.logprobs[..., 0], atol=1e-5)
+    np.testing.assert_array_equal(out.truncated, ~np.isin(out.tokens[..., 0], stops))
+    assert out.truncated.any() and not out.truncated.all()
+
+
+# ------------------------------------------------------------------- one row's result is a function of that row
+#
+# The same program gives the same bits. Other shapes are other programs, which may add up in another order: there the
+# tokens are the same and log-probs agree to 1e-5.
+
+
+def test_prompt_padding_is_never_read(qwen2, base):
+    """The same program on other ids behind the prompts: the same bits."""
+    tokens, length = prompts(N, P)
+    other = np.where(np.arange(P) < length[:, None], tokens, (tokens + 7) % V)
+    assert (other != tokens).any()
+    out = play(qwen2, other, length, sample_keys(N, G), **ENDS)
+    assert_equal(out, base)
+    np.testing.assert_array_equal(out.logprobs, base.logprobs)
+
+
+def test_order_of_rows_and_of_samples(qwen2, base):
+    tokens, length = prompts(N, P)
+    rows, samples = np.random.default_rng(0).permutation(N), np.random.default_rng(1).permutation(G)
+    keys = sample_keys(N, G)[rows][:, samples]
+    assert_equal(play(qwen2, tokens[rows], length[rows], keys, **ENDS), base.rows((rows[:, None], samples)))
+
+
+def test_one_sample_alone(qwen2, base):
+    """N = G = 1: no other prompt, no sibling."""
+    (tokens, length), keys = prompts(N, P), sample_keys(N, G)
+    for n, g in np.ndindex(N, G):
+        row, one = slice(n, n + 1), slice(g, g + 1)
+        assert_equal(play(qwen2, tokens[row], length[row], keys[row, one], **ENDS), base.rows((row, one)))
+
+
+def test_a_larger_bucket_with_longer_padding(qwen2, base):
+    """N 6 -> 8 by inactive rows, of which one has length 0, and P 12 -> 24."""
+    (tokens, length), keys = prompts(N, P), sample_keys(N, G)
+    wide = np.full((8, 24), 9, np.int32)
+    wide[:N, :P] = tokens
+    length, keys = np.append(length, [0, 24]).astype(np.int32), jnp.concatenate([keys, keys[:2]])
+    out = play(qwen2, wide, length, keys, np.arange(8) < N, **ENDS)
+    assert_equal(out.rows(slice(N)), base)
+    assert np.isfinite(out.logprobs).all() and not out.length[N:].any()
+
+
+def test_a_larger_limit(qwen2, base):
+    """What had stopped stays the same; what was truncated goes on from the same tokens."""
+    out = play(qwen2, *prompts(N, P), sample_keys(N, G), max_new=R + 5, **ENDS)
+    assert out.tokens.shape[-1] == R + 5
+    first = Played(out.tokens[..., :R], np.minimum(out.length, R), out.logprobs[..., :R], out.length > R)
+    assert_equal(first, base)
+    assert (out.tokens[~base.truncated][:, R:] == ENDS["pad_id"]).all()
+    assert not out.truncated[~base.truncated].any() and not out.logprobs[~base.truncated][:, R:].any()
+
+
+# ---------------------------------------------------------------------------------------------- inactive rows
+
+
+def test_inactive_rows_generate_nothing_and_cost_no_steps(qwen2, base):
+    policy, variables = qwen2
+    calls = []
+
+    def decode(*args):
+        jax.debug.callback(lambda t: calls.append(int(t)), args[-1])  # each time that it runs
+        return policy.decode(*args)
+
+    model = policy._replace(decode=decode), variables
+    first = base.rows((slice(None), slice(0, 1)))  # one sample for each prompt
+    length = first.length[:, 0]
+    assert (length == R).any() and len(set(length[length < 4].tolist())) > 1
+    for active in (np.ones(N, bool), length < 4, np.zeros(N, bool)):
+        calls.clear()
+        out = play(model, *prompts(N, P), sample_keys(N, G)[:, :1], active, **ENDS)
+        jax.effects_barrier()
+        assert sorted(calls) == list(range(length[active].max(initial=1) - 1))
+        assert_equal(out.rows(active), first.rows(active))
+        rest = out.rows(~active)
+        assert not rest.length.any() and not rest.logprobs.any() and not rest.truncated.any()
+        assert (rest.tokens == ENDS["pad_id"]).all()
+
+
+# ------------------------------------------------------------------------------------------- embedding padding
+
+
+def test_padding_ids_are_never_sampled():
+    """12288 draws although padded rows are a thousand times larger; log-probs are those of the model without them."""
+    used = 53
+    full, short = dataclasses.replace(QWEN2, used_vocab=used), dataclasses.replace(QWEN2, vocab_size=used)
+    policy, cut_policy = make_policy(full, remat=False), make_policy(short, remat=False)
+    params = random_params(policy)
+    embedding = params["embed"]["embedding"].at[used:].multiply(1e3)
+    (tokens, length), keys = prompts(4, 8), sample_keys(4, 64)
+    run = partial(play, tokens=tokens % used, length=length, keys=keys, max_new=48, sampling=Sampling())
+    out = run((policy, {"params": {**params, "embed": {"embedding": embedding}}}))
+    assert out.tokens.size == 12288 and out.truncated.all()
+    assert out.tokens.max() < used and len(np.unique(out.tokens)) == used
+    assert_equal(out, run((cut_policy, {"params": {**params, "embed": {"embedding": embedding[:used]}}})))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_padding_ids_have_no_probability(tied):
+    cfg = dataclasses.replace(QWEN2, tie_embeddings=tied, used_vocab=53)
+    policy, bare = make_policy(cfg), make_policy(dataclasses.replace(cfg, used_vocab=None))
+    variables = {"params": random_params(policy)}
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(7, 32)), jnp.float32)
+    want = np.asarray(bare.unembed(variables, hidden))
+    for form in (variables, policy.unstack(variables)):
+        logits = np.asarray(policy.unembed(form, hidden))
+        assert (logits[:, 53:] == np.float32(-1e30)).all() and (np.abs(want[:, 53:]) < 100).all()
+        np.testing.assert_allclose(logits[:, :53], want[:, :53], atol=1e-5)
+        assert not np.exp(np.asarray(grade(logits, np.full(7, 60, np.int32), Sampling())[0])).any()
+
+
+# --------------------------------------------------------------------------------------------------- compiles
+
+
+class Compiles:
+    """Programs that the backend compiles, or loads from its cache, while the block runs."""
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event, duration, **_):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+def test_nothing_compiles_after_the_warm_up_of_a_bucket():
+    """30 batches of random sizes, padded as host rollouts pad them; then all of them again with other contents."""
+    full = make_policy(QWEN2)
+    traces = 0
+
+    def prefill(variables, tokens, length):
+        nonlocal traces
+        traces += 1
+        last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
+        return full.embed(variables, last), ()
+
+    # A model without layers: what compiles, and when, does not depend on them.
+    policy = full._replace(
+        prefill=prefill, unstack=lambda v: v, init_suffix=lambda *_: (),
+        decode=lambda v, tokens, *_: (full.embed(v, tokens), ()),
+    )  # fmt: skip
+    model = policy, {"params": random_params(full)}
+    rng = np.random.default_rng(0)
+    sizes = [(int(rng.integers(1, 7)), int(rng.integers(1, 49))) for _ in range(30)]
+    seen = set()
+    with Compiles() as compiles:
+        for seed, (n, p) in enumerate(sizes * 2):
+            rows, width = bucket(n, 4), bucket(p, 32)
+            tokens, length = prompts(rows, width, seed)
+            before, programs = traces, compiles.count
+            out = play(
+                model, tokens, np.minimum(length, p), sample_keys(rows, 2, seed), np.arange(rows) < n, max_new=3,
+                stop_ids=(3, 17), sampling=Sampling(),
+            )  # fmt: skip
+            assert out.length[:n].all() and not out.length[n:].any()
+            new = (rows, width) not in seen
+            seen.add((rows, width))
+            assert traces - before == new, (seed, rows, width)
+            assert (compiles.count > programs) == new, (seed, rows, width)
+    assert seen == {(4, 32), (6, 32), (4, 48), (6, 48)}
+
+
+@given(st.integers(0, 100_000), st.integers(1, 100))
+def test_bucket(n, smallest):
+    size = bucket(n, smallest)
+    assert size >= n and size >= smallest
+    if n > smallest:
+        assert 3 * (size - n) < size  # less than a third is padding
+    assert bucket(size, smallest) == size
+    assert size <= bucket(n + 1, smallest)
+    octaves = [smallest * 2**i for i in range(18)]
+    assert size in octaves or size in [x + (x + 1) // 2 for x in octaves]
+
+
+def test_bucket_has_two_sizes_an_octave():
+    assert sorted({bucket(n) for n in range(1, 65)}) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert sorted({bucket(n, 32) for n in range(0, 257)}) == [32, 48, 64, 96, 128, 192, 256]
+    assert sorted({bucket(n, 5) for n in range(0, 41)}) == [5, 8, 10, 15, 20, 30, 40]

@@ -1,0 +1,234 @@
+"""Whole runs of the recipes: resume to the bit, refusal of changed configurations, reward failures, bad steps."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmarl_llm import loop
+from jaxmarl_llm.checkpoint import digests
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.recipes import grpo, joyagents_r1
+from jaxmarl_llm.text import ConfigError
+
+ROOT = Path(__file__).parent.parent
+SMALL = {
+    "steps": 4,
+    "batch": 4,
+    "team": {
+        "max_new": 7,
+        "remat": False,
+        "backbone": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "head_dim": 4},
+    },
+    "env": {"name": "dispatch", "eval_tasks": 4},
+    "group": 2,
+    "memory": {"capacity": 8, "retrieve": 1, "warmup": 4},
+    "sft": {"steps": 2, "batch": 4, "samples": 16},
+    "run": {"checkpoint_every": 3, "eval_every": 0, "log_every": 100, "tensorboard": False},
+}
+TIMES = ("time/", "speed/")
+
+
+def joy(**changes):
+    return from_dict(joyagents_r1.Config, {**SMALL, **changes})
+
+
+def lines(workdir):
+    rows = [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """Six steps (two of stage 0, four of RL) without a stop."""
+    workdir = tmp_path_factory.mktemp("straight")
+    return loop.fit(joy(), joyagents_r1.make(joy()), workdir), workdir
+
+
+def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
+    """A process killed with -9 after its checkpoint at step 3; the same command goes on: every leaf byte-equal."""
+    state, workdir = straight
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from ml_collections import ConfigDict\nfrom jaxmarl_llm.config import to_dict, from_dict\n"
+        "from jaxmarl_llm.recipes.joyagents_r1 import Config\n"
+        f"def get_config(variant=''):\n    return ConfigDict(to_dict(from_dict(Config, {SMALL!r})))\n"
+    )
+    run = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.train",
+        f"--config={config}",
+        f"--workdir={run}",
+        f"--compilation_cache={tmp_path / 'cache'}",
+    ]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    saved = run / "checkpoints" / "3"
+    deadline = time.time() + 240
+    while time.time() < deadline and process.poll() is None:
+        if saved.exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 3:
+            break
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert saved.exists()
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "resumed" in done.stdout
+    from jaxmarl_llm.checkpoint import Checkpointer
+
+    got = Checkpointer(run).restore(loop._without_shared(state))
+    assert got is not None and got[2] == 6
+    assert digests(got[0]) == digests(loop._without_shared(state))
+    assert lines(run) == lines(workdir)
+
+
+def test_metrics_and_files_of_a_run(straight):
+    state, workdir = straight
+    rows = lines(workdir)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert (workdir / "report.png").stat().st_size > 10_000
+    assert "## Episode 1" in (workdir / "episodes.md").read_text()
+    last = rows[-1]
+    for key in (
+        "reward/accuracy",
+        "reward/format",
+        "reward/efficiency",
+        "success",
+        "agent/master/variance",
+        "agent/master/zero_variance",
+        "agent/master/length",
+        "agent/master/memory_size",
+        "node/0/variance",
+        "count/branch_sequences",
+        "final/success",
+        "final/success_greedy",
+    ):
+        assert key in last, key
+    total = last["reward/accuracy"] + last["reward/format"] - last["reward/efficiency"]
+    assert last["reward/total"] == pytest.approx(total)
+    assert state.memory["master"].count > 0 and int(state.counters["skipped"]) == 0
+
+
+def test_a_changed_configuration_is_refused_by_key(straight):
+    _, workdir = straight
+    changed = joy(seed=1)
+    with pytest.raises(ConfigError, match=r"config\.seed: 0 -> 1"):
+        loop.fit(changed, joyagents_r1.make(changed), workdir)
+
+
+def test_finished_runs_stay_as_they_are(straight):
+    state, workdir = straight
+    before = (workdir / "metrics.jsonl").read_bytes()
+    again = loop.fit(joy(), joyagents_r1.make(joy()), workdir)
+    assert digests(loop._without_shared(again)) == digests(loop._without_shared(state))
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_top_k_updates_only_models_with_selected_groups():
+    """K = 1 of the whole batch: one model moves, the others are byte-equal, optimizer state included."""
+    cfg = joy(top_k=1, scope="batch", sft={"steps": 0}, use_memory=False, batch=8)
+    recipe = joyagents_r1.make(cfg)
+    state = recipe.init(0)
+    before = {m.name: digests((state.params["agents"][m.name], state.opt_state[m.name])) for m in recipe.team.models}
+    from jaxmarl_llm.metrics import Logger
+
+    state, metrics = recipe.step(state, Logger(".", resume_step=None, total_steps=1, primary=False))
+    after = {m.name: digests((state.params["agents"][m.name], state.opt_state[m.name])) for m in recipe.team.models}
+    updated = {name for name in before if metrics.get(f"agent/{name}/updated") == 1.0}
+    assert len(updated) == 1
+    assert {name for name in before if before[name] != after[name]} == updated
+
+
+def test_all_invalid_rewards_change_no_parameter(monkeypatch):
+    cfg = joy(sft={"steps": 0})
+    recipe = joyagents_r1.make(cfg)
+    state = recipe.init(0)
+    before = digests((state.params, state.opt_state))
+    play = recipe.arena.play
+
+    def spoilt(*args, **kwargs):
+        played = play(*args, **kwargs)
+        moves = played.tree.transitions
+        moves = moves.replace(valid=np.zeros_like(moves.valid))
+        return played._replace(tree=played.tree.replace(transitions=moves))
+
+    monkeypatch.setattr(recipe.arena, "play", spoilt)
+    from jaxmarl_llm.metrics import Logger
+
+    state, metrics = recipe.step(state, Logger(".", resume_step=None, total_steps=1, primary=False))
+    assert digests((state.params, state.opt_state)) == before
+    assert metrics["reward/invalid_share"] == 1.0
+    assert all(int(m.count) == 0 for m in state.memory.values())
+
+
+def test_a_run_stops_after_bad_steps_and_keeps_its_checkpoint(tmp_path, monkeypatch):
+    cfg = joy(sft={"steps": 0}, run={**SMALL["run"], "checkpoint_every": 1, "max_bad_steps": 2})
+    recipe = joyagents_r1.make(cfg)
+    step, calls = recipe.step, []
+
+    def bad(state, logger):
+        calls.append(1)
+        state, metrics = step(state, logger)
+        return state, {**metrics, "bad": float(len(calls) > 1)}
+
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        loop.fit(cfg, recipe._replace(step=bad), tmp_path)
+    assert len(calls) == 3
+    assert (tmp_path / "checkpoints" / "2").exists()
+
+
+def test_grpo_learns_nothing_from_equal_rewards_and_runs(tmp_path):
+    args = {"name": "dispatch_solo", "args": {"accuracy": 0.0, "format": 0.0, "efficiency": 0.0}, "eval_tasks": 4}
+    cfg = from_dict(
+        grpo.Config,
+        {**{k: v for k, v in SMALL.items() if k not in ("memory",)}, "env": args, "steps": 1, "sft": {"steps": 0}},
+    )
+    recipe = grpo.make(cfg)
+    start = digests(recipe.init(0).params)
+    assert digests(loop.fit(cfg, recipe, tmp_path).params) == start
+    assert lines(tmp_path)[-1]["agent/solo/zero_variance"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"group": 1}, "config.group"),
+        ({"top_k": 0}, "config.top_k"),
+        ({"scope": "world"}, "config.scope"),
+        ({"plan": "spiral"}, "config.plan"),
+        ({"continuation": "local"}, "config.credit.discount"),
+        ({"env": {"name": "dispatsh"}}, "did you mean 'dispatch'"),
+        ({"env": {"name": "dispatch", "args": {"respnse": 7}}}, "config.env.args.respnse"),
+        ({"sampling": {"temperature": 0.0}}, "config.sampling.temperature"),
+        ({"batch": 0}, "batch >= 1"),
+    ],
+)
+def test_bad_configurations_name_the_key(changes, message):
+    with pytest.raises(ConfigError) as error:
+        joy(**changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_group_sizes_may_differ_by_turn():
+    cfg = joy(group=(3, 2), sft={"steps": 0}, use_memory=False)
+    recipe = joyagents_r1.make(cfg)
+    from jaxmarl_llm.metrics import Logger
+
+    _, metrics = recipe.step(recipe.init(0), Logger(".", resume_step=None, total_steps=1, primary=False))
+    assert metrics["count/branch_sequences"] >= 3 * cfg.batch
+
+
+def test_config_is_a_plain_dataclass():
+    assert dataclasses.replace(joy(), seed=3).seed == 3
+    assert jax.tree.leaves(joy()) == [joy()]  # no pytree: static under jit
