@@ -16,6 +16,7 @@ import platform
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from absl import app, flags, logging
@@ -25,7 +26,7 @@ flags.DEFINE_string("out", "docs/ablations.json", "Where the figures go.")
 flags.DEFINE_integer("seeds", 5, "Seeds 0 to N-1.")
 flags.DEFINE_integer("steps", 200, "RL steps of the reference; they set the token budget.")
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "node-wise, all groups, memory": {},
     "node-wise, top-1 group of a task": {"top_k": 1},
     "node-wise, top-2 groups of a task": {"top_k": 2},

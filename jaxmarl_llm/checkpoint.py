@@ -8,6 +8,7 @@ fails is moved to ``corrupt/`` in favour of the one before it.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from typing import Any
 
@@ -32,6 +33,12 @@ def digests(tree: PyTree) -> dict[str, str]:
     return out
 
 
+def _seal(meta: dict[str, Any]) -> str:
+    """SHA-256 of the meta, but for the seal itself."""
+    rest = {k: v for k, v in meta.items() if k != "seal"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 class Checkpointer:
     """Steps under ``<workdir>/checkpoints/<step>``; saving is asynchronous, ``close`` waits for it."""
 
@@ -54,11 +61,10 @@ class Checkpointer:
             floating = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
             if floating and bool(jax.numpy.isnan(leaf).any()):
                 raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
+        meta = {**meta, "sha256": digests(state)}
+        meta["seal"] = _seal(meta)
         self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave({**meta, "sha256": digests(state)})
-            ),
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         )
 
     def restore(self, like: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any], int] | None:
@@ -69,19 +75,20 @@ class Checkpointer:
         """
         tried = []
         for candidate in [step] if step is not None else self.steps()[::-1]:
-            problem = None
             try:
                 got = self._manager.restore(
                     candidate,
                     args=ocp.args.Composite(state=ocp.args.StandardRestore(like), meta=ocp.args.JsonRestore()),
                 )
-            except (OSError, ValueError, KeyError, TypeError) as error:  # what Orbax and TensorStore raise on damage
-                problem = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            else:
-                wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(k) != v]
-                if not wrong:
-                    return got.state, got.meta, candidate
-                problem = f"checksum of {wrong[0]} differs"
+                if got.meta["seal"] != _seal(got.meta):
+                    problem = "checksum of meta differs"
+                else:
+                    wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(k) != v]
+                    if not wrong:
+                        return got.state, got.meta, candidate
+                    problem = f"checksum of {wrong[0]} differs"
+            except Exception as error:  # Orbax raises anything on damage, a bare Exception for a truncated array
+                problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             tried.append(f"step {candidate} ({problem})")
             logging.getLogger(__name__).warning("checkpoint %s: %s; trying the one before", self.root, tried[-1])
             if step is None:
@@ -94,8 +101,10 @@ class Checkpointer:
         """Meta of the newest step whose meta can be read, without touching its arrays."""
         for step in self.steps()[::-1]:
             try:
-                return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-            except (OSError, ValueError, KeyError):
+                meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+                if meta["seal"] == _seal(meta):
+                    return meta
+            except Exception:  # as in restore
                 continue
         return None
 

@@ -173,17 +173,11 @@ def _fit(
     meta = saver.read_meta()
     if meta is not None:
         _check_same(cfg, meta, allow_config_change)
-    resumed = None
-    state = recipe.init(0 if meta is None else int(meta["step"]))
-    shared = state.params["shared"]
-    backbone = fingerprint_of(shared)
-    if meta is not None:
-        if meta["backbone"] != backbone:
-            raise ConfigError(f"{workdir}: the shared backbone is not the one this run was trained on")
-        got = saver.restore(_without_shared(state))
-        assert got is not None
-        state, resumed = got[0], got[2]
-        state = state.replace(params={**state.params, "shared": shared})
+    if meta is None:
+        state, resumed = recipe.init(0), None
+    else:
+        state, resumed = restore(saver, recipe, meta)
+    backbone = fingerprint_of(state.params["shared"])
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
     save = lambda: saver.save(int(state.step), _without_shared(state), _meta(cfg, int(state.step), backbone))
@@ -229,6 +223,18 @@ def _fit(
             episodes_markdown(recipe.episodes(), workdir / "episodes.md")
             logger.print(f"wrote {workdir / 'report.png'} and {workdir / 'episodes.md'}")
     return state
+
+
+def restore(saver: Checkpointer, recipe: Recipe, meta: Mapping[str, Any]) -> tuple[TrainState, int]:
+    """The newest good state and its step. The frozen backbone is made anew and must be the one trained on."""
+    like = recipe.init(int(meta["step"]))
+    shared = like.params["shared"]
+    if meta["backbone"] != fingerprint_of(shared):
+        raise ConfigError(f"{saver.root.parent}: the shared backbone is not the one this run was trained on")
+    got = saver.restore(_without_shared(like))
+    if got is None:
+        raise ConfigError(f"{saver.root}: no checkpoint")
+    return got[0].replace(params={**got[0].params, "shared": shared}), got[2]
 
 
 def _evaluates(cfg: BaseConfig, step: int) -> bool:

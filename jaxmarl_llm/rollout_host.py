@@ -8,8 +8,8 @@ step in worker processes. Tables come back padded to buckets, so that what follo
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,9 +20,11 @@ from jaxmarl_llm.generate import bucket, generate
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import Action, Prompt
+from jaxmarl_llm.text import Action, ConfigError, Prompt
 from jaxmarl_llm.types import POLICY, Counts, Nodes, Params, Retrieval, Steps, Team, Transitions, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
+
+LARGEST = float(np.finfo(np.float32).max)  # a reward
 
 
 class Record(NamedTuple):
@@ -96,6 +98,8 @@ def play(
 ) -> HostRollout:
     """Play all tasks. Prompts longer than ``max_prompt`` tokens are cut as the tokenizer documents, and counted."""
     env = pool.env
+    if plan.local and env.verify is None:
+        raise ConfigError(f"plan {plan.name}: environment {env.name!r} has no local verifier")
     roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
     started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)])
     failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
@@ -111,9 +115,19 @@ def play(
         if not frontier:
             break
         # Decision points of this turn, all prompts fixed before anyone speaks.
-        seats = [
-            sorted(env.observe(live.state).items(), key=lambda item: env.roles.index(item[0])) for live in frontier
-        ]
+        seats: list[list[tuple[str, Prompt]]] = []
+        seen: list[_Live] = []
+        for live in frontier:
+            try:
+                seats.append(sorted(env.observe(live.state).items(), key=lambda item: env.roles.index(item[0])))
+                seen.append(live)
+            except Exception as error:  # the move that led to a state nobody can look at is what failed
+                failures.append(f"turn {turn}: observe: {type(error).__name__}: {error}")
+                if live.parent >= 0:
+                    moves[live.parent].update(done=True, valid=False)
+        frontier = seen
+        if not frontier:
+            break
         flat = [(i, team.role_index(role), prompt) for i, seat in enumerate(seats) for role, prompt in seat]
         prompts = [prompt for _, _, prompt in flat]
         if recall is not None:
@@ -200,6 +214,7 @@ def play(
                 for i, s in joint
             ],
         )
+        results = [_checked(r) for r in results]
         calls += len(joint)
         if plan.local:
             judged = pool.map("verify", [(r[0],) for r in results if not isinstance(r, Failure)])
@@ -231,8 +246,23 @@ def play(
     return HostRollout(tree, records, failures, cut)
 
 
+def _checked(result: Any) -> Any:
+    """What step returned, or a Failure when that is no (state, rewards, done)."""
+    if isinstance(result, Failure):
+        return result
+    well = isinstance(result, tuple) and len(result) == 3 and isinstance(result[1], Mapping)
+    if not well or not all(isinstance(by_component, Mapping) for by_component in result[1].values()):
+        return Failure("raised", f"step returned {reprlib.repr(result)}, expected (state, rewards by role, done)")
+    return result
+
+
 def _replace_rewards(result: tuple, verdict: Any) -> Any:
-    return verdict if isinstance(verdict, Failure) else (result[0], verdict, result[2])
+    """Components that the verifier gives stand for those of the step, as in array rollouts."""
+    checked = _checked((result[0], verdict, result[2])) if not isinstance(verdict, Failure) else verdict
+    if isinstance(checked, Failure):
+        return checked
+    merged = {role: {**result[1].get(role, {}), **verdict.get(role, {})} for role in {**result[1], **verdict}}
+    return result[0], merged, result[2]
 
 
 def _rewards(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np.ndarray, str | None]:
@@ -240,13 +270,17 @@ def _rewards(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np.n
     table = np.zeros((len(components), len(team.roles)), np.float32)
     if isinstance(result, Failure):
         return table, f"environment {result.kind}: {result.message}"
+    roles = [r.name for r in team.roles]
     for role, by_component in result[1].items():
+        if role not in roles:
+            return table, f"reward of unknown role {role!r} (the roles are {', '.join(roles)})"
         for component, value in by_component.items():
             if component not in components:
                 return table, f"unknown reward component {component!r} (declared: {', '.join(components)})"
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                return table, f"reward {component!r} of role {role!r} is {value!r}"
-            table[components.index(component), team.role_index(role)] = value
+            number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+            if not number or not abs(value) <= LARGEST:  # NaN compares false
+                return table, f"reward {component!r} of role {role!r} is {reprlib.repr(value)}"
+            table[components.index(component), roles.index(role)] = value
     return table, None
 
 

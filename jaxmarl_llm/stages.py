@@ -15,11 +15,10 @@ from jaxmarl_llm import memory
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
 from jaxmarl_llm.credit import Credit, Credited, assign
 from jaxmarl_llm.generate import bucket
-from jaxmarl_llm.losses import aggregation_weights
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, Learner, Loss, Optimizer, pack, task_order, update_models
+from jaxmarl_llm.train import Batch, Learner, Loss, Optimizer, pack, task_order, token_weights, update_models
 from jaxmarl_llm.types import Team, TrainState
 
 
@@ -95,7 +94,7 @@ def sft_step(
         size = d.completion_length[rows]
         p = min(bucket(int(d.length[rows].max()), 64), d.tokens.shape[1])
         mask = np.arange(d.completions.shape[1]) < size[:, None]
-        weights = np.asarray(aggregation_weights(mask, np.ones(len(rows), np.float32), "token"))[:, None]
+        weights = np.asarray(token_weights(mask, np.ones(len(rows), np.float32), "token"))[:, None]
         zeros = np.zeros_like(weights)
         batch = Batch(d.tokens[rows, :p], d.length[rows], d.completions[rows][:, None], weights, zeros + 1, zeros)
         batches.setdefault(team.roles[index].model, []).append(batch)

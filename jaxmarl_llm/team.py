@@ -14,6 +14,7 @@ from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from jaxmarl_llm.types import Model, Params, Role, Team
 
+DTYPES = ("float32", "bfloat16", "float16")
 SHARING = ("separate", "shared", "lora")
 
 
@@ -38,6 +39,13 @@ class Backbone:
     def check(self, path: str) -> None:
         if self.family not in qwen.FAMILIES:
             raise ConfigError(f"{path}.family: expected one of {', '.join(qwen.FAMILIES)}, got {self.family!r}")
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{path}.{name}: expected >= 1, got {getattr(self, name)}")
+        if self.head_dim % 2:
+            raise ConfigError(f"{path}.head_dim: expected an even number (rotary positions), got {self.head_dim}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"{path}.dtype: expected one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{path}.num_kv_heads: expected a divisor of {self.num_heads}, got {self.num_kv_heads}")
 

@@ -141,7 +141,7 @@ def pack(
         return []
     # Over the padded table: its shapes are few, those of the trained rows are not.
     counted = trained.astype(np.float32)
-    weights = np.asarray(_weights(steps.loss_mask, counted, loss.aggregate, loss.constant))[rows]
+    weights = np.asarray(token_weights(steps.loss_mask, counted, loss.aggregate, loss.constant))[rows]
     adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(counted), -1)[rows], weights.shape)
     of_node: dict[int, list[int]] = {}
     for i, c in enumerate(rows):
@@ -174,7 +174,7 @@ def pack(
     return batches
 
 
-_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
+token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
 
 
 class Learner(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +31,12 @@ def _build(factory: Callable[[], HostEnv]) -> None:
     _env = factory()
 
 
-def _call(method: str, args: tuple) -> Any:
-    return getattr(_env, method)(*args)
+def _call(method: str, args: tuple) -> bytes:
+    """Pickled here and unpickled by `EnvPool`: an exception or result that does not survive that would end the pool."""
+    try:
+        return pickle.dumps(getattr(_env, method)(*args))
+    except (Exception, SystemExit) as error:
+        return pickle.dumps(Failure("raised", f"{type(error).__name__}: {error}"))
 
 
 class EnvPool:
@@ -57,12 +62,12 @@ class EnvPool:
     def _inline(self, method: str, args: tuple) -> Any:
         try:
             return getattr(self.env, method)(*args)
-        except Exception as error:  # an environment may raise anything; that is its sample's failure, not the run's
+        except (Exception, SystemExit) as error:  # its sample fails, not the run
             return Failure("raised", f"{type(error).__name__}: {error}")
 
     def _result(self, future: Any) -> Any:
         try:
-            return future.result()
+            return pickle.loads(future.result())
         except concurrent.futures.TimeoutError:
             return Failure("timeout", f"no answer within {self.timeout:g} s")
         except ProcessExpired as error:

@@ -1,6 +1,7 @@
 """Checkpoints: every byte comes back, or the step before does; nothing damaged loads silently."""
 
 import functools
+import gc
 import os
 import random
 import shutil
@@ -65,6 +66,7 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+    gc.collect()  # what failed reads left behind complains here, and not in a later file
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,19 +21,21 @@ from jaxmarl_llm.recipes import grpo, joyagents_r1
 from jaxmarl_llm.text import ConfigError
 
 ROOT = Path(__file__).parent.parent
+# Enough of stage 0 that completions end and rewards differ; then 6 steps of RL.
+STAGE_0 = 40
 SMALL = {
-    "steps": 4,
+    "steps": 6,
     "batch": 4,
     "team": {
         "max_new": 7,
         "remat": False,
-        "backbone": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "head_dim": 4},
+        "backbone": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "head_dim": 8},
     },
     "env": {"name": "dispatch", "eval_tasks": 4},
-    "group": 2,
+    "group": 4,
     "memory": {"capacity": 8, "retrieve": 1, "warmup": 4},
-    "sft": {"steps": 2, "batch": 4, "samples": 16},
-    "run": {"checkpoint_every": 3, "eval_every": 0, "log_every": 100, "tensorboard": False},
+    "sft": {"steps": STAGE_0, "batch": 16, "samples": 64, "optimizer": {"learning_rate": 0.02}},
+    "run": {"checkpoint_every": STAGE_0 + 3, "eval_every": 0, "log_every": 100, "tensorboard": False},
 }
 TIMES = ("time/", "speed/")
 
@@ -48,13 +51,13 @@ def lines(workdir):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """Six steps (two of stage 0, four of RL) without a stop."""
+    """Stage 0 and six steps of RL without a stop."""
     workdir = tmp_path_factory.mktemp("straight")
     return loop.fit(joy(), joyagents_r1.make(joy()), workdir), workdir
 
 
 def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
-    """A process killed with -9 after its checkpoint at step 3; the same command goes on: every leaf byte-equal."""
+    """A process killed with -9 after its checkpoint at RL step 3; the same command goes on: every leaf byte-equal."""
     state, workdir = straight
     config = tmp_path / "config.py"
     config.write_text(
@@ -69,14 +72,14 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
         "experiments.train",
         f"--config={config}",
         f"--workdir={run}",
-        f"--compilation_cache={tmp_path / 'cache'}",
+        f"--compilation_cache={jax.config.jax_compilation_cache_dir}",
     ]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    saved = run / "checkpoints" / "3"
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    saved = run / "checkpoints" / str(STAGE_0 + 3)
     deadline = time.time() + 240
     while time.time() < deadline and process.poll() is None:
-        if saved.exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 3:
+        if saved.exists():
             break
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
@@ -88,7 +91,7 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
     from jaxmarl_llm.checkpoint import Checkpointer
 
     got = Checkpointer(run).restore(loop._without_shared(state))
-    assert got is not None and got[2] == 6
+    assert got is not None and got[2] == STAGE_0 + 6
     assert digests(got[0]) == digests(loop._without_shared(state))
     assert lines(run) == lines(workdir)
 
@@ -96,7 +99,7 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
 def test_metrics_and_files_of_a_run(straight):
     state, workdir = straight
     rows = lines(workdir)
-    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in rows] == list(range(1, STAGE_0 + 7))
     assert (workdir / "report.png").stat().st_size > 10_000
     assert "## Episode 1" in (workdir / "episodes.md").read_text()
     last = rows[-1]
@@ -135,11 +138,16 @@ def test_finished_runs_stay_as_they_are(straight):
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
-def test_top_k_updates_only_models_with_selected_groups():
+def copied(state, recipe):
+    """A fresh state of ``recipe`` with the parameters of ``state``."""
+    return recipe.init(0).replace(params=jax.tree.map(jnp.copy, state.params))
+
+
+def test_top_k_updates_only_models_with_selected_groups(straight):
     """K = 1 of the whole batch: one model moves, the others are byte-equal, optimizer state included."""
     cfg = joy(top_k=1, scope="batch", sft={"steps": 0}, use_memory=False, batch=8)
     recipe = joyagents_r1.make(cfg)
-    state = recipe.init(0)
+    state = copied(straight[0], recipe)
     before = {m.name: digests((state.params["agents"][m.name], state.opt_state[m.name])) for m in recipe.team.models}
     from jaxmarl_llm.metrics import Logger
 
@@ -150,10 +158,10 @@ def test_top_k_updates_only_models_with_selected_groups():
     assert {name for name in before if before[name] != after[name]} == updated
 
 
-def test_all_invalid_rewards_change_no_parameter(monkeypatch):
+def test_all_invalid_rewards_change_no_parameter(straight, monkeypatch):
     cfg = joy(sft={"steps": 0})
     recipe = joyagents_r1.make(cfg)
-    state = recipe.init(0)
+    state = copied(straight[0], recipe)
     before = digests((state.params, state.opt_state))
     play = recipe.arena.play
 
