@@ -236,6 +236,11 @@ class HostArena(Arena):
                 said = [*tokenizer.encode(completion), tokenizer.stop_ids[0]]
                 if len(said) <= role.max_new:
                     encoded.append((ids, said))
+            if not encoded:
+                raise ConfigError(
+                    f"config.team.max_new: none of the {len(samples)} demonstrations of role {role.name!r} "
+                    f"fits in {role.max_new} tokens"
+                )
             out[role.name] = _stack(encoded, role.max_new, tokenizer.pad_id)
         return out
 

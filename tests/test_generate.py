@@ -277,21 +277,27 @@ def test_a_larger_limit(qwen2, base):
 
 def test_inactive_rows_generate_nothing_and_cost_no_steps(qwen2, base):
     policy, variables = qwen2
-    calls = []
+    decoded, drawn = [], []  # grow each time that the program runs there
 
     def decode(*args):
-        jax.debug.callback(lambda t: calls.append(int(t)), args[-1])  # each time that it runs
+        jax.debug.callback(lambda t: decoded.append(int(t)), args[-1])
         return policy.decode(*args)
 
-    model = policy._replace(decode=decode), variables
+    def unembed(variables, hidden):
+        jax.debug.callback(lambda: drawn.append(1))
+        return policy.unembed(variables, hidden)
+
+    model = policy._replace(decode=decode, unembed=unembed), variables
     first = base.rows((slice(None), slice(0, 1)))  # one sample for each prompt
     length = first.length[:, 0]
     assert (length == R).any() and len(set(length[length < 4].tolist())) > 1
     for active in (np.ones(N, bool), length < 4, np.zeros(N, bool)):
-        calls.clear()
+        decoded.clear(), drawn.clear()
         out = play(model, *prompts(N, P), sample_keys(N, G)[:, :1], active, **ENDS)
         jax.effects_barrier()
-        assert sorted(calls) == list(range(length[active].max(initial=1) - 1))
+        steps = length[active].max(initial=0)
+        assert sorted(decoded) == list(range(steps - 1))  # nothing follows the last token
+        assert len(drawn) in (steps, max(steps, 1))  # the first draw may be made for nobody
         assert_equal(out.rows(active), first.rows(active))
         rest = out.rows(~active)
         assert not rest.length.any() and not rest.logprobs.any() and not rest.truncated.any()

@@ -4,8 +4,8 @@ tiny        `dispatch`, five random models of 0.1 M parameters, CPU, about a min
             episodes on held-out tasks from at most 0.60 after stage 0 to at least 0.90
 smollm2     `assistant` on real data (HotpotQA, BFCL, tau-bench retail, GSM8K): five roles, a LoRA each over one
             SmolLM2-135M-Instruct (`make smollm2` fetches it); CPU, about a minute a step
-mixed       `assistant`, tiny: a Llama master with the SmolLM2 tokenizer (`make weights`) over Qwen3 specialists that read
-            bytes; seconds a step
+mixed       `assistant`, tiny: a Llama master with the SmolLM2 tokenizer (`make weights`) over Qwen3 specialists
+            that read bytes; seconds a step
 qwen2_5_3b  `assistant`, paper scale: five separate Qwen2.5-3B from --config.team.backbone.path, bfloat16; for
             accelerators
 
@@ -75,7 +75,7 @@ def mixed() -> Config:
             overrides={"master": Backbone(family="llama", tokenizer="weights/smollm2")},
             max_new=24,
         ),
-        env=EnvConfig("assistant", {"max_turns": 4}, max_prompt=256, eval_tasks=8),
+        env=EnvConfig("assistant", {"max_turns": 4}, max_prompt=1024, eval_tasks=8),
         memory=MemoryConfig(capacity=16, retrieve=1, warmup=8),
         sft=SFT(steps=4, batch=4, samples=64),
         run=RunConfig(eval_every=0, checkpoint_every=2, log_every=1),
