@@ -87,7 +87,7 @@ generate = functools.partial(jax.jit, static_argnames=("policy", "max_new", "sto
 
 def bucket(n: int, smallest: int = 1) -> int:
     """The least of smallest * {1, 1.5} * 2^i (rounded up) that holds n: at most 1/3 waste, two sizes an octave."""
-    size = smallest
+    size = max(smallest, 1)
     while size < n:
         half = size + (size + 1) // 2
         if half >= n:

@@ -29,7 +29,7 @@ class Sampling:
     min_p: float = 0.0  # keep tokens at least min_p times as probable as the most probable one
 
     def check(self, path: str) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"{path}.temperature: expected >= 0, got {self.temperature}")
         if self.top_k < 0:
             raise ConfigError(f"{path}.top_k: expected >= 0 (0 keeps all), got {self.top_k}")

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-NEG = -1e30  # finite, so that a fully masked row gives zeros and no NaN
+NEG = -1e30  # finite: no NaN. A row always sees its own slot 0
 
 
 def group_attention(

@@ -41,7 +41,7 @@ def tiny() -> Config:
         # Keys of similar queries are close: only the same query is read, only it is the same entry.
         memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.995, refresh_similarity=0.999),
         credit=Credit(scale="none"),
-        optimizer=Optimizer(learning_rate=1e-3, schedule="linear", steps=500),
+        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", steps=400),
         sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )
