@@ -56,7 +56,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(played, aggregate)
     assert len(split) > len(whole) >= 1
     a, b = gradient(whole, own, loss), gradient(split, own, loss)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-7)
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(x)  # single entries cancel to less than float32 resolves
 
 
 def test_gradient_of_a_group_equals_that_of_repeated_prompts(played):

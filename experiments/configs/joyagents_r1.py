@@ -37,7 +37,7 @@ def tiny() -> Config:
         steps=400,
         batch=32,
         team=TeamConfig(max_new=7, remat=False),
-        env=EnvConfig("dispatch", {"efficiency": 0.05, "wrong_product": 0.4}),
+        env=EnvConfig("dispatch", {"efficiency": 0.05, "wrong_product": 0.25}),
         # Keys of similar queries are close: only the same query is read, only it is the same entry.
         memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.995, refresh_similarity=0.999),
         credit=Credit(scale="none"),
