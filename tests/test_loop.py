@@ -240,3 +240,27 @@ def test_group_sizes_may_differ_by_turn():
 def test_config_is_a_plain_dataclass():
     assert dataclasses.replace(joy(), seed=3).seed == 3
     assert jax.tree.leaves(joy()) == [joy()]  # no pytree: static under jit
+
+
+def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
+    from absl import flags
+
+    from experiments import evaluate, export
+    from jaxmarl_llm import weights
+
+    state, workdir = straight
+    _, recipe, again = evaluate.open_run(workdir)
+    last = lines(workdir)[-1]
+    for key, value in recipe.evaluate(again).items():
+        assert value == last[key.replace("eval/", "final/")]
+    chosen = type("Flags", (), {"models": ["lookup"], "export_to": str(tmp_path / "out")})
+    export.main(None, workdir, chosen)
+    params, _ = weights.load(tmp_path / "out" / "lookup")
+    assert digests(params) == digests(state.params["agents"]["lookup"]["params"])
+    team = json.loads((tmp_path / "out" / "team.json").read_text())
+    assert set(team["roles"]) == {r.name for r in recipe.team.roles}
+    with pytest.raises(ConfigError, match="exists"):
+        export.main(None, workdir, chosen)
+    with pytest.raises(ConfigError, match="no checkpoints"):
+        evaluate.open_run(tmp_path)
+    assert "export_to" in flags.FLAGS
