@@ -39,7 +39,7 @@ demo: $(VENV)/.installed
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=runs/demo --config.seed=$(SEED)
 	@$(RUN) -m experiments.summary runs/demo
 
-test: test-one test-312
+test: test-one notebooks test-312
 
 test-one: $(VENV)/.installed-parity lint types
 	$(CPU) $(RUN) -m pytest -n 2 --dist loadfile
