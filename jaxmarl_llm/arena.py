@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ class Demonstrations(NamedTuple):
     completion_length: np.ndarray
 
 
-class Arena:
+class Arena(ABC):
     """Plays tasks of one environment with one team; ``array`` tells the kind."""
 
     array: bool
@@ -86,6 +87,7 @@ class Arena:
     size: int  # training tasks
     held_out: Any  # evaluation tasks: a pytree of arrays, or a list
 
+    @abstractmethod
     def play(
         self,
         team: Team,
@@ -100,20 +102,21 @@ class Arena:
         version: int = 0,
         held_out: bool = False,
     ) -> Played:
-        raise NotImplementedError
+        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones."""
 
+    @abstractmethod
     def demonstrations(self, team: Team, n: int, seed: int, context: int) -> dict[str, Demonstrations]:
-        raise NotImplementedError
+        """At most ``n`` supervised samples a role, some with up to ``context`` memory entries in the prompt."""
 
+    @abstractmethod
     def lessons(self, team: Team, played: Played, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Memory entries for the steps ``rows``: ids [n T], lengths [n], texts."""
-        raise NotImplementedError
 
     entry_tokens: int
     entry_bytes: int
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None:  # noqa: B027  # only host environments hold processes
+        """End what the arena started."""
 
 
 class ArrayArena(Arena):

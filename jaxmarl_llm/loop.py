@@ -21,8 +21,9 @@ from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.credit import Credited
 from jaxmarl_llm.diagnose import diagnose, episodes_of, evaluate
 from jaxmarl_llm.memory import MemoryConfig
-from jaxmarl_llm.metrics import Logger, episodes_markdown, report
+from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan
+from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT_LOSS, BaseConfig, sft_step
 from jaxmarl_llm.team import init_params, make_team

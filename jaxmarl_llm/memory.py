@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
@@ -180,10 +181,10 @@ def size(memory: Memory) -> Int[Array, ""]:
     return memory.used.sum()
 
 
-def encode_text(text: str, max_bytes: int) -> UInt8[Array, "bytes"]:
+def encode_text(text: str, max_bytes: int) -> UInt8[np.ndarray, "bytes"]:
     """utf-8, cut at a character boundary, zero padded."""
     raw = text.encode("utf-8", "replace")[:max_bytes].decode("utf-8", "ignore").encode()
-    return jnp.frombuffer(raw.ljust(max_bytes, b"\0"), jnp.uint8)
+    return np.frombuffer(raw.ljust(max_bytes, b"\0"), np.uint8)
 
 
 def decode_text(row: UInt8[ArrayLike, "bytes"]) -> str:

@@ -154,10 +154,7 @@ def remember(
             ids, length, texts = arena.lessons(team, played, rows)
             nodes, size = tree.steps.node[rows], bucket(len(rows), 32)
             read = tree.nodes.retrieved
-            text = np.zeros((len(rows), store.text.shape[1]), np.uint8)
-            for k, t in enumerate(texts):
-                raw = t.encode("utf-8", "replace")[: text.shape[1]].decode("utf-8", "ignore").encode()
-                text[k, : len(raw)] = np.frombuffer(raw, np.uint8)
+            text = np.stack([memory.encode_text(t, store.text.shape[1]) for t in texts])
             grow = lambda x: np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
             samples = memory.Samples(
                 keys=grow(read.query[nodes][:, : store.key.shape[1]]),

@@ -10,7 +10,7 @@ LAYERS = {
     0: ["text", "types", "_version", "kernels"],
     1: ["config", "advantages", "selection", "losses", "sampling", "memory", "lora", "tokenizer", "plans", "credit"],
     2: ["qwen", "generate", "envs", "data"],
-    3: ["rollout", "rollout_host", "workers", "train", "checkpoint", "weights", "metrics"],
+    3: ["rollout", "rollout_host", "workers", "train", "checkpoint", "weights", "metrics", "report"],
     4: ["team", "arena"],
     5: ["stages", "diagnose", "loop"],
     6: ["recipes"],

@@ -14,7 +14,9 @@ import pytest
 from rich.console import Console
 
 from jaxmarl_llm import metrics
-from jaxmarl_llm.metrics import Logger, episodes_markdown, read_metrics, report, sparkline, throughput
+from jaxmarl_llm import report as report_module
+from jaxmarl_llm.metrics import Logger, read_metrics, sparkline, throughput
+from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.text import ConfigError
 
 
@@ -313,7 +315,7 @@ def full_row(step):
 def test_report_draws_every_panel_and_breaks_at_gaps(tmp_path):
     write_rows(tmp_path, [full_row(step) for step in range(1, 61) if not 20 < step < 31])
     figure = report(tmp_path)
-    assert titles(figure) == [title for title, *_ in metrics.PANELS]
+    assert titles(figure) == [title for title, *_ in report_module.PANELS]
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     reward = figure.axes[0]
     assert [text.get_text() for text in reward.get_legend().get_texts()] == ["total", "format"]
@@ -354,8 +356,8 @@ def test_report_of_nothing_says_so(tmp_path):
 
 def test_running_mean_keeps_what_is_missing():
     values = [1.0, 3.0, math.nan, 5.0]
-    assert metrics._running_mean(values, 1)[:2] == [2.0, 3.0]
-    assert math.isnan(metrics._running_mean(values, 1)[2])
+    assert report_module._running_mean(values, 1)[:2] == [2.0, 3.0]
+    assert math.isnan(report_module._running_mean(values, 1)[2])
 
 
 def test_episodes_markdown(tmp_path):
