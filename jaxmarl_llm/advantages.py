@@ -121,16 +121,16 @@ def group_advantage(
 
     centre: ``mean`` (GRPO; MAGRPO eq. 2), ``loo`` the mean of the others, equal to n/(n-1) (x - mean) (RLOO, MARLOO),
         ``max`` (MAREMAX), ``none`` (MAREINFORCE).
-    scale: ``std`` (GRPO, JoyAgents-R1; ``ddof=1`` is torch's sample std, as in Dr. MAS) or ``none`` (MAGRPO).
+    scale: ``std`` (GRPO, JoyAgents-R1: mean 0 and std 1 whatever the centre; ``ddof=1`` is torch's sample std, as in
+        Dr. MAS) or ``none`` (MAGRPO).
     singleton: what a centred group of one gets, having nobody to be compared with: ``zero``, or ``raw`` its value
         (Dr. MAS: mean 0 and std 1). With centre ``none`` nothing is compared, and one member is like any other.
 
-    With scale ``std`` mean and loo are one estimator up to the factor n/(n-1), whereas max and none differ from mean
-    by a shift that is constant in the group. All four coincide only when the advantage itself is standardised, mean
-    included (CoMLRL's ``advantage_normalization``): here that is centre ``mean``. The std is the group's own with
-    every centre, never that of the others, which vanishes for rewards [0, .95, ..., .95].
+    With scale ``std`` the advantage is standardised, so the centre has no effect: MAGRPO, MAREINFORCE, MARLOO and
+    MAREMAX are then one algorithm (CoMLRL's ``advantage_normalization``). The std is the group's own, never that of the
+    others, which vanishes for rewards [0, .95, ..., .95].
 
-    Members that are all equal (high == low) get exactly 0 when centred, and are not scaled with centre ``none``.
+    Members that are all equal (high == low) get exactly 0 when centred.
     Finite values give finite advantages, at most sqrt(n - 1) for mean and std. Invalid members get 0 and are in no
     statistic. Ids of valid members are in [0, num_groups), in any order; groups may be empty.
     """
@@ -156,6 +156,8 @@ def group_advantage(
     variance = jnp.where(flat, 0.0, unit**2 * (squares / n))
     stats = GroupStats(mean=low + mean_above, variance=variance, count=count, low=low, high=high)
 
+    if scale == "std":
+        centre = "mean"
     centred = {
         "mean": lambda: deviation,
         "loo": lambda: deviation * (n / jnp.maximum(n - 1.0, 1.0))[group],

@@ -35,12 +35,13 @@ def diagnose(
     starts = moves.valid & (moves.parent < 0)
     total = 0.0
     for name, values in moves.rewards.items():
-        # A component's mean over episodes; each transition counts by its share of the episodes through it.
-        mean = _episode_mean(moves, values[:, 0]) if starts.any() else float("nan")
+        # Mean over roles and episodes; each transition counts by its share of the episodes through it.
+        mean = _episode_mean(moves, values.mean(1)) if starts.any() else float("nan")
         out[f"reward/{name}"] = mean
         total += cfg.reward.get(name, 0.0) * mean
     out["reward/total"] = total
-    out["success"] = float("nan") if not ended.any() else out.get("reward/accuracy", total)
+    if "accuracy" in moves.rewards:
+        out["success"] = out["reward/accuracy"] if ended.any() else float("nan")
     out["reward/invalid_share"] = float(moves.played.sum() - moves.valid.sum()) / max(1, int(moves.played.sum()))
     role_of, turn_of = nodes.role[steps.node], nodes.turn[steps.node]
     multi = credited.stats.count >= 2
@@ -105,7 +106,9 @@ def evaluate(
     memory_config: MemoryConfig | None,
     samplings: Mapping[str, Sampling] | None = None,
 ) -> dict[str, float]:
-    """Held-out tasks, one episode each: ``eval/success`` as the policy samples, ``eval/success_greedy``; rewards."""
+    """Held-out tasks, one episode each: ``eval/return`` as the policy samples, ``eval/return_greedy``, the components,
+    and ``eval/success``, the accuracy, where the environment pays one.
+    """
     samplings = samplings or {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
     out: dict[str, float] = {}
     count = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
@@ -128,8 +131,10 @@ def evaluate(
                 held_out=True,
             )
             for name, values in played.tree.transitions.rewards.items():
-                totals.setdefault(name, []).append(_episode_mean(played.tree.transitions, values[:, 0]) * len(indices))
+                mean = _episode_mean(played.tree.transitions, values.mean(1))
+                totals.setdefault(name, []).append(mean * len(indices))
         out |= {f"eval/{name}{suffix}": sum(v) / count for name, v in totals.items()}
+        out[f"eval/return{suffix}"] = sum(w * out[f"eval/{name}{suffix}"] for name, w in cfg.reward.items())
         if "accuracy" in totals:
             out[f"eval/success{suffix}"] = out[f"eval/accuracy{suffix}"]
     return out

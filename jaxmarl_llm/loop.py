@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from jaxmarl_llm import __version__, memory
 from jaxmarl_llm.arena import Arena, Played, make_arena
@@ -25,7 +26,7 @@ from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT_LOSS, BaseConfig, sft_step
+from jaxmarl_llm.stages import SFT_LOSS, BaseConfig, credit, learn, sft_step
 from jaxmarl_llm.team import init_params, make_team
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Learner, make_learner, task_order
@@ -74,6 +75,17 @@ def make_recipe(cfg: BaseConfig, plan: Plan, improve: Improve, memory_config: Me
     """
     arena = make_arena(cfg.env)
     team = make_team(cfg.team, arena.env.roles)
+    unknown = sorted(set(cfg.reward) - set(arena.env.components))
+    if unknown:
+        raise ConfigError(
+            f"config.reward: environment {arena.env.name!r} pays no {unknown[0]!r}; it pays "
+            f"{', '.join(arena.env.components)}"
+        )
+    if cfg.credit.scale == "std" and cfg.credit.centre != "mean":
+        logging.warning(
+            "config.credit.centre=%s has no effect with credit.scale=std: standardised advantages have mean 0",
+            cfg.credit.centre,
+        )
     if plan.local and arena.env.verify is None:
         raise ConfigError(f"config.continuation: environment {arena.env.name!r} has no local verifier")
     learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
@@ -149,6 +161,25 @@ def make_recipe(cfg: BaseConfig, plan: Plan, improve: Improve, memory_config: Me
     )
 
 
+def improve_groups(cfg: BaseConfig, *, drop_equal: bool = False) -> Improve:
+    """Credit every step by ``cfg.credit`` and update every model on all of them.
+
+    ``drop_equal``: groups of equal returns are left out of the loss and of its mean (DAPO's filter); otherwise they
+    count as the zeros they are.
+    """
+
+    def improve(run: Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> Improved:
+        with logger.stage("reward"):
+            credited = credit(cfg, run.team, run.arena, played, tasks, cfg.reward)
+            selected = credited.stats.variance > 0 if drop_equal else credited.stats.count > 0
+        with logger.first("update"), logger.stage("update"):
+            trained = credited.valid & selected[credited.group]
+            state, updated = learn(run.team, run.learners, cfg, state, played, credited.advantage, trained)
+        return Improved(state, credited, selected, updated, {})
+
+    return improve
+
+
 def fit(
     cfg: BaseConfig,
     recipe: Recipe,
@@ -218,12 +249,28 @@ def _fit(
                 )
             if step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
                 save()
+            release_programs()
         saver.wait()
         if (workdir / "metrics.jsonl").exists() and recipe.total_steps:
             report(workdir)
             episodes_markdown(recipe.episodes(), workdir / "episodes.md")
             logger.print(f"wrote {workdir / 'report.png'} and {workdir / 'episodes.md'}")
     return state
+
+
+def release_programs(share: float = 0.5) -> bool:
+    """Forget compiled programs when they hold more than ``share`` of the memory maps that Linux allows a process.
+
+    On CPU every compiled kernel is a few maps; a long host run meets hundreds of shapes, and beyond vm.max_map_count
+    (65,530 by default) the compiler crashes the process. Programs still needed come back from the compilation cache.
+    """
+    maps, limit = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+    if jax.default_backend() != "cpu" or not maps.exists() or not limit.exists():
+        return False
+    if maps.read_bytes().count(b"\n") <= share * int(limit.read_text()):
+        return False
+    jax.clear_caches()
+    return True
 
 
 def restore(saver: Checkpointer, recipe: Recipe, meta: Mapping[str, Any]) -> tuple[TrainState, int]:

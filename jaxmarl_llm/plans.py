@@ -1,22 +1,30 @@
-"""Sampling plans: where a rollout branches and how often.
+"""Sampling plans: where a rollout branches, how often, and which joint actions are played on.
 
-A plan is two pure functions of a place in the tree. It knows nothing of models or environments, and the engines know no
-plan by name. What it decides is static (independent of what is sampled), so that array rollouts compile and the number
-of samples can be told before anything runs.
+A plan is a few pure functions of a place in the tree. It knows nothing of models or environments, and the engines know
+no plan by name. What it decides is static (independent of what is sampled), so that array rollouts compile and the number
+of samples can be told before anything runs; only *which* sample goes on (``rank``) and whether any does
+(``stop_above``) may depend on rewards.
 
-Samples of a trajectory of k turns with G per branching node:
+Samples of one agent for a trajectory of k turns with G per branching node:
 
     flat       G branches from the root                      G k            (groups at the root only)
     node_wise  G at each node of one base trajectory         k G            (+ continuations when they are played on)
+    handoff    G at each node, one goes on                   k G
     product    G at every node                               G + ... + G^k  (the naive joint search: G^k leaves)
+
+With W seats acting at once, G samples a seat make G ``aligned`` joint actions (the g-th of every seat) or G^W ``cross``
+ones (each with each); a tree of crossed actions has G^(W t) states at turn t.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxmarl_llm.text import ConfigError
+
+JOINT = ("aligned", "cross")
 
 
 class Branch(NamedTuple):
@@ -27,15 +35,29 @@ class Branch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """width(branch) -> joint actions sampled there. follow(branch, g) -> where the g-th leads, None: not played on.
+    """width(branch) -> samples of each seat there. follow(branch, j) -> where the j-th joint action leads, None: not
+    played on.
 
     ``local``: every transition is scored by the environment's local verifier instead of by playing on.
+    ``joint``: how the samples of seats that act at once are combined, ``aligned`` or ``cross``.
+    ``rank``: joint actions are numbered for ``follow`` as sampled (False), or from the best team reward down.
+    ``stop_above``: a state whose joint actions' mean team reward is above it is not played on at all (None: never).
+    ``reward``: (component, weight) pairs of the team reward that ``rank`` and ``stop_above`` read.
     """
 
     name: str
     width: Callable[[Branch], int]
     follow: Callable[[Branch, int], Branch | None]
     local: bool = False
+    joint: str = "aligned"
+    rank: bool = False
+    stop_above: float | None = None
+    reward: tuple[tuple[str, float], ...] = ()
+
+    def actions(self, branch: Branch, seats: int) -> tuple[tuple[int, ...], ...]:
+        """The joint actions at a state of ``seats`` seats, each the sample index of every seat. In order."""
+        g = range(self.width(branch))
+        return tuple(itertools.product(g, repeat=seats)) if self.joint == "cross" else tuple((i,) * seats for i in g)
 
 
 ROOT = Branch(0, True)
@@ -46,9 +68,28 @@ def flat(group: int) -> Plan:
     return Plan(f"flat({group})", lambda b: group if b.turn == 0 else 1, lambda b, g: Branch(b.turn + 1, True))
 
 
-def product(group: int) -> Plan:
-    """Every state branches: G^k leaves for k turns."""
-    return Plan(f"product({group})", lambda b: group, lambda b, g: Branch(b.turn + 1, True))
+def product(group: int, joint: str = "aligned") -> Plan:
+    """Every state branches: G^k leaves for k turns (G^(W k) when joint actions are crossed).
+
+    MAGRPO's tree (the later library): a group is the samples of one agent at one state.
+    """
+    if joint not in JOINT:
+        raise ConfigError(f"plan.joint: expected one of {', '.join(JOINT)}, got {joint!r}")
+    name = f"product({group})" if joint == "aligned" else f"product({group}, {joint})"
+    return Plan(name, lambda b: group, lambda b, j: Branch(b.turn + 1, True), joint=joint)
+
+
+def handoff(group: int, joint: str = "aligned", *, best: bool = True) -> Plan:
+    """G samples at each turn, of which one joint action is played on: the best, or the first (a random one).
+
+    The first version of MAGRPO, with immediate rewards (discount 0).
+    """
+    if joint not in JOINT:
+        raise ConfigError(f"plan.joint: expected one of {', '.join(JOINT)}, got {joint!r}")
+    follow = lambda b, j: Branch(b.turn + 1, True) if j == 0 else None
+    return Plan(
+        f"handoff({group}, {joint}, {'best' if best else 'first'})", lambda b: group, follow, False, joint, best
+    )
 
 
 def node_wise(group: int | tuple[int, ...], continuation: str = "continue") -> Plan:

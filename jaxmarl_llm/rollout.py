@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmarl_llm.generate import Completions, sample_completions
 from jaxmarl_llm.memory import MemoryConfig, read
@@ -53,6 +54,33 @@ class Place(NamedTuple):
     parent: jax.Array  # transition index, -1 at a root
     task: jax.Array
     done: jax.Array
+
+
+class Block(NamedTuple):
+    """A rectangle of the tables of an array rollout: ``nodes`` nodes with ``group`` steps each, row by row."""
+
+    branch: Branch
+    first_node: int
+    nodes: int
+    first_step: int
+    group: int
+
+
+def layout(plan: Plan, env: ArrayEnv, batch: int) -> list[Block]:
+    """Where `make_rollout` puts which nodes and steps: known before anything runs."""
+    blocks, frontier, n, c = [], {ROOT: batch}, 0, 0
+    for _ in range(env.max_turns):
+        reached: dict[Branch, int] = {}
+        for branch, f in frontier.items():
+            g, count = plan.width(branch), f * env.seats
+            blocks.append(Block(branch, n, count, c, g))
+            n, c = n + count, c + count * g
+            for j in range(len(plan.actions(branch, env.seats))):
+                to = plan.follow(branch, j)
+                if to is not None:
+                    reached[to] = reached.get(to, 0) + f
+        frontier = reached
+    return blocks
 
 
 def mean_embedding(embed: Callable, variables: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
@@ -214,12 +242,15 @@ def make_rollout(
                 if g > 1:
                     branched += alive.sum()
 
-                # Joint actions: the g-th step of every seat.
-                spread = lambda x, g=g: jnp.repeat(x[:, None], g, 1)
+                # Joint actions [J W]: the sample index of every seat. An empty seat takes part with sample 0 alone.
+                actions = np.array(plan.actions(branch, w))
+                j = len(actions)
+                spread = lambda x, j=j: jnp.repeat(x[:, None], j, 1)
                 wide = jax.tree.map(spread, place.state)
-                act = said.tokens.reshape(f, w, g, response).transpose(0, 2, 1, 3)
-                size = said.length.reshape(f, w, g).transpose(0, 2, 1)
-                order = jnp.broadcast_to(jnp.arange(g), (f, g))
+                seat = np.arange(w)
+                act = said.tokens.reshape(f, w, g, response)[:, seat, actions]
+                size = said.length.reshape(f, w, g)[:, seat, actions]
+                order = jnp.broadcast_to(jnp.arange(j), (f, j))
                 env_key, child_key = jax.vmap(lambda stream: fold(spread(place.key), stream, order))(
                     jnp.array([ENV, CHILD])
                 )
@@ -228,38 +259,52 @@ def make_rollout(
                     if env.verify is None:
                         raise ValueError(f"plan {plan.name}: environment {env.name!r} has no local verifier")
                     rewards = {**rewards, **jax.vmap(jax.vmap(env.verify))(after)}
-                alive_j = spread(~place.done)
+                # Crossed with an empty seat, equal joint actions would come up again and again: the first one counts.
+                twin = jnp.any(~obs.active[:, None] & (actions > 0), axis=2) & (plan.joint == "cross")
+                alive_j = spread(~place.done) & ~twin
                 calls += alive_j.sum()
-                zero = lambda r, a=alive_j: jnp.where(a[..., None], r, 0.0).reshape(f * g, -1)
                 finite = jnp.stack([jnp.isfinite(r).all(-1) for r in rewards.values()]).all(0)
-                index = n_steps + jnp.arange(f * w * g).reshape(f, w, g).transpose(0, 2, 1).reshape(f * g, w)
-                seats = jnp.repeat(obs.active, g, axis=0)
+                good = alive_j & finite
+                clean = {c: jnp.where(alive_j[..., None], jnp.nan_to_num(rewards[c]), 0.0) for c in env.components}
+                index = n_steps + jnp.arange(f * w * g).reshape(f, w, g)[:, seat, actions]
                 moves.append(
                     Transitions(
-                        steps=jnp.where(seats, index, -1),
+                        steps=jnp.where(obs.active[:, None], index, -1).reshape(f * j, w),
                         parent=spread(place.parent).reshape(-1),
                         task=spread(place.task).reshape(-1),
-                        turn=jnp.full((f * g,), turn),
-                        rewards={c: zero(jnp.nan_to_num(rewards[c])) for c in env.components},
+                        turn=jnp.full((f * j,), turn),
+                        rewards={c: r.reshape(f * j, -1) for c, r in clean.items()},
                         done=done.reshape(-1),
                         played=alive_j.reshape(-1),
-                        valid=(alive_j & finite).reshape(-1),
+                        valid=good.reshape(-1),
                     )
                 )
 
-                for i in range(g):
+                ends = spread(place.done) | done | twin
+                move = n_moves + jnp.arange(f * j).reshape(f, j)
+                if plan.rank or plan.stop_above is not None:
+                    value = sum(weight * clean[c].mean(-1) for c, weight in plan.reward)
+                    if plan.stop_above is not None:
+                        mean = jnp.where(good, value, 0.0).sum(1) / jnp.maximum(good.sum(1), 1)
+                        ends |= (good.any(1) & (mean > plan.stop_above))[:, None]
+                    if plan.rank:
+                        best = jnp.argsort(jnp.where(good, -value, jnp.inf), axis=1, stable=True)
+                        rows = jnp.arange(f)[:, None]
+                        pick = lambda x, rows=rows, best=best: x[rows, best]
+                        after, child_key, move, ends = jax.tree.map(pick, (after, child_key, move, ends))
+                for i in range(j):
                     to = plan.follow(branch, i)
                     if to is not None:
                         reached.setdefault(to, []).append(
                             Place(
                                 jax.tree.map(lambda x, i=i: x[:, i], after),
                                 child_key[:, i],
-                                n_moves + jnp.arange(f) * g + i,
+                                move[:, i],
                                 place.task,
-                                place.done | done[:, i],
+                                ends[:, i],
                             )
                         )
-                n_nodes, n_steps, n_moves = n_nodes + f * w, n_steps + f * w * g, n_moves + f * g
+                n_nodes, n_steps, n_moves = n_nodes + f * w, n_steps + f * w * g, n_moves + f * j
             frontier = {b: jax.tree.map(lambda *x: jnp.concatenate(x), *places) for b, places in reached.items()}
 
         join = lambda tables: jax.tree.map(lambda *x: jnp.concatenate(x), *tables)

@@ -197,21 +197,22 @@ def play(
         first = np.cumsum([0] + [len(s) for s in seats])
         env_keys: dict[int, np.ndarray] = {}
         child_keys: dict[int, np.ndarray] = {}
-        for g in sorted(set(widths)):
-            these = [i for i, w in enumerate(widths) if w == g]
+        actions = [plan.actions(live.branch, len(seat)) for live, seat in zip(frontier, seats)]
+        for number in sorted({len(a) for a in actions}):
+            these = [i for i, a in enumerate(actions) if len(a) == number]
             data = _pad(np.stack([frontier[i].key for i in these]), bucket(len(these), 4))
-            for store, got in zip((env_keys, child_keys), _branch_keys(data, group=g)):
+            for store, got in zip((env_keys, child_keys), _branch_keys(data, group=number)):
                 store.update(zip(these, np.asarray(got)))
-        joint = [(i, s) for i, w in enumerate(widths) for s in range(w)]
+        joint = [(i, j) for i, a in enumerate(actions) for j in range(len(a))]
         results = pool.map(
             "step",
             [
                 (
-                    seed_of(env_keys[i][s]),
+                    seed_of(env_keys[i][j]),
                     frontier[i].state,
-                    {role: said[first[i] + w][s][0] for w, (role, _) in enumerate(seats[i])},
+                    {role: said[first[i] + w][actions[i][j][w]][0] for w, (role, _) in enumerate(seats[i])},
                 )
-                for i, s in joint
+                for i, j in joint
             ],
         )
         results = [_checked(r) for r in results]
@@ -220,16 +221,19 @@ def play(
             judged = pool.map("verify", [(r[0],) for r in results if not isinstance(r, Failure)])
             verdicts = iter(judged)
             results = [r if isinstance(r, Failure) else _replace_rewards(r, next(verdicts)) for r in results]
-        reached = []
-        for (i, s), result in zip(joint, results):
+        made: dict[int, list[tuple[int, int]]] = {}  # state -> its joint actions: (transition, joint index)
+        after: dict[int, Any] = {}  # transition -> state behind it
+        for (i, j), result in zip(joint, results):
             live = frontier[i]
             rewards, problem = _rewards(result, team, env.components)
             if problem:
                 failures.append(f"turn {turn}: {problem}")
             failed = isinstance(result, Failure)
+            made.setdefault(i, []).append((len(moves), j))
+            after[len(moves)] = None if failed else result[0]
             moves.append(
                 {
-                    "steps": [step_of[int(first[i]) + w, s] for w in range(len(seats[i]))],
+                    "steps": [step_of[int(first[i]) + w, s] for w, s in enumerate(actions[i][j])],
                     "parent": live.parent,
                     "task": live.task,
                     "turn": turn,
@@ -238,12 +242,33 @@ def play(
                     "valid": problem is None,
                 }
             )
-            to = plan.follow(live.branch, s)
-            if to is not None and not moves[-1]["done"]:
-                reached.append(_Live(to, result[0], child_keys[i][s], len(moves) - 1, live.task))
+        reached = []
+        for i, behind in made.items():
+            live = frontier[i]
+            for place, (move, j) in enumerate(_kept(plan, env.components, moves, behind)):
+                to = plan.follow(live.branch, place)
+                if to is not None and not moves[move]["done"]:
+                    reached.append(_Live(to, after[move], child_keys[i][j], move, live.task))
         frontier = reached
     tree = _tables(team, env.components, nodes, steps, moves, found, version, calls, launches)
     return HostRollout(tree, records, failures, cut)
+
+
+def _kept(
+    plan: Plan, components: tuple[str, ...], moves: list[dict], behind: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The joint actions of one state in the order ``plan.follow`` counts them; none when the plan stops here."""
+    if not plan.rank and plan.stop_above is None:
+        return behind
+    # float32 as in array rollouts, so that both engines break ties alike
+    weights = [(components.index(c), np.float32(weight)) for c, weight in plan.reward]
+    value = {m: sum((w * moves[m]["rewards"][c].mean() for c, w in weights), np.float32(0)) for m, _ in behind}
+    good = [value[m] for m, _ in behind if moves[m]["valid"]]
+    if plan.stop_above is not None and good and np.mean(good) > plan.stop_above:
+        return []
+    if not plan.rank:
+        return behind
+    return sorted(behind, key=lambda item: (not moves[item[0]]["valid"], -value[item[0]]))
 
 
 def _checked(result: Any) -> Any:

@@ -45,6 +45,7 @@ def step_returns(steps, role_of_step, returns, valid, reduce):
 
 def group_advantage(values, group, valid, num_groups, centre, scale, ddof=0, eps=1e-6, singleton="zero"):
     advantage, stats = np.zeros(len(values)), []
+    centre = "mean" if scale == "std" else centre
     for k in range(num_groups):
         members = [i for i in range(len(values)) if valid[i] and group[i] == k]
         x = [float(values[i]) for i in members]

@@ -264,3 +264,17 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     with pytest.raises(ConfigError, match="no checkpoints"):
         evaluate.open_run(tmp_path)
     assert "export_to" in flags.FLAGS
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_programs_are_released_before_the_process_has_too_many_maps():
+    """A host run that compiled for ever new shapes died in the compiler once it held 65,530 maps."""
+    maps = lambda: Path("/proc/self/maps").read_bytes().count(b"\n")
+    program = jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0) * jnp.sin(x).sum())
+    before = maps()
+    for n in range(1, 25):
+        program(jnp.ones((n, n + 1)))
+    grown = maps()
+    assert grown > before + 100 and not loop.release_programs(share=1.0)
+    assert loop.release_programs(share=0.0) and maps() < grown - 100
+    assert float(program(jnp.ones((1, 2)))[0]) == pytest.approx(np.tanh(2.0) * 2 * np.sin(1.0), rel=1e-5)

@@ -15,13 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmarl_llm import loop
-from jaxmarl_llm.arena import Played
 from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import flat
-from jaxmarl_llm.stages import BaseConfig, credit, learn
+from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.types import TrainState
 
 
 @dataclass(frozen=True)
@@ -37,13 +34,4 @@ class Config(BaseConfig):
 
 
 def make(cfg: Config) -> loop.Recipe:
-    def improve(run: loop.Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> loop.Improved:
-        with logger.stage("reward"):
-            credited = credit(cfg, run.team, run.arena, played, tasks, cfg.reward)
-            selected = credited.stats.variance > 0
-        with logger.first("update"), logger.stage("update"):
-            trained = credited.valid & selected[credited.group]
-            state, updated = learn(run.team, run.learners, cfg, state, played, credited.advantage, trained)
-        return loop.Improved(state, credited, selected, updated, {})
-
-    return loop.make_recipe(cfg, flat(cfg.group), improve)
+    return loop.make_recipe(cfg, flat(cfg.group), loop.improve_groups(cfg, drop_equal=True))

@@ -1,0 +1,78 @@
+"""MAGRPO: collaboration as a Dec-POMDP with a joint return and group-relative advantages (arXiv 2508.04652, AAAI-26).
+
+Agents act at once, each on its own history; one joint reward. Return of a joint action (eq. 1)
+
+    flat   R_t = sum over tau >= t of r_tau                    G episodes from each task's first state (the paper)
+    tree   R_j = r_j + discount * mean over children of R      G samples an agent at every state (the later library)
+    best   R_j = r_j, the best joint action is played on       (the first version); ``first`` plays on a random one
+
+advantage (eq. 2) A = R - mean of the group, shared by all agents, no std; objective (eq. 3): mean of A times the summed
+token log-probs; no clip, no KL, no length normalisation. Groups: one agent's samples at one state, and in ``flat``
+one agent's at one turn of one task. ``joint="cross"`` forms every combination of the agents' samples; a completion is
+credited with the mean of its joint actions (``credit.reduce="sum"`` as the library does). ``credit.centre`` none, loo
+and max are MAREINFORCE, MARLOO and MAREMAX; ``credit.scale="std"`` makes all four one algorithm.
+
+Kept: the above. Changed, each by intent: the stop token is trained and padding is not; log-probs are those of the
+distribution sampled from; many tasks in a batch, one update on all of them (the library trains task by task, partly
+off policy); gradients are clipped only if ``optimizer.max_grad_norm`` says so; early termination is off unless
+``stop_above`` is set. With one agent and scale std this is GRPO without a clip (tests/test_magrpo.py).
+
+Expected: `experiments/configs/magrpo.py:tiny` passes the untrained team and one agent alone at equal sampled tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxmarl_llm import loop
+from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.plans import JOINT, Plan, flat, handoff, product
+from jaxmarl_llm.stages import BaseConfig
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.train import Loss, Optimizer
+
+MODES = ("flat", "tree", "best", "first")
+
+
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    recipe: str = "magrpo"
+    group: int = 4  # G samples of each agent
+    mode: str = "flat"  # flat, tree, best or first
+    joint: str = "aligned"  # how the agents' samples are combined: aligned or cross
+    stop_above: float | None = None  # a state whose joint actions' mean reward is above it is not played on
+    credit: Credit = Credit(group="task_role_turn", scale="none")
+    loss: Loss = Loss(clip_low=None, aggregate="sum")
+    optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.0)
+
+    def check(self, path: str) -> None:
+        super().check(path)
+        if self.group < 2:
+            raise ConfigError(f"{path}.group: expected >= 2 (a group compares samples), got {self.group}")
+        if self.mode not in MODES:
+            raise ConfigError(f"{path}.mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.joint not in JOINT:
+            raise ConfigError(f"{path}.joint: expected one of {', '.join(JOINT)}, got {self.joint!r}")
+        if self.mode == "flat" and self.joint == "cross":
+            raise ConfigError(f"{path}.joint: expected aligned with mode=flat; trees and hand-offs can be crossed")
+        group = "task_role_turn" if self.mode == "flat" else "node"
+        if self.credit.group != group:
+            raise ConfigError(
+                f"{path}.credit.group: expected {group!r} with mode={self.mode}, got {self.credit.group!r}"
+            )
+        if self.mode in ("best", "first") and self.credit.discount:
+            raise ConfigError(f"{path}.credit.discount: expected 0 with mode={self.mode}: what goes on is chosen")
+
+
+def make_plan(cfg: Config) -> Plan:
+    if cfg.mode == "flat":
+        plan = flat(cfg.group)
+    elif cfg.mode == "tree":
+        plan = product(cfg.group, cfg.joint)
+    else:
+        plan = handoff(cfg.group, cfg.joint, best=cfg.mode == "best")
+    return plan._replace(stop_above=cfg.stop_above, reward=tuple(sorted(cfg.reward.items())))
+
+
+def make(cfg: Config) -> loop.Recipe:
+    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg))
