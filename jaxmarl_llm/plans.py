@@ -1,8 +1,8 @@
 """Sampling plans: where a rollout branches, how often, and which joint actions are played on.
 
 A plan is a few pure functions of a place in the tree. It knows nothing of models or environments, and the engines know
-no plan by name. What it decides is static (independent of what is sampled), so that array rollouts compile and the number
-of samples can be told before anything runs; only *which* sample goes on (``rank``) and whether any does
+no plan by name. What it decides is static (independent of what is sampled), so that array rollouts compile and the
+number of samples can be told before anything runs; only *which* sample goes on (``rank``) and whether any does
 (``stop_above``) may depend on rewards.
 
 Samples of one agent for a trajectory of k turns with G per branching node:

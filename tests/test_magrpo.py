@@ -403,7 +403,7 @@ def test_bad_configurations(change, message):
 
 
 def test_a_reward_that_the_environment_does_not_pay():
-    with pytest.raises(ConfigError, match="config.reward: environment 'matrix' pays no 'accuracy'; it pays payoff"):
+    with pytest.raises(ConfigError, match=r"config\.reward: environment 'matrix' pays no 'accuracy'; it pays payoff"):
         magrpo.make(config(reward={"accuracy": 1.0}))
 
 
