@@ -6,12 +6,13 @@ RUN := $(VENV)/bin/python
 CPU := JAX_PLATFORMS=cpu
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test test-one test-312 lint types notebooks weights smollm2 install install-test clean help
+.PHONY: demo test test-one test-312 lint types notebooks sandbox weights smollm2 install install-test clean help
 
 help:
 	@echo "make demo       train JoyAgents-R1 on CPU with tiny models; writes runs/demo/report.png (SEED=0)"
 	@echo "make test       install what the tests need and run them all, on Python 3.12 too where it is found"
 	@echo "make lint types notebooks"
+	@echo "make sandbox    install what runs generated code safely: bubblewrap and libseccomp"
 	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
 
 # The stamp makes an install happen once; touch setup.cfg to repeat it.
@@ -41,7 +42,7 @@ demo: $(VENV)/.installed
 
 test: test-one notebooks test-312
 
-test-one: $(VENV)/.installed-parity lint types
+test-one: $(VENV)/.installed-parity lint types sandbox
 	$(CPU) $(RUN) -m pytest -n 2 --dist loadfile
 
 # The newest JAX needs Python 3.12. Runs where that Python is found; torch is left to the first leg.
@@ -50,7 +51,7 @@ ifeq ($(PY312),)
 test-312:
 	@echo "python3.12 was not found: the second leg (newest JAX) did not run"
 else
-test-312: .venv-312/.installed-test
+test-312: .venv-312/.installed-test sandbox
 	$(CPU) .venv-312/bin/python -m pytest -n 2 --dist loadfile -m "not parity and not real_weights"
 
 .venv-312/.installed-test: setup.cfg pyproject.toml
@@ -65,6 +66,14 @@ lint: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	$(VENV)/bin/mypy
+
+# What is missing is installed where that is possible and named where it is not; the tests of the sandbox then skip.
+sandbox:
+	@if command -v bwrap >/dev/null && $(PYTHON) -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get -qq update && apt-get -qq install -y bubblewrap libseccomp2 >/dev/null; } \
+			|| echo "sandbox: apt-get could not install bubblewrap and libseccomp2"; \
+	else echo "sandbox: install bubblewrap and libseccomp2 (apt-get, as root; libseccomp on Fedora and Arch)"; fi
 
 notebooks: $(VENV)/.installed-test
 	$(CPU) $(RUN) -m pytest --nbmake notebooks

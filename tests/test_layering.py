@@ -8,11 +8,23 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = {
     0: ["text", "types", "_version", "kernels"],
-    1: ["config", "advantages", "selection", "losses", "sampling", "memory", "lora", "tokenizer", "plans", "credit"],
+    1: [
+        "config",
+        "advantages",
+        "selection",
+        "losses",
+        "sampling",
+        "memory",
+        "lora",
+        "tokenizer",
+        "plans",
+        "credit",
+        "sandbox",
+    ],
     2: ["qwen", "generate", "envs", "data"],
-    3: ["rollout", "rollout_host", "workers", "train", "checkpoint", "weights", "metrics", "report"],
+    3: ["rollout", "rollout_host", "workers", "train", "checkpoint", "weights", "metrics", "report", "value"],
     4: ["team", "arena"],
-    5: ["stages", "diagnose", "loop"],
+    5: ["stages", "diagnose", "loop", "compiled"],
     6: ["recipes"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}

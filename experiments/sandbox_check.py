@@ -1,0 +1,152 @@
+"""Check of the sandbox: are its verdicts right, and the same every time, also on a machine that is too busy?
+
+    python -m experiments.sandbox_check --data=DIR [--repeats=5] [--oversubscribe=4] [--workers=0] [--limit=N]
+
+Runs the reference solutions of HumanEval and MBPP (sanitized) found beneath DIR and the hostile programs of `hostile`,
+``--repeats`` times, with ``--oversubscribe`` busy processes a processor beside it (``--workers`` judges at once; 0: one
+a processor). Prints counts, times, and every program whose verdict is wrong or differs between repeats. Exit code 1
+when there is one.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import gzip
+import json
+import multiprocessing
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import app, flags
+
+from experiments import hostile
+from jaxmarl_llm import sandbox
+from jaxmarl_llm.sandbox import Limits, Test
+from jaxmarl_llm.text import ConfigError
+
+FLAGS = flags.FLAGS
+HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, memory_mb=256)
+# Verdicts of these depend on which of two limits is met first, so only that they do not pass is compared.
+RACES = {name for name, program in hostile.EVERYTHING.items() if len(program.verdicts.split()) > 1}
+
+Case = tuple[str, str, list[Test]]  # name, program, tests
+
+
+def humaneval(folder: Path) -> Iterator[Case]:
+    """The 164 tasks with their reference solutions. The helpers in a prompt are trusted, as the test calls them."""
+    path = next(Path(folder).glob("humaneval/*.jsonl.gz"))
+    for line in gzip.decompress(path.read_bytes()).splitlines():
+        task = json.loads(line)
+        name = task["entry_point"]
+        test = Test(f"{task['test']}\ncheck({name})", (name,), task["prompt"])
+        yield task["task_id"], task["prompt"] + task["canonical_solution"], [test]
+
+
+def mbpp(folder: Path) -> Iterator[Case]:
+    """The 427 tasks of MBPP sanitized with their reference solutions, a test for each assertion."""
+    for task in json.loads(Path(folder, "mbpp/sanitized-mbpp.json").read_text("utf-8")):
+        defined = set(re.findall(r"^def (\w+)", task["code"], re.MULTILINE))
+        names = tuple(sorted(defined & set(re.findall(r"\w+", " ".join(task["test_list"])))))
+        setup = "\n".join(["import sys", *task["test_imports"]])  # 596 names sys, which only its solution imports
+        yield f"MBPP/{task['task_id']}", task["code"], [Test(test, names, setup) for test in task["test_list"]]
+
+
+def attacks(outside: str, port: int) -> Iterator[Case]:
+    for name in hostile.EVERYTHING:
+        yield f"hostile: {name}", name, [Test(hostile.TEST, ("f",))]
+
+
+def _judge(case: Case, outside: str, port: int) -> tuple[str, tuple[str, ...], str, float]:
+    name, program, tests = case
+    attack = name.startswith("hostile: ")
+    if attack:  # aimed here, because the judge is this process
+        program = hostile.prepare(program, outside, port, os.getpid())
+    report = sandbox.judge(program, tests, HOSTILE_LIMITS if attack else Limits())
+    return name, tuple(map(str, report.tests)), next(filter(None, report.details), ""), report.seconds
+
+
+def main(argv: list[str]) -> None:
+    if FLAGS.data is None or not Path(FLAGS.data).is_dir():
+        raise ConfigError("--data: name the folder that holds humaneval/ and mbpp/")
+    cores = len(os.sched_getaffinity(0))
+    print(sandbox.describe())
+    before = set(hostile.survivors(os.getpid()))  # orphans of others
+    busy = [
+        subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(FLAGS.oversubscribe * cores)
+    ]
+    verdicts: dict[str, list[tuple[str, ...]]] = collections.defaultdict(list)
+    seconds: dict[str, list[float]] = collections.defaultdict(list)
+    details, harm = {}, []
+    start = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory() as outside, socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            Path(outside, "secret").write_text("secret")
+            cases = [*humaneval(FLAGS.data), *mbpp(FLAGS.data), *attacks(outside, port)]
+            cases = cases[:: max(1, len(cases) // FLAGS.limit)] if FLAGS.limit else cases
+            spawn = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(FLAGS.workers or cores, mp_context=spawn) as pool:
+                jobs = [pool.submit(_judge, c, outside, port) for _ in range(FLAGS.repeats) for c in cases]
+                for job in concurrent.futures.as_completed(jobs):
+                    name, got, detail, took = job.result()
+                    verdicts[name].append(got)
+                    seconds[name.split("/")[0].split(":")[0]].append(took)
+                    details[name] = detail
+            server.setblocking(False)
+            try:
+                server.accept()
+                harm.append("a program reached the network")
+            except BlockingIOError:
+                pass
+            if os.listdir(outside) != ["secret"]:
+                harm.append(f"files outside: {os.listdir(outside)}")
+            time.sleep(1)
+            if left := set(hostile.survivors(os.getpid())) - before:
+                harm.append(f"processes left: {left}")
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+    print(
+        f"{FLAGS.repeats} repeats, {len(busy)} busy processes on {cores} processors, {time.monotonic() - start:.0f} s"
+    )
+    bad = 0
+    for group, times in seconds.items():
+        names = [n for n in verdicts if n.split("/")[0].split(":")[0] == group]
+        passed = [n for n in names if all(v == "pass" for got in verdicts[n] for v in got)]
+        print(
+            f"{group:10} {len(passed)} of {len(names)} programs pass; seconds a program: median "
+            f"{statistics.median(times):.3f}, longest {max(times):.1f}"
+        )
+        wrong = passed if group == "hostile" else [n for n in names if n not in passed]
+        for name in wrong:
+            print(f"  WRONG {name}: {verdicts[name]} {details[name]}")
+        unlike = [n for n in names if len(set(verdicts[n])) > 1]
+        for name in unlike:
+            print(f"  DIFFERS {name}{' (a race of two limits)' * (name[9:] in RACES)}: {verdicts[name]}")
+        bad += len(wrong) + len([n for n in unlike if n[9:] not in RACES])
+    invalid = sum("infra_error" in got for runs in verdicts.values() for got in runs)
+    print(f"{bad} wrong or different, {invalid} without a verdict; harm outside: {'; '.join(harm) or 'none'}")
+    sys.exit(1 if bad or invalid or harm else 0)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("data", None, "Folder with humaneval/ and mbpp/.")
+    flags.DEFINE_integer("repeats", 5, "How often everything is judged.")
+    flags.DEFINE_integer("oversubscribe", 4, "Busy processes for each processor.")
+    flags.DEFINE_integer("workers", 0, "Judges at once; 0: one for each processor.")
+    flags.DEFINE_integer("limit", 0, "Judge only about this many programs; 0: all.")
+    try:
+        app.run(main)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
