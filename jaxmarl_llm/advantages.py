@@ -76,6 +76,53 @@ def returns_to_go(
     return jnp.where(ok[:, None], returns, 0.0), ok
 
 
+def generalised_advantage(
+    rewards: Float[Array, "J A"],
+    values: Float[Array, "J A"],
+    acts: Bool[Array, "J A"],
+    parent: Int[Array, "J"],
+    turn: Int[Array, "J"],
+    played: Bool[Array, "J"],
+    valid: Bool[Array, "J"],
+    *,
+    max_turns: int,
+    discount: float = 1.0,
+    decay: float = 0.0,
+) -> tuple[Float[Array, "J A"], Float[Array, "J A"]]:
+    """Advantages and value targets of transitions with a critic: GAE (Schulman et al. 2016) on a forest.
+
+    ``d_j = r_j + discount V'_j - V_j``, V' the mean value of the child states (0 at a leaf), and
+    ``A_j = d_j + discount decay mean_{valid children} A``; target ``A_j + V_j``. ``decay`` (lambda) 0 is TD(0), as IAC
+    and MAAC use it; 1 is the Monte Carlo return minus V. ``values``: V of the state where j was taken, by role. Where a
+    role does not act (``acts`` False) it has no V: there V_j is r_j + discount V'_j, so that d_j is 0. Rows that are
+    not valid get 0; the value of a state counts whether or not what followed could be scored. Rows as in
+    `returns_to_go`.
+    """
+    num = parent.shape[0]
+
+    def mean_below(x: Array, use: Array) -> tuple[Array, Array]:
+        total = jax.ops.segment_sum(jnp.where(use, x, 0.0), parent, num)  # drops roots: -1
+        count = jax.ops.segment_sum(jnp.broadcast_to(use, x.shape).astype(x.dtype), parent, num)
+        return total / jnp.maximum(count, 1.0), count > 0
+
+    def one_turn(i, carry):
+        value, known, advantage = carry
+        t = max_turns - 1 - i
+        later, here = (turn > t)[:, None], (turn == t)[:, None]
+        below, some = mean_below(value, later & known)
+        bootstrapped = rewards + discount * below
+        leaf = jax.ops.segment_sum((later[:, 0] & played).astype(jnp.int32), parent, num)[:, None] == 0
+        value = jnp.where(here & ~acts, bootstrapped, value)
+        known = jnp.where(here & ~acts, valid[:, None] & (leaf | some), known)
+        carried, _ = mean_below(advantage, later & valid[:, None])
+        error = bootstrapped - value + discount * decay * carried
+        return value, known, jnp.where(here & valid[:, None], error, advantage)
+
+    start = values, acts & played[:, None], jnp.zeros_like(values)
+    value, _, advantage = jax.lax.fori_loop(0, max_turns, one_turn, start)
+    return advantage, jnp.where(valid[:, None], advantage + value, 0.0)
+
+
 def step_returns(
     steps: Int[Array, "J W"],
     role_of_step: Int[Array, "C"],

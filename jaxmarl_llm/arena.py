@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.config import from_dict, nearest
+from jaxmarl_llm.config import from_dict, nearest, one_of
+from jaxmarl_llm.envs.protocols import PROTOCOLS, wrap
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.memory import MemoryConfig, decode_text, read
 from jaxmarl_llm.plans import Plan
@@ -31,7 +32,7 @@ from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
 from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool
 
-KNOWN = ("dispatch", "dispatch_solo", "matrix", "assistant", "coding", "writing")
+KNOWN = ("dispatch", "dispatch_solo", "matrix", "duet", "assistant", "coding", "writing")
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
 HELD_OUT = 1_000_003  # seed offset of evaluation tasks
@@ -45,12 +46,14 @@ class EnvConfig:
     timeout: float = 20.0  # seconds for one call of a host environment
     max_prompt: int = 1024  # tokens; longer prompts of a host environment are cut and counted
     eval_tasks: int = 256
+    protocol: str = "together"  # of a host environment: who hears whom, see envs/protocols.py
 
     def check(self, path: str) -> None:
         if self.name not in KNOWN:
             raise ConfigError(f"{path}.name: no environment {self.name!r}; {nearest(self.name, KNOWN)}")
         if self.workers < 0 or self.timeout <= 0 or self.eval_tasks < 1 or self.max_prompt < 16:
             raise ConfigError(f"{path}: expected workers >= 0, timeout > 0, eval_tasks >= 1 and max_prompt >= 16")
+        one_of(f"{path}.protocol", self.protocol, PROTOCOLS)
         self.build(f"{path}.args")
 
     def build(self, path: str = "config.env.args") -> Any:
@@ -186,11 +189,11 @@ class HostArena(Arena):
         test = dataclasses.replace(self.config, split="test", count=0)
         self.held_out = self.module.tasks(test)[: cfg.eval_tasks]
         self._pool: EnvPool | None = None
-        self.env = self.module.make(self.config)
+        self.env = _wrapped(self.module.make, self.config, cfg.protocol)
 
     def pool(self) -> EnvPool:
         if self._pool is None:
-            factory = functools.partial(self.module.make, self.config)
+            factory = functools.partial(_wrapped, self.module.make, self.config, self.cfg.protocol)
             self._pool = EnvPool(factory, workers=self.cfg.workers, timeout=self.cfg.timeout)
         return self._pool
 
@@ -222,7 +225,7 @@ class HostArena(Arena):
         rows = self.module.demonstrations(self.config, self.tasks)
         by_role: dict[str, list] = {role: [] for role in self.env.roles}
         for role, prompt, completion in rows:
-            by_role[role].append((prompt, completion))
+            by_role["solo" if self.cfg.protocol == "solo" else role].append((prompt, completion))
         out = {}
         for index, role in enumerate(team.roles):
             samples, tokenizer = by_role[role.name], team.model_of(index).tokenizer
@@ -275,7 +278,15 @@ class HostArena(Arena):
 
 def make_arena(cfg: EnvConfig) -> Arena:
     made = cfg.module.make(cfg.build())
-    return ArrayArena(cfg) if isinstance(made, ArrayEnv) else HostArena(cfg)
+    if not isinstance(made, ArrayEnv):
+        return HostArena(cfg)
+    if cfg.protocol != "together":
+        raise ConfigError(f"config.env.protocol: expected 'together' with the array environment {cfg.name!r}")
+    return ArrayArena(cfg)
+
+
+def _wrapped(make: Callable[[Any], HostEnv], config: Any, protocol: str) -> HostEnv:
+    return wrap(make(config), protocol)
 
 
 def _final_move(tree: Tree) -> np.ndarray:

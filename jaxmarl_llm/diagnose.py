@@ -85,6 +85,12 @@ def diagnose(
 
 def _episode_mean(moves: Any, values: np.ndarray) -> float:
     """Mean over tasks of the sum of ``values`` along an episode, siblings averaged: the root value without discount."""
+    total, roots = episode_values(moves, values)
+    return float(total[roots].mean())
+
+
+def episode_values(moves: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of ``values`` from each transition on, siblings averaged [J], and which transitions are valid roots."""
     valid = moves.valid
     order = np.argsort(-moves.turn, kind="stable")
     below, count = np.zeros(len(values)), np.zeros(len(values))
@@ -95,7 +101,7 @@ def _episode_mean(moves: Any, values: np.ndarray) -> float:
             if moves.parent[j] >= 0:
                 below[moves.parent[j]] += total[j]
                 count[moves.parent[j]] += 1
-    return float(total[valid & (moves.parent < 0)].mean())
+    return total, valid & (moves.parent < 0)
 
 
 def evaluate(

@@ -26,19 +26,11 @@ from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT_LOSS, BaseConfig, credit, learn, sft_step
+from jaxmarl_llm.stages import SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, sft_step
 from jaxmarl_llm.team import init_params, make_team
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Learner, make_learner, task_order
+from jaxmarl_llm.train import Optimizer, make_learner, task_order
 from jaxmarl_llm.types import Team, TrainState
-
-
-class Run(NamedTuple):
-    """What a recipe's own code works with."""
-
-    team: Team
-    arena: Arena
-    learners: Mapping[str, Learner]  # by model
 
 
 class Improved(NamedTuple):
@@ -68,7 +60,13 @@ class Recipe(NamedTuple):
     episodes: Callable[[], list[list[dict]]]
 
 
-def make_recipe(cfg: BaseConfig, plan: Plan, improve: Improve, memory_config: MemoryConfig | None = None) -> Recipe:
+def make_recipe(
+    cfg: BaseConfig,
+    plan: Plan,
+    improve: Improve,
+    memory_config: MemoryConfig | None = None,
+    critic_optimizer: Optimizer | None = None,
+) -> Recipe:
     """Stage 0 for ``sft.steps``, then: play a batch of tasks by ``plan``, ``improve`` on it. One optimizer a stage.
 
     With ``loss.kl_coef`` the policy that stage 0 ends with is kept as ``params["reference"]``.
@@ -88,7 +86,9 @@ def make_recipe(cfg: BaseConfig, plan: Plan, improve: Improve, memory_config: Me
         )
     if plan.local and arena.env.verify is None:
         raise ConfigError(f"config.continuation: environment {arena.env.name!r} has no local verifier")
-    learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
+    playing = {role.model for role in team.roles}
+    chosen = {m.name: cfg.optimizer if m.name in playing else critic_optimizer or cfg.optimizer for m in team.models}
+    learners = {m.name: make_learner(m.policy, cfg.loss, chosen[m.name], cfg.sampling) for m in team.models}
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
     context = 0 if memory_config is None else memory_config.retrieve
     data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, context) if cfg.sft.steps else {}
@@ -176,6 +176,22 @@ def improve_groups(cfg: BaseConfig, *, drop_equal: bool = False) -> Improve:
             trained = credited.valid & selected[credited.group]
             state, updated = learn(run.team, run.learners, cfg, state, played, credited.advantage, trained)
         return Improved(state, credited, selected, updated, {})
+
+    return improve
+
+
+def improve_critic(cfg: ActorCritic) -> Improve:
+    """Actor-critic: advantages by the team's critics (GAE), every model and critic updated."""
+
+    def improve(run: Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> Improved:
+        with logger.first("critic"), logger.stage("reward"):
+            credited = credit(cfg, run.team, run.arena, played, tasks, cfg.reward)
+            gain, has, appraisals, metrics = appraise(cfg, run, state, played)
+            credited = credited.replace(advantage=gain, valid=has)
+        with logger.first("update"), logger.stage("update"):
+            state, updated = learn(run.team, run.learners, cfg, state, played, gain, has, appraisals)
+        metrics |= {f"critic/{n}/loss": m["value_loss"] for n, m in updated.items() if "value_loss" in m}
+        return Improved(state, credited, np.ones(len(credited.group_task), bool), updated, metrics)
 
     return improve
 

@@ -15,6 +15,42 @@ from jaxtyping import Array, Bool, Float
 MAX_LOG_RATIO = 20.0
 
 
+def init_head(key: jax.Array, dim: int, hidden: int = 0) -> dict[str, Array]:
+    """A value head on hidden states [... dim]: linear, or one layer of tanh units before it. N(0, 0.02), bias 0."""
+    first, last = jax.random.split(key)
+    head = {"kernel": 0.02 * jax.random.normal(last, (hidden or dim,)), "bias": jnp.zeros(())}
+    if hidden:
+        head |= {"inner": 0.02 * jax.random.normal(first, (dim, hidden)), "inner_bias": jnp.zeros(hidden)}
+    return head
+
+
+def head_value(head: dict[str, Array], x: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
+    x = x.astype(jnp.float32)
+    if "inner" in head:
+        x = jnp.tanh(x @ head["inner"] + head["inner_bias"])
+    return x @ head["kernel"] + head["bias"]
+
+
+def value_loss(
+    value: Float[Array, "*batch"],
+    target: Float[Array, "*batch"],
+    weights: Float[Array, "*batch"],
+    old: Float[Array, "*batch"] | None = None,
+    clip: float | None = None,
+) -> Float[Array, ""]:
+    """``sum w max((v - target)^2, (clip(v, old - c, old + c) - target)^2)``; without ``clip`` the first alone (PPO)."""
+    weights = jax.lax.stop_gradient(weights)
+    seen = weights > 0
+    v, target = jnp.where(seen, value, 0.0), jax.lax.stop_gradient(jnp.where(seen, target, 0.0))
+    error = (v - target) ** 2
+    if clip is not None:
+        if old is None:
+            raise ValueError("clip needs the old values")
+        near = jnp.clip(v, old - clip, old + clip)
+        error = jnp.where(seen, jnp.maximum(error, (near - target) ** 2), 0.0)
+    return jnp.sum(weights * error)
+
+
 def aggregation_weights(
     mask: Bool[Array, "*batch R"], sequence_weight: Float[Array, "*batch"], kind: str, constant: float | None = None
 ) -> Float[Array, "*batch R"]:

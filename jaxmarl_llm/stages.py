@@ -7,19 +7,40 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxmarl_llm import memory
+from jaxmarl_llm.advantages import generalised_advantage, scalarise, step_returns
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
 from jaxmarl_llm.credit import Credit, Credited, assign
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, Learner, Loss, Optimizer, pack, task_order, token_weights, update_models
+from jaxmarl_llm.train import (
+    Batch,
+    Learner,
+    Loss,
+    NodeTargets,
+    Optimizer,
+    pack,
+    task_order,
+    token_weights,
+    update_models,
+)
 from jaxmarl_llm.types import Team, TrainState
+from jaxmarl_llm.value import Reading, critic_batches, estimate, node_targets, reading, state_values
+
+
+class Run(NamedTuple):
+    """What a recipe's own code works with."""
+
+    team: Team
+    arena: Arena
+    learners: Mapping[str, Learner]  # by model
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,27 @@ class BaseConfig:
             raise ConfigError(f"{path}.sampling.temperature: expected > 0 for training, got 0")
 
 
+@dataclass(frozen=True)
+class ActorCritic(BaseConfig):
+    """Fields of recipes whose advantages come from critics (``team.critic``)."""
+
+    group: int = 1  # episodes of each task
+    decay: float = 0.0  # lambda of GAE: 0 TD(0), 1 Monte Carlo
+    whiten: bool = True  # advantages: mean 0 and std 1 over the batch, by model
+    credit: Credit = Credit(discount=0.9, group="task_role_turn", scale="none")  # the group is for the metrics alone
+    loss: Loss = Loss(clip_low=None, aggregate="sum", value_coef=0.6)
+    optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.5)
+    critic_optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.5)  # of critics that are no policies
+
+    def check_critic(self, path: str, critics: tuple[str, ...]) -> None:
+        if self.team.critic not in critics:
+            raise ConfigError(f"{path}.team.critic: expected {' or '.join(critics)}, got {self.team.critic!r}")
+        if self.group < 1 or not 0 <= self.decay <= 1:
+            raise ConfigError(f"{path}: expected group >= 1 and decay in [0, 1]")
+        if not self.loss.value_coef:
+            raise ConfigError(f"{path}.loss.value_coef: expected above 0: nothing would train the critic")
+
+
 def sft_step(
     team: Team,
     learners: Mapping[str, Learner],
@@ -116,21 +158,103 @@ def learn(
     played: Played,
     advantages: np.ndarray,
     trained: np.ndarray,
+    appraisals: Mapping[str, Appraisal] | None = None,
 ) -> tuple[TrainState, dict[str, dict[str, float]]]:
-    """Update the models that own trained steps; the others stay the same arrays."""
+    """Update the models that own trained steps, and the critics in ``appraisals``; the others stay the same arrays."""
     # The prompts of array environments are all short: one shape. Others come in buckets.
     tables = played.tree.nodes.tokens.shape[1], played.tree.steps.tokens.shape[1]
     smallest = tables if played.records is None else (64, 16)
-    batches = {
-        m.name: pack(played.tree, i, advantages, trained, cfg.loss, micro_tokens=cfg.micro_tokens, smallest=smallest)
-        for i, m in enumerate(team.models)
-    }
+    batches: dict[str, list[Batch]] = {}
+    for i, m in enumerate(team.models):
+        a = (appraisals or {}).get(m.name)
+        plays = any(role.model == m.name for role in team.roles)
+        if a is not None and not plays:
+            batches[m.name] = critic_batches(a.read, a.target, a.weight, micro_tokens=cfg.micro_tokens)
+            continue
+        values = None if a is None else a.of_nodes()
+        batches[m.name] = pack(
+            played.tree,
+            i,
+            advantages,
+            trained,
+            cfg.loss,
+            micro_tokens=cfg.micro_tokens,
+            smallest=smallest,
+            values=values,
+        )
     params, opt_state, metrics = update_models(
         team.models, learners, cfg.loss, state.params, state.opt_state, batches, state.params.get("reference")
     )
     return state.replace(params=params, opt_state=opt_state), metrics
 
 
+class Appraisal(NamedTuple):
+    """What one critic read and should have said: prompts, values, targets and weights [M]."""
+
+    read: Reading
+    value: np.ndarray
+    target: np.ndarray
+    weight: np.ndarray  # 1 / number of targets, 0 where there is none
+
+    def of_nodes(self) -> NodeTargets:
+        """The same by node of the tree [N]."""
+        row, none = np.maximum(self.read.of_node, 0), self.read.of_node < 0
+        return NodeTargets(self.target[row], np.where(none, 0.0, self.weight[row]).astype(np.float32), self.value[row])
+
+
+def appraise(
+    cfg: ActorCritic, run: Run, state: TrainState, played: Played
+) -> tuple[np.ndarray, np.ndarray, dict[str, Appraisal], dict[str, float]]:
+    """Advantages [C] by the team's critics, which steps have one, what the critics learn, and metrics."""
+    team, tree = run.team, played.tree
+    nodes, moves = tree.nodes, tree.transitions
+    value = np.zeros(len(nodes.role), np.float32)
+    reads: dict[str, tuple[Reading, np.ndarray]] = {}
+    for i, model in enumerate(team.models):
+        if model.name in team.critics:
+            read = reading(team, tree, i)
+            said = estimate(run.learners[model.name], model, state.params, read, micro_tokens=cfg.micro_tokens)
+            reads[model.name] = read, said
+            value = np.where(read.of_node >= 0, said[np.maximum(read.of_node, 0)], value)
+    values, acts = state_values(tree, value, len(team.roles))
+    advantage, target = _generalised(
+        scalarise(moves.rewards, cfg.reward),
+        values,
+        acts,
+        moves.parent,
+        moves.turn,
+        moves.played,
+        moves.valid,
+        max_turns=run.arena.env.max_turns,
+        discount=cfg.credit.discount,
+        decay=cfg.decay,
+    )
+    role = nodes.role[tree.steps.node]
+    gain, has = jax.device_get(_step_returns(moves.steps, role, advantage, moves.valid, num_steps=len(role)))
+    gain, has = np.array(gain), has & tree.steps.valid
+    aim, known = node_targets(tree, np.asarray(target), moves.valid)
+    out, metrics = {}, {}
+    for name, (read, said) in reads.items():
+        mine = known & (read.of_node >= 0)
+        total = np.bincount(read.of_node[mine], aim[mine], len(said))
+        count = np.bincount(read.of_node[mine], minlength=len(said))
+        goal = (total / np.maximum(count, 1)).astype(np.float32)
+        there = count > 0
+        out[name] = Appraisal(read, said, goal, (there / max(there.sum(), 1)).astype(np.float32))
+        spread = float(np.var(goal[there])) if there.any() else 0.0
+        metrics[f"critic/{name}/value"] = float(said[there].mean()) if there.any() else 0.0
+        if spread > 0:
+            metrics[f"critic/{name}/explained_variance"] = 1.0 - float(np.var(goal[there] - said[there])) / spread
+    if cfg.whiten:
+        for m in range(len(team.models)):
+            mine = has & (nodes.model[tree.steps.node] == m)
+            if mine.any():
+                gain[mine] = (gain[mine] - gain[mine].mean()) / max(float(gain[mine].std()), 1e-6)
+    return gain, has, out, metrics
+
+
+_generalised = jax.jit(generalised_advantage, static_argnames=("max_turns", "discount", "decay"))
+_step_returns = jax.jit(step_returns, static_argnames=("num_steps", "reduce"))
 _update_memory = jax.jit(memory.update, static_argnames=("config",))
 
 

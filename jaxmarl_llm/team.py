@@ -10,12 +10,16 @@ import jax
 
 from jaxmarl_llm import qwen, weights
 from jaxmarl_llm.lora import TARGETS, init_lora
+from jaxmarl_llm.losses import init_head
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from jaxmarl_llm.types import Model, Params, Role, Team
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARING = ("separate", "shared", "lora")
+# none; a head on each policy's own backbone; an own copy of the backbone for each model; one copy that reads the
+# prompts of all seats (CTDE)
+CRITICS = ("none", "head", "separate", "joint")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class TeamConfig:
     lora_rank: int = 16
     lora_targets: tuple[str, ...] = TARGETS
     max_new: int = 64  # tokens of one completion
+    critic: str = "none"  # value estimates: see CRITICS
+    critic_hidden: int = 0  # tanh units of the value head; 0: linear
     remat: bool = True  # recompute layers in the backward pass
 
     def check(self, path: str) -> None:
@@ -69,6 +75,12 @@ class TeamConfig:
             raise ConfigError(f"{path}.share: expected one of {', '.join(SHARING)}, got {self.share!r}")
         if self.overrides and self.share != "separate":
             raise ConfigError(f"{path}.overrides: expected none with share={self.share!r}; only separate copies differ")
+        if self.critic not in CRITICS:
+            raise ConfigError(f"{path}.critic: expected one of {', '.join(CRITICS)}, got {self.critic!r}")
+        if self.critic_hidden < 0:
+            raise ConfigError(f"{path}.critic_hidden: expected >= 0, got {self.critic_hidden}")
+        if self.critic == "joint" and self.overrides:
+            raise ConfigError(f"{path}.critic: expected another than 'joint' with overrides: it reads one tokenizer")
         if self.max_new < 1:
             raise ConfigError(f"{path}.max_new: expected >= 1, got {self.max_new}")
 
@@ -131,7 +143,14 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
         arch = architecture(backbone, tokenizers[backbone])
         policy = qwen.make_policy(arch, remat=cfg.remat)
         models.append(Model(name, policy, tokenizers[backbone], "backbone" if cfg.share == "lora" else None))
-    return Team(tuple(Role(r, names[r], cfg.max_new) for r in roles), tuple(models))
+    critics: dict[str, str] = {}  # of each model
+    for model in list(models) if cfg.critic != "none" else []:
+        name = {"head": model.name, "separate": f"{model.name}-critic", "joint": "critic"}[cfg.critic]
+        critics[model.name] = name
+        if name not in (m.name for m in models):
+            models.append(dataclasses.replace(model, name=name, base=None))
+    of_role = tuple(critics[names[r]] for r in roles) if critics else ()
+    return Team(tuple(Role(r, names[r], cfg.max_new) for r in roles), tuple(models), of_role, cfg.critic == "joint")
 
 
 def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:
@@ -143,9 +162,12 @@ def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:
         shared["backbone"] = base
     for i, model in enumerate(team.models):
         own = jax.random.fold_in(key, i)
-        if cfg.share == "lora":
+        if model.base is not None:
             agents[model.name] = {"lora": init_lora(own, base, cfg.lora_rank, cfg.lora_targets)}
         else:
-            backbone = cfg.overrides.get(model.name, cfg.backbone)
+            backbone = cfg.overrides.get(model.name.removesuffix("-critic"), cfg.backbone)
             agents[model.name] = {"params": init_backbone(backbone, model.policy.config, own)}
+        if model.name in team.critics:
+            dim = model.policy.config.hidden_size
+            agents[model.name]["value"] = init_head(jax.random.fold_in(own, 1), dim, cfg.critic_hidden)
     return {"shared": shared, "agents": agents}

@@ -22,7 +22,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.generate import bucket
-from jaxmarl_llm.losses import aggregation_weights, policy_loss
+from jaxmarl_llm.losses import aggregation_weights, head_value, policy_loss, value_loss
 from jaxmarl_llm.sampling import Sampling, score
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Model, Params, Policy, PyTree, Tree
@@ -86,6 +86,8 @@ class Loss:
     kl_kind: str = "k3"
     importance_cap: float | None = None  # truncated importance weights between sampler and learner
     entropy_coef: float = 0.0
+    value_coef: float = 0.0  # of the squared error of a value head
+    value_clip: float | None = None  # how far a value may move from the one before the update (PPO)
     epochs: int = 1  # optimizer steps on one batch; from the second on, ratios are to the policy of the first
 
     def check(self, path: str) -> None:
@@ -97,12 +99,22 @@ class Loss:
             raise ConfigError(f"{path}.constant: expected a positive number of tokens for aggregate=constant")
         if self.kl_kind not in ("k1", "k2", "k3"):
             raise ConfigError(f"{path}.kl_kind: expected k1, k2 or k3, got {self.kl_kind!r}")
+        if self.value_coef < 0 or (self.value_clip is not None and self.value_clip <= 0):
+            raise ConfigError(f"{path}: expected value_coef >= 0 and value_clip > 0 or None")
         if self.epochs < 1:
             raise ConfigError(f"{path}.epochs: expected >= 1, got {self.epochs}")
 
     @property
     def clip(self) -> tuple[float, float] | None:
         return None if self.clip_low is None else (self.clip_low, self.clip_high)
+
+
+class NodeTargets(struct.PyTreeNode):
+    """What a value head is trained towards: target, weight (0: none) and value before the update of each node."""
+
+    target: Float[Array, "N"]
+    weight: Float[Array, "N"]
+    old: Float[Array, "N"] | None = None
 
 
 class Batch(struct.PyTreeNode):
@@ -116,6 +128,7 @@ class Batch(struct.PyTreeNode):
     behaviour: Float[Array, "N G R"]  # log-probs recorded by the sampler
     old: Float[Array, "N G R"] | None = None  # log-probs of the policy before the first epoch
     reference: Float[Array, "N G R"] | None = None
+    values: NodeTargets | None = None
 
 
 def pack(
@@ -127,12 +140,14 @@ def pack(
     *,
     micro_tokens: int,
     smallest: tuple[int, int] = (16, 8),
+    values: NodeTargets | None = None,
 ) -> list[Batch]:
     """Micro-batches of the steps of ``model`` marked in ``trained`` [C]; ``advantages`` [C] or [C R].
 
     Nodes are grouped by the bucket of their number of trained steps, prompt and completion length (from ``smallest``
     on). A micro-batch holds as many nodes, a power of two, as fit ``micro_tokens`` trunk tokens P + G R, at least one;
     what remains goes into one of a quarter, a sixteenth, ... of that size, so that few programs are compiled.
+    ``values`` of all nodes of the tree go along with the nodes that have a trained step.
     """
     nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
     trained = trained & steps.valid & (nodes.model[steps.node] == model) & (steps.loss_mask.any(-1))
@@ -170,7 +185,11 @@ def pack(
                 completions[k, : len(own)] = steps.tokens[rows[own], :r]
                 w[k, : len(own)], a[k, : len(own)] = weights[own, :r], adv[own, :r]
                 b[k, : len(own)] = steps.logprobs[rows[own], :r]
-            batches.append(Batch(tokens, length, completions, w, a, b))
+            targets = None
+            if values is not None:
+                rows_of = lambda x, part=part, size=size: np.concatenate([x[part], np.zeros(size - len(part), x.dtype)])
+                targets = jax.tree.map(rows_of, values)
+            batches.append(Batch(tokens, length, completions, w, a, b, values=targets))
     return batches
 
 
@@ -182,6 +201,7 @@ class Learner(NamedTuple):
 
     init(own) -> optimizer state
     score(own, shared, batch) -> log-probs [N G R]
+    value(own, shared, tokens [N P], length [N]) -> values [N] of the head ``own["value"]`` at the last prompt token
     accumulate(own, shared, batch, gradient or None) -> (gradient, metrics that add, max |log-prob gap| to the sampler)
     apply(own, opt_state, gradient, loss) -> (own, opt_state, gradient norm, ok): donates own and opt_state;
         unless loss and norm are finite both come back unchanged
@@ -189,6 +209,7 @@ class Learner(NamedTuple):
 
     init: Callable[[Params], PyTree]
     score: Callable[..., jax.Array]
+    value: Callable[..., jax.Array]
     accumulate: Callable[..., tuple[PyTree, dict[str, jax.Array], jax.Array]]
     apply: Callable[..., tuple[Params, PyTree, jax.Array, jax.Array]]
 
@@ -201,17 +222,22 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
     def variables(own: Params, shared: Params | None) -> Params:
         return own if shared is None else {"params": shared, **own}
 
-    def scores(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def scores(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Log-probs and entropies [N G R], and the hidden state of each node's last prompt token [N D]."""
         v = variables(own, shared)
         hidden = policy.hidden(v, batch.tokens, batch.length, batch.completions)
         # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
         rows = hidden.reshape(-1, *hidden.shape[2:]), batch.completions.reshape(-1, batch.completions.shape[-1])
         one = jax.checkpoint(lambda row: score(policy.unembed(v, row[0]), row[1], sampling))
         logprob, entropy = jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
-        return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape)
+        return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape), hidden[:, 0, 0]
+
+    def value(own: Params, shared: Params | None, tokens: jax.Array, length: jax.Array) -> jax.Array:
+        empty = jnp.zeros((tokens.shape[0], 1, 1), jnp.int32)
+        return head_value(own["value"], policy.hidden(variables(own, shared), tokens, length, empty)[:, 0, 0])
 
     def objective(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, tuple[dict, jax.Array]]:
-        logprobs, entropy = scores(own, shared, batch)
+        logprobs, entropy, prompt = scores(own, shared, batch)
         value, metrics = policy_loss(
             logprobs,
             old_logprobs=batch.old,
@@ -231,6 +257,10 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         seen = batch.weights > 0
         metrics["nll"] = -jnp.sum(batch.weights * jnp.where(seen, logprobs, 0.0))
         gap = jnp.max(jnp.where(seen, jnp.abs(logprobs - batch.behaviour), 0.0))
+        if batch.values is not None:
+            estimate, to = head_value(own["value"], prompt), batch.values
+            metrics["value_loss"] = value_loss(estimate, to.target, to.weight, to.old, loss.value_clip)
+            value = value + loss.value_coef * metrics["value_loss"]
         return value, ({**metrics, "loss": value}, gap)
 
     def accumulate(own: Params, shared: Params | None, batch: Batch, gradient: PyTree | None) -> Any:
@@ -253,6 +283,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
     return Learner(
         init=jax.jit(tx.init),
         score=jax.jit(lambda own, shared, batch: scores(own, shared, batch)[0]),
+        value=jax.jit(value),
         accumulate=jax.jit(accumulate, donate_argnums=(3,)),
         apply=jax.jit(apply, donate_argnums=(0, 1)),
     )
@@ -301,7 +332,7 @@ def update(
         if epoch == 0:
             total = {k: float(sum(float(m[k]) for m in totals)) for k in totals[0]}
             weight = total.pop("weight")
-            seen = {k: v / weight if weight and k != "loss" else v for k, v in total.items()}
+            seen = {k: v / weight if weight and k not in ("loss", "value_loss") else v for k, v in total.items()}
             seen |= {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
     return Updated(own, opt_state, {**seen, "ok": float(ok)})
 

@@ -166,10 +166,16 @@ class Role:
 
 @dataclass(frozen=True, eq=False)
 class Team:
-    """Roles and the models that play them. Integer columns of the tree index these tuples."""
+    """Roles and the models that play them. Integer columns of the tree index these tuples.
+
+    ``critics``: by role, the model that estimates its values; empty without critics. It may be the role's own model
+    (a value head), one that plays no role, or with ``joint_critic`` one that reads the prompts of all seats.
+    """
 
     roles: tuple[Role, ...]
     models: tuple[Model, ...]
+    critics: tuple[str, ...] = ()
+    joint_critic: bool = False
 
     def model_index(self, role: int) -> int:
         return [m.name for m in self.models].index(self.roles[role].model)

@@ -166,3 +166,37 @@ def policy_loss(
                 loss -= w * entropy_coef * float(entropy[i, t])
                 metrics["entropy"] += w * float(entropy[i, t])
     return loss, metrics
+
+
+def generalised_advantage(rewards, values, acts, parent, played, valid, discount, decay):
+    """By recursion from the roots, one role at a time: advantage and target [J A]."""
+    num, roles = rewards.shape
+    children = [[i for i in range(num) if parent[i] == j and played[i]] for j in range(num)]
+    advantage, target = np.zeros((num, roles)), np.zeros((num, roles))
+
+    def value(j, a):
+        """V of the state where j was taken, or None when nobody knows."""
+        if acts[j, a]:
+            return float(values[j, a]) if played[j] else None
+        if not valid[j]:
+            return None
+        known = [v for v in (value(i, a) for i in children[j]) if v is not None]
+        if children[j] and not known:
+            return None
+        return float(rewards[j, a]) + discount * (math.fsum(known) / len(known) if known else 0.0)
+
+    def bootstrapped(j, a):
+        known = [v for v in (value(i, a) for i in children[j]) if v is not None]
+        return float(rewards[j, a]) + discount * (math.fsum(known) / len(known) if known else 0.0)
+
+    def gain(j, a):
+        here = float(values[j, a]) if acts[j, a] else bootstrapped(j, a)
+        later = [gain(i, a) for i in children[j] if valid[i]]
+        return bootstrapped(j, a) - here + discount * decay * (math.fsum(later) / len(later) if later else 0.0)
+
+    for j in range(num):
+        for a in range(roles):
+            if valid[j]:
+                advantage[j, a] = gain(j, a)
+                target[j, a] = advantage[j, a] + (values[j, a] if acts[j, a] else bootstrapped(j, a))
+    return advantage, target

@@ -22,11 +22,11 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=200,
+        steps=400,
         batch=32,
         team=TeamConfig(max_new=7, remat=False),
         env=EnvConfig("dispatch_solo", {"efficiency": 0.05, "wrong_product": 0.25}),
-        optimizer=Optimizer(learning_rate=1e-3, schedule="linear", steps=300),
+        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", steps=700),
         sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )

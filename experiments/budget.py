@@ -1,0 +1,128 @@
+"""What experiments that compare systems share: training to a token budget, returns by task, intervals."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+def make(cfg: Any) -> Any:
+    return importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}").make(cfg)
+
+
+def origin() -> dict[str, str]:
+    """Where figures come from: the command, date, commit, JAX and machine."""
+    import jax
+
+    module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": done.stdout.strip(),
+        "jax": jax.__version__,
+        "machine": f"{platform.processor() or platform.machine()}, {jax.devices()[0].device_kind}",
+    }
+
+
+def train(cfg: Any, params: Any, budget: int | None, steps: int, say: Any = None) -> dict:
+    """RL from ``params`` (None: stage 0 first) for ``steps`` steps, or until ``budget`` tokens were decoded.
+
+    Gives the recipe, its last state, the parameters at the start of RL, counts, seconds of RL and evaluations before
+    and after it. Close ``recipe.arena`` when done.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxmarl_llm.metrics import Logger
+
+    recipe = make(cfg)
+    state = recipe.init(0)
+    logger = Logger(".", resume_step=None, total_steps=0, primary=False)
+    if params is not None:
+        state = state.replace(params=jax.tree.map(jnp.copy, params), step=jnp.int32(cfg.sft.steps))
+    else:
+        while int(state.step) < cfg.sft.steps:
+            state, _ = recipe.step(state, logger)
+            state = state.replace(step=state.step + 1)
+    start = jax.tree.map(jnp.copy, state.params)
+    tokens = done = sequences = updates = 0
+    before = recipe.evaluate(state)
+    clock = time.time()
+    while done < steps if budget is None else tokens < budget:
+        state, metrics = recipe.step(state, logger)
+        state = state.replace(step=state.step + 1)
+        tokens += int(metrics["count/completion_tokens"])
+        sequences += int(metrics["count/sequences"])
+        updates += sum(int(v) for k, v in metrics.items() if k.endswith("/updated"))
+        done += 1
+        if say is not None:
+            say(done, tokens, metrics)
+    seconds = time.time() - clock
+    return {
+        "recipe": recipe,
+        "state": state,
+        "params": start,
+        "tokens": tokens,
+        "steps": done,
+        "sequences": sequences,
+        "model_updates": updates,
+        "seconds": seconds,
+        "before": before,
+        "after": recipe.evaluate(state),
+    }
+
+
+def interval(values: list[float]) -> str:
+    """Mean and half-width of the 95 % interval of a mean over seeds (Student's t)."""
+    from scipy.stats import t
+
+    x = np.array(values)
+    if len(x) < 2:
+        return f"{x.mean():.3f}"
+    half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5
+    return f"{x.mean():.3f} ± {half:.3f}"
+
+
+def bootstrap(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[float, float, float]:
+    """Mean and 95 % interval of values [seeds, tasks], both resampled (percentile bootstrap). NaN: no value there."""
+    rng = np.random.default_rng(seed)
+    seeds, tasks = values.shape
+    means = np.empty(draws)
+    for i in range(draws):
+        rows, columns = rng.integers(0, seeds, seeds), rng.integers(0, tasks, tasks)
+        means[i] = np.nanmean(values[np.ix_(rows, columns)])
+    return float(np.nanmean(values)), *(float(x) for x in np.nanpercentile(means, [2.5, 97.5]))
+
+
+def task_returns(cfg: Any, recipe: Any, state: Any, plan: Any = None, count: int = 256) -> tuple[np.ndarray, int, Any]:
+    """Return of each held-out task, averaged over its episodes (NaN where none could be scored), the tokens decoded,
+    and what was played. ``plan``: one episode a task unless given.
+    """
+    import jax
+
+    from jaxmarl_llm.diagnose import episode_values
+    from jaxmarl_llm.plans import single
+
+    arena = recipe.arena
+    size = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
+    indices = range(min(size, count))
+    key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
+    played = arena.play(
+        recipe.team, state.params, state.memory, indices, plan or single(), key, cfg.sampling, None, held_out=True
+    )
+    moves = played.tree.transitions
+    reward = sum(w * moves.rewards[c].mean(1) for c, w in cfg.reward.items())
+    total, roots = episode_values(moves, reward)
+    out = np.full(len(indices), np.nan)
+    for task in range(len(indices)):
+        mine = roots & (moves.task == task)
+        if mine.any():
+            out[task] = total[mine].mean()
+    return out, int(played.tree.counts.completion_tokens), played

@@ -1,0 +1,256 @@
+"""Value heads and critics: GAE against a slow twin, what each critic reads, the update, IAC and MAAC on a game."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmarl_llm import advantages, losses
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.checkpoint import digests
+from jaxmarl_llm.loop import fit
+from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.plans import flat
+from jaxmarl_llm.recipes import iac, maac
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.stages import SFT, Run, RunConfig, appraise
+from jaxmarl_llm.team import Backbone, TeamConfig
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.train import Optimizer
+from jaxmarl_llm.value import _chunks, reading
+
+seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+gae = jax.jit(advantages.generalised_advantage, static_argnames=("max_turns", "discount", "decay"))
+KINDS = {"head": iac, "separate": iac, "joint": maac}
+TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+
+
+def forest(rng, rows=20, turns=4, roles=2):
+    """A random forest with unplayed and invalid rows; roles act at random, the siblings of a state alike."""
+    turn, parent = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+    for j in range(1, rows):
+        candidates = [i for i in range(j) if turn[i] < turns - 1]
+        if candidates and rng.random() < 0.8:
+            parent[j] = rng.choice(candidates)
+            turn[j] = turn[parent[j]] + 1
+    played = rng.random(rows) < 0.9
+    valid = played & (rng.random(rows) < 0.85)
+    state = {k: (rng.normal(size=roles), rng.random(roles) < 0.7) for k in np.unique(parent)}
+    values = np.stack([state[p][0] for p in parent]).astype(np.float32)
+    acts = np.stack([state[p][1] for p in parent])
+    return (
+        rng.normal(size=(rows, roles)).astype(np.float32),
+        np.where(acts, values, 0.0),
+        acts,
+        parent,
+        turn,
+        played,
+        valid,
+    )
+
+
+@pytest.mark.parametrize("discount, decay", [(1.0, 0.0), (0.9, 0.0), (0.9, 0.8), (1.0, 1.0)])
+@settings(max_examples=40, deadline=None, database=None)
+@given(rng=seeds)
+def test_gae_equals_the_recursion(discount, decay, rng):
+    rewards, values, acts, parent, turn, played, valid = forest(rng)
+    got = gae(rewards, values, acts, parent, turn, played, valid, max_turns=4, discount=discount, decay=decay)
+    want = reference.generalised_advantage(rewards, values, acts, parent, played, valid, discount, decay)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_gae_of_a_chain_by_hand():
+    """Three turns of one agent: r = 1, 2, 3, V = 1, 1, 1, discount 0.5."""
+    one, valid = np.ones((3, 1), np.float32), np.ones(3, bool)
+    rewards, parent, turn = np.array([[1.0], [2.0], [3.0]], np.float32), np.array([-1, 0, 1]), np.arange(3)
+    for decay, want in ((0.0, [0.5, 1.5, 2.0]), (1.0, [1.75, 2.5, 2.0])):
+        advantage, target = gae(
+            rewards, one, one > 0, parent, turn, valid, valid, max_turns=3, discount=0.5, decay=decay
+        )
+        np.testing.assert_allclose(advantage[:, 0], want)
+        np.testing.assert_allclose(target, advantage + 1)
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(rng=seeds)
+def test_lambda_one_is_the_monte_carlo_return(rng):
+    rewards, values, _, parent, turn, _, _ = forest(rng)
+    every, acts = np.ones(len(parent), bool), np.ones(values.shape, bool)
+    advantage, target = gae(rewards, values, acts, parent, turn, every, every, max_turns=4, discount=0.9, decay=1.0)
+    returns, _ = advantages.returns_to_go(
+        jnp.asarray(rewards), jnp.asarray(parent), jnp.asarray(turn), jnp.asarray(every), max_turns=4, discount=0.9
+    )
+    np.testing.assert_allclose(target, returns, atol=2e-5)
+    np.testing.assert_allclose(advantage, returns - values, atol=2e-5)
+
+
+def test_value_loss():
+    value, target = jnp.array([1.0, 4.0, jnp.nan]), jnp.array([0.0, 1.0, 5.0])
+    weights, old = jnp.array([0.5, 0.25, 0.0]), jnp.array([1.0, 1.5, 0.0])
+    assert float(losses.value_loss(value, target, weights)) == pytest.approx(0.5 * 1 + 0.25 * 9)
+    # moved from 1.5 to 4: clipped to 2, but the worse of the two counts
+    assert float(losses.value_loss(value, target, weights, old, 0.5)) == pytest.approx(2.75)
+    near = jnp.array(
+        [1.0, 0.0, jnp.nan]
+    )  # moved from 1.5 towards the target 1 and past it: clipped to 1, error stays 1
+    assert float(losses.value_loss(near, target, weights, old, 0.5)) == pytest.approx(0.5 + 0.25)
+    gradient = jax.grad(lambda v: losses.value_loss(v, target, weights))(value)
+    np.testing.assert_allclose(gradient, [1.0, 1.5, 0.0])
+    with pytest.raises(ValueError, match="old values"):
+        losses.value_loss(value, target, weights, clip=0.5)
+
+
+@pytest.mark.parametrize("hidden", [0, 5])
+def test_head(hidden):
+    head = losses.init_head(jax.random.key(0), 8, hidden)
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    inner = np.tanh(x @ np.asarray(head["inner"]) + np.asarray(head["inner_bias"])) if hidden else x
+    np.testing.assert_allclose(losses.head_value(head, jnp.asarray(x)), inner @ np.asarray(head["kernel"]), rtol=1e-5)
+
+
+def config(critic, **changes):
+    base = KINDS[critic].Config(
+        steps=60,
+        batch=32,
+        group=4,
+        env=EnvConfig("matrix", {"rounds": 2}),
+        team=TeamConfig(backbone=TINY, max_new=1, remat=False, critic=critic),
+        reward={"payoff": 0.1},
+        optimizer=Optimizer(learning_rate=3e-3, max_grad_norm=0.5),
+        critic_optimizer=Optimizer(learning_rate=1e-2, max_grad_norm=0.5),
+        sft=SFT(steps=60, batch=32, samples=256, optimizer=Optimizer(learning_rate=1e-2)),
+        run=RunConfig(eval_every=0, checkpoint_every=100, tensorboard=False, log_every=1000),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def started(critic, **changes):
+    cfg = config(critic, sft=SFT(), batch=4, **changes)
+    recipe = KINDS[critic].make(cfg)
+    return cfg, recipe, recipe.init(0)
+
+
+def played_by(cfg, recipe, state):
+    key = jax.random.key(1)
+    return recipe.arena.play(recipe.team, state.params, {}, range(4), flat(cfg.group), key, Sampling(), None, version=0)
+
+
+def test_an_agents_critic_reads_its_own_prompt_and_the_joint_one_all():
+    encode = started("joint")[1].team.models[0].tokenizer.encode
+    for critic in KINDS:
+        cfg, recipe, state = started(critic)
+        team, tree = recipe.team, played_by(cfg, recipe, state).tree
+        index = [m.name for m in team.models].index(team.critics[0])
+        read = reading(team, tree, index)
+        nodes = tree.nodes
+        text = lambda n, nodes=nodes: nodes.tokens[n, : nodes.length[n]].tolist()
+        for n in np.flatnonzero(nodes.valid):
+            m = read.of_node[n]
+            if critic == "joint":
+                twins = (nodes.task == nodes.task[n]) & (nodes.parent == nodes.parent[n]) & nodes.valid
+                first, second = np.flatnonzero(twins)
+                want = [*encode("[first]"), *text(first), *encode("[second]"), *text(second)]
+            elif nodes.role[n] == 1:
+                assert m == -1
+                continue
+            else:
+                want = text(n)
+            assert read.tokens[m, : read.length[m]].tolist() == want
+        sizes = [len(rows) for rows, _, _ in _chunks(read, 64)]
+        assert sum(sizes) == len(read.length) and all(t.size <= 64 for _, t, _ in _chunks(read, 64))
+
+
+@pytest.mark.parametrize("critic", KINDS)
+def test_estimates_are_the_head_on_the_last_prompt_token(critic):
+    cfg, recipe, state = started(critic)
+    team, played = recipe.team, played_by(cfg, recipe, state)
+    run = Run(team, recipe.arena, recipe_learners(cfg, team))
+    _, has, appraisals, _ = appraise(cfg, run, state, played)
+    assert has.sum() == played.tree.steps.valid.sum()
+    for name, a in appraisals.items():
+        model = next(m for m in team.models if m.name == name)
+        own = state.params["agents"][name]
+        hidden, _ = model.policy.prefill(own, a.read.tokens, a.read.length)
+        np.testing.assert_allclose(a.value, losses.head_value(own["value"], hidden), atol=2e-6)
+        assert a.weight.sum() == pytest.approx(1.0)
+
+
+def recipe_learners(cfg, team):
+    from jaxmarl_llm.train import make_learner
+
+    return {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
+
+
+@pytest.mark.parametrize("critic", KINDS)
+def test_targets_are_rewards_at_the_last_turn_and_bootstrapped_before(critic):
+    cfg, recipe, state = started(critic, whiten=False)
+    team, played = recipe.team, played_by(cfg, recipe, state)
+    run = Run(team, recipe.arena, recipe_learners(cfg, team))
+    gain, _, appraisals, _ = appraise(cfg, run, state, played)
+    tree = played.tree
+    moves, nodes = tree.transitions, tree.nodes
+    value = np.zeros(len(nodes.role))
+    for a in appraisals.values():
+        value = np.where(a.read.of_node >= 0, a.value[a.read.of_node], value)
+    for j in np.flatnonzero(moves.valid):
+        for s in moves.steps[j]:
+            n = tree.steps.node[s]
+            reward = 0.1 * moves.rewards["payoff"][j, nodes.role[n]]
+            behind = np.flatnonzero((nodes.parent == j) & nodes.valid & (nodes.role == nodes.role[n]))
+            target = reward + 0.9 * (value[behind[0]] if len(behind) else 0.0)
+            assert len(behind) == (moves.turn[j] == 0)
+            assert gain[s] == pytest.approx(target - value[n], abs=1e-5)
+
+
+@pytest.mark.parametrize("critic", KINDS)
+def test_actor_critics_solve_the_iterated_game(critic, tmp_path):
+    """Chicken twice over with the joint return: social sum 20 of 20; the critic explains the returns."""
+    cfg = config(critic)
+    cfg.check("config")
+    recipe = KINDS[critic].make(cfg)
+    state, seen = recipe.init(0), []
+    with Logger(tmp_path, resume_step=None, total_steps=recipe.total_steps, interval=1000, tensorboard=False) as log:
+        while int(state.step) < recipe.total_steps:
+            state, metrics = recipe.step(state, log)
+            state = state.replace(step=state.step + 1)
+            seen.append(metrics)
+    rl = [m for m in seen if "reward/social" in m]
+    assert rl[0]["reward/social"] < 15 and np.mean([m["reward/social"] for m in rl[-10:]]) > 19
+    name = recipe.team.critics[0]
+    assert rl[-1][f"critic/{name}/loss"] < 0.1 * rl[0][f"critic/{name}/loss"]
+
+
+@pytest.mark.parametrize("critic", ["head", "joint"])
+def test_a_critic_resumes_to_the_bit(critic, tmp_path):
+    cfg = config(critic, steps=4, sft=SFT(), batch=4, run=RunConfig(2, eval_every=0, tensorboard=False))
+    straight = fit(cfg, KINDS[critic].make(cfg), tmp_path / "a")
+    fit(dataclasses.replace(cfg, steps=2), KINDS[critic].make(dataclasses.replace(cfg, steps=2)), tmp_path / "b")
+    resumed = fit(cfg, KINDS[critic].make(cfg), tmp_path / "b")
+    same = lambda state: digests((state.params["agents"], state.opt_state))
+    assert same(straight) == same(resumed) and int(resumed.step) == 4
+
+
+BAD = [
+    ("head", {"team": TeamConfig(critic="none")}, "config.team.critic: expected head or separate, got 'none'"),
+    ("joint", {"team": TeamConfig(critic="head")}, "config.team.critic: expected joint, got 'head'"),
+    ("head", {"decay": 1.5}, "decay in"),
+]
+
+
+@pytest.mark.parametrize("critic, change, message", BAD)
+def test_bad_configurations(critic, change, message):
+    with pytest.raises(ConfigError, match=message):
+        config(critic, **change).check("config")
+
+
+def test_a_team_says_what_is_wrong_with_its_critic():
+    with pytest.raises(ConfigError, match="none, head, separate, joint"):
+        TeamConfig(critic="central").check("config.team")
+    with pytest.raises(ConfigError, match="another than 'joint' with overrides"):
+        TeamConfig(critic="joint", overrides={"first": TINY}).check("config.team")
