@@ -34,7 +34,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "flat (groups by role and turn)": {"plan": "flat", "group": 8, "credit.group": "task_role_turn"},
     "node-wise, advantages / std": {"credit.scale": "std"},
 }
-SOLO = "single agent (GRPO)"
+# One model that answers alone (`dispatch_solo`): GRPO as published, and without its division by the std.
+SOLO: dict[str, dict[str, Any]] = {
+    "single agent, GRPO": {},
+    "single agent, GRPO without / std": {"credit.scale": "none"},
+}
 REFERENCE = next(iter(VARIANTS))
 
 
@@ -129,20 +133,18 @@ def main(argv) -> None:
         solo = dataclasses.replace(
             cli.load("experiments/configs/grpo.py:tiny", [("seed", str(seed))]), steps=FLAGS.steps
         )
-        missing = [n for n in [*VARIANTS, SOLO] if str(seed) not in results.get(n, {})]
+        missing = [n for n in [*VARIANTS, *SOLO] if str(seed) not in results.get(n, {})]
         if not missing:
             continue
         reference = train(base, None, None, FLAGS.steps)
         for name in missing:
             if name == REFERENCE:
                 got = reference
-            elif name == SOLO:
-                got = train(solo, None, reference["tokens"], 0)
             else:
-                cfg = base
-                for path, value in VARIANTS[name].items():
+                cfg, start = (solo, None) if name in SOLO else (base, reference["params"])
+                for path, value in {**VARIANTS, **SOLO}[name].items():
                     cfg = replace_path(cfg, path, value)
-                got = train(cfg, reference["params"], reference["tokens"], 0)
+                got = train(cfg, start, reference["tokens"], 0)
             results.setdefault(name, {})[str(seed)] = {k: v for k, v in got.items() if k != "params"}
             print(
                 f"seed {seed} {name}: {got['eval/success/before']:.3f} -> {got['eval/success/after']:.3f} "

@@ -1,6 +1,6 @@
 """MAGRPO and its baselines at equal sampled tokens, one table:
 
-    python -m experiments.baselines --config=experiments/configs/magrpo.py:tiny [--seeds=3] [--out=FILE.json] [--plot=FILE.png]
+    python -m experiments.baselines --config=experiments/configs/magrpo.py:tiny [--seeds=3] [--out=F.json --plot=F.png]
 
 `--config` is any MAGRPO configuration. The team is trained as it says, and one model alone (GRPO, the protocol `solo`)
 until it has sampled as many tokens. Untrained (after stage 0, if there is one): one model alone, the naive
@@ -51,9 +51,8 @@ def alone(cfg: Any) -> Any:
     from jaxmarl_llm.recipes import grpo
 
     base = under(cfg, "solo")
-    shared = {f.name: getattr(base, f.name) for f in dataclasses.fields(base) if hasattr(grpo.Config, f.name)}
-    keep = {k: v for k, v in shared.items() if k not in ("recipe", "credit", "loss", "group")}
-    return grpo.Config(**keep, reward=base.reward, sft=base.sft, group=cfg.group)
+    theirs = {f.name for f in dataclasses.fields(grpo.Config)} - {"recipe", "credit", "loss"}
+    return grpo.Config(**{name: getattr(base, name) for name in theirs})
 
 
 def most_frequent(texts: list[Any]) -> int:

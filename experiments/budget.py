@@ -98,7 +98,8 @@ def bootstrap(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[flo
     for i in range(draws):
         rows, columns = rng.integers(0, seeds, seeds), rng.integers(0, tasks, tasks)
         means[i] = np.nanmean(values[np.ix_(rows, columns)])
-    return float(np.nanmean(values)), *(float(x) for x in np.nanpercentile(means, [2.5, 97.5]))
+    low, high = np.nanpercentile(means, [2.5, 97.5])
+    return float(np.nanmean(values)), float(low), float(high)
 
 
 def task_returns(cfg: Any, recipe: Any, state: Any, plan: Any = None, count: int = 256) -> tuple[np.ndarray, int, Any]:

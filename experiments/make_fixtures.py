@@ -2,20 +2,23 @@
 
     python experiments/make_fixtures.py --data_dir=DIR [--out=jaxmarl_llm/data/fixtures]
 
-DIR holds gsm8k/ bfcl/ hotpotqa/ taubench_retail/ as described in jaxmarl_llm/data/loaders.py.
+DIR holds gsm8k/ bfcl/ hotpotqa/ taubench_retail/ scitldr/ as described in jaxmarl_llm/data/loaders.py, and
+humaneval/ mbpp/ as described in jaxmarl_llm/data/code_tasks.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
+from jaxmarl_llm.data import code_tasks
 from jaxmarl_llm.data.loaders import FIXTURES
-from jaxmarl_llm.envs import assistant
+from jaxmarl_llm.envs import assistant, coding
 
 CC_BY_SA = """HotpotQA by Zhilin Yang, Peng Qi, Saizheng Zhang, Yoshua Bengio, William W. Cohen, Ruslan Salakhutdinov
 and Christopher D. Manning (2018), https://hotpotqa.github.io, and the Wikipedia text in it, are distributed under the
@@ -25,6 +28,16 @@ https://creativecommons.org/licenses/by-sa/4.0/legalcode.
 This folder holds an unmodified selection of its questions and is distributed under the same licence. The licence
 covers this folder only, not the program around it.
 """
+
+
+CC_BY = """MBPP (Mostly Basic Python Problems) by Jacob Austin, Augustus Odena, Maxwell Nye and others (2021, Program
+Synthesis with Large Language Models, arXiv 2108.07732), in https://github.com/google-research/google-research, is
+distributed under the Creative Commons Attribution 4.0 International License (CC BY 4.0),
+https://creativecommons.org/licenses/by/4.0/legalcode; so says its dataset card, google-research-datasets/mbpp.
+
+This folder holds an unmodified selection of its problems. The licence covers this folder only.
+"""
+NOTICES = {"hotpotqa": CC_BY_SA, "mbpp": CC_BY}  # of the sets without a LICENSE file
 
 
 def pick(rows: list[Any], count: int) -> list[Any]:
@@ -89,6 +102,45 @@ def taubench_retail(source: Path, out: Path) -> str:
     return f"{what}, unchanged; upstream's task files are Python literals"
 
 
+def scitldr(source: Path, out: Path) -> str:
+    for split, count in (("train", 64), ("test", 32)):
+        rows = jsonl(source / "SciTLDR-A" / f"{split}.jsonl")
+        fit = [r for r in rows if 100 <= size(*r["source"]) <= 300 and min(size(t) for t in r["target"]) >= 8]
+        write_jsonl(out / "SciTLDR-A" / f"{split}.jsonl", pick(fit, count))
+    return "64 train and 32 test rows of 100 to 300 abstract words and summaries of at least 8, unchanged"
+
+
+def humaneval(source: Path, out: Path) -> str:
+    lines = gzip.decompress((source / "HumanEval.jsonl.gz").read_bytes()).decode().split("\n")
+    rows = [json.loads(line) for line in lines if line.strip()]
+    chosen = code_sample("humaneval", source.parent, {"train": 14, "dev": 4, "test": 6})
+    write_jsonl(out / "HumanEval.jsonl", [r for r in rows if r["task_id"] in chosen])
+    return "24 of the 164 problems, of each split first those whose solution has two functions, unchanged, unpacked"
+
+
+def mbpp(source: Path, out: Path) -> str:
+    rows = json.loads((source / "sanitized-mbpp.json").read_text("utf-8"))
+    chosen = code_sample("mbpp", source.parent, {"train": 8, "dev": 4, "test": 4})
+    write_json(out / "sanitized-mbpp.json", [r for r in rows if f"MBPP/{r['task_id']}" in chosen])
+    return "16 of the 427 sanitised problems, chosen as in humaneval, unchanged"
+
+
+def code_sample(benchmark: str, data: Path, counts: dict[str, int]) -> set[str]:
+    """Ids of problems: half of each split's share from those whose solution gives a helper, if there are as many."""
+    chosen: set[str] = set()
+    for split, count in counts.items():
+        tasks, _ = code_tasks.load_code(benchmark, data_dir=data, split=split)
+        apart = [t["id"] for t in tasks if coding.split_solution(t)[0]]
+        first = pick(apart, min(count // 2, len(apart)))
+        chosen |= {*first, *pick([t["id"] for t in tasks if t["id"] not in first], count - len(first))}
+    return chosen
+
+
+def size(*texts: str) -> int:
+    """Words."""
+    return sum(len(text.split()) for text in texts)
+
+
 def usable(config: assistant.Config, row: dict) -> bool:
     """Does the environment's reference script solve it?"""
     return assistant.solvable(config, assistant.as_task("shop", row | {"id": ""}))
@@ -99,16 +151,18 @@ def main() -> None:
     parser.add_argument("--data_dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=FIXTURES)
     flags = parser.parse_args()
-    for cut in (gsm8k, bfcl, hotpotqa, taubench_retail):
+    for cut in (gsm8k, bfcl, hotpotqa, taubench_retail, scitldr, humaneval, mbpp):
         source, out = flags.data_dir / cut.__name__, flags.out / cut.__name__
         what = cut(source, out)
         notes = (source / "SOURCE.txt").read_text("utf-8").split("\n")
         kept = [line for line in notes if line.startswith(("repo:", "commit:", "licence:"))]
+        if cut is mbpp:  # the copy's note is older than the look at the dataset card
+            kept[-1] = "licence: CC-BY-4.0 (the dataset card of google-research-datasets/mbpp says so)"
         write(out / "SOURCE.txt", "\n".join([*kept, f"this folder: {what}; cut by experiments/make_fixtures.py", ""]))
         if (source / "LICENSE").exists():
             shutil.copyfile(source / "LICENSE", out / "LICENSE")
         else:
-            write(out / "LICENSE", CC_BY_SA)
+            write(out / "LICENSE", NOTICES[cut.__name__])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class Played(NamedTuple):
     completion_text: Callable[[int], str]
     failures: list[str]
     records: HostRollout | None  # host environments
+    watched: Mapping[str, float] = {}  # figures of the environment's own, see `HostArena.play`
 
 
 class Demonstrations(NamedTuple):
@@ -218,7 +219,19 @@ class HostArena(Arena):
         def prompt(row: int) -> str:
             return "\n".join(f"[{m.speaker}] {m.text}" for m in got.records[row].prompt)
 
-        return Played(got.tree, prompt, lambda row: got.records[row].action.text, got.failures, got)
+        watched: Mapping[str, float] = {}
+        if hasattr(self.module, "watch"):  # (task, {role: text}) of every joint action -> figures for the log
+            moves = got.tree.transitions
+            spoken = [
+                (
+                    source[indices[moves.task[j]]],
+                    {got.records[s].role: got.records[s].action.text for s in seats[seats >= 0]},
+                )
+                for j, seats in enumerate(moves.steps)
+                if moves.played[j]
+            ]
+            watched = self.module.watch(spoken)
+        return Played(got.tree, prompt, lambda row: got.records[row].action.text, got.failures, got, watched)
 
     def demonstrations(self, team, n, seed, context):
         rng = np.random.default_rng([seed, 7])

@@ -78,6 +78,7 @@ def diagnose(
             out[f"node/{turn}/variance"] = float(credited.stats.variance[groups].mean())
             out[f"node/{turn}/zero_variance"] = float(flat[groups].mean())
             out[f"node/{turn}/selected"] = float(selected[groups].mean())
+    out |= played.watched
     out["bad"] = float(any(not m["ok"] for m in updated.values()))
     out["logprob_gap"] = max((m["logprob_gap"] for m in updated.values()), default=0.0)
     return out

@@ -229,9 +229,10 @@ def test_actor_critics_solve_the_iterated_game(critic, tmp_path):
 @pytest.mark.parametrize("critic", ["head", "joint"])
 def test_a_critic_resumes_to_the_bit(critic, tmp_path):
     cfg = config(critic, steps=4, sft=SFT(), batch=4, run=RunConfig(2, eval_every=0, tensorboard=False))
-    straight = fit(cfg, KINDS[critic].make(cfg), tmp_path / "a")
-    fit(dataclasses.replace(cfg, steps=2), KINDS[critic].make(dataclasses.replace(cfg, steps=2)), tmp_path / "b")
-    resumed = fit(cfg, KINDS[critic].make(cfg), tmp_path / "b")
+    recipe = KINDS[critic].make(cfg)
+    straight = fit(cfg, recipe, tmp_path / "a")
+    fit(dataclasses.replace(cfg, steps=2), recipe._replace(total_steps=2), tmp_path / "b")
+    resumed = fit(cfg, recipe, tmp_path / "b")
     same = lambda state: digests((state.params["agents"], state.opt_state))
     assert same(straight) == same(resumed) and int(resumed.step) == 4
 

@@ -7,6 +7,7 @@ holds one folder per dataset, with the upstream file names:
     bfcl/BFCL_v4_<category>.json + possible_answer/ Apache-2.0      ShishirPatil/gorilla
     hotpotqa/dev_distractor_slice.json              CC-BY-SA-4.0    hotpotqa.github.io, distractor setting
     taubench_retail/{users,orders,products,tasks_<split>}.json  MIT sierra-research/tau-bench
+    scitldr/SciTLDR-A/{train,dev,test}.jsonl        Apache-2.0      allenai/scitldr, abstracts only
 
 A name with a slash, such as ``openai/gsm8k``, is a Hugging Face hub id and goes through ``datasets``. Bad data raises
 ConfigError with one line that names file, line and field; nothing is skipped silently. Datasets without a train split
@@ -18,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ Tasks = list[tuple[str, Task]]
 FIXTURES = Path(__file__).parent / "fixtures"
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")  # BFCL files read, if there
 HUB_CONFIGS = {"openai/gsm8k": "main", "hotpotqa/hotpot_qa": "distractor"}
+HUB_SPLITS = {("OpenMLRL/arXiv_abstract", "test"): "val"}  # no test split upstream
 
 
 def load(
@@ -40,7 +43,8 @@ def load(
 
     Fields by dataset, besides ``id``: gsm8k ``question solution answer``; bfcl ``question functions answers category``;
     hotpotqa ``question answer passages supporting`` (passages are ``[title, text]``); taubench_retail ``user_id
-    instruction actions outputs``. Other hub datasets: their rows as they are. Raises ConfigError.
+    instruction actions outputs``; scitldr, trl-lib/tldr and OpenMLRL/arXiv_abstract as `writing_row` says. Other hub
+    datasets: their rows as they are. Raises ConfigError.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
@@ -86,7 +90,9 @@ def load_retail_db(data_dir: str | Path | None = None) -> tuple[dict[str, dict],
 
 
 def _folder(name: str, data_dir: str | Path | None) -> Path:
-    root = (Path(data_dir) if data_dir is not None else FIXTURES) / name
+    base = Path(data_dir) if data_dir is not None else FIXTURES
+    # SciTLDR's own folder is told by the one inside it
+    root = base if name == "scitldr" and (base / "SciTLDR-A").is_dir() else base / name
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder (data_dir must hold a folder {name!r})")
     return root
@@ -238,11 +244,45 @@ def _taubench_retail(root: Path, split: str) -> tuple[Tasks, list[Path]]:
     return tasks, [path]
 
 
+def writing_row(where: str, row: Mapping[str, Any], id: str) -> Task:
+    """``{id, title, text, targets}`` of a text and its summaries, by the columns that are there.
+
+    SciTLDR's ``source target title`` (lists of sentences and of summaries); trl-lib/tldr's ``prompt completion``, where
+    the prompt ends with ``TL;DR:``; or ``abstract_text`` alone, whose sentences may be marked ``<S> ... </S>``.
+    """
+    if "abstract_text" in row:
+        text = re.sub(r"</?S>", " ", _need(row, "abstract_text", str, where))
+        title, targets = "", []
+    elif "prompt" in row:
+        text = _need(row, "prompt", str, where).rstrip().removesuffix("TL;DR:")
+        title, targets = "", [_need(row, "completion", str, where)]
+    else:
+        text = " ".join(_strings(row, "source", where))
+        title, targets = _need(row, "title", str, where), _strings(row, "target", where)
+    texts = [" ".join(t.split()) for t in (text, *targets)]
+    if not all(texts):
+        raise ConfigError(f"{where}: the text and its summaries must not be blank")
+    return {"id": id, "title": title, "text": texts[0], "targets": texts[1:]}
+
+
+def _strings(row: Mapping[str, Any], field: str, where: str) -> list[str]:
+    values = _need(row, field, list, where)
+    if not values or not all(isinstance(v, str) for v in values):
+        raise ConfigError(f"{where}: field {field!r} must be a filled list of str")
+    return values
+
+
+def _scitldr(root: Path, split: str) -> tuple[Tasks, list[Path]]:
+    path = root / "SciTLDR-A" / f"{split}.jsonl"
+    return [(w, writing_row(w, r, _need(r, "paper_id", str, w))) for w, r in _jsonl(path)], [path]
+
+
 _READERS: dict[str, Callable[[Path, str], tuple[Tasks, list[Path]]]] = {
     "gsm8k": _gsm8k,
     "bfcl": _bfcl,
     "hotpotqa": _hotpotqa,
     "taubench_retail": _taubench_retail,
+    "scitldr": _scitldr,
 }
 _UNSPLIT = ("bfcl", "hotpotqa")  # no train split upstream
 
@@ -252,10 +292,22 @@ def _from_hub(name: str, split: str) -> tuple[Tasks, str]:
         import datasets  # an optional extra: most runs read local files
     except ImportError:
         raise ConfigError(f"dataset {name!r} is a hub id and needs the extra: pip install 'jaxmarl_llm[hf]'") from None
-    rows = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=split)
-    parse = {"openai/gsm8k": _gsm8k_row, "hotpotqa/hotpot_qa": _hotpotqa_row}.get(name)
+    try:
+        rows = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=HUB_SPLITS.get((name, split), split))
+    except Exception as error:  # no such name, split or connection: each has its own class
+        why = next(iter(str(error).split("\n")), "")
+        raise ConfigError(f"hub {name}, split {split}: cannot be had ({type(error).__name__}: {why})") from None
+    parse = _HUB_ROWS.get(name)
     tasks = []
     for i, row in enumerate(rows):
         where, id = f"{name}, row {i + 1}", str(row.get("id") or f"{name}-{split}-{i}")
         tasks.append((where, parse(where, row, id) if parse else dict(row) | {"id": id}))
     return tasks, f"hub {name} ({rows.info.version})"
+
+
+_HUB_ROWS: dict[str, Callable[[str, Mapping[str, Any], str], Task]] = {
+    "openai/gsm8k": _gsm8k_row,
+    "hotpotqa/hotpot_qa": _hotpotqa_row,
+    "trl-lib/tldr": writing_row,
+    "OpenMLRL/arXiv_abstract": writing_row,
+}

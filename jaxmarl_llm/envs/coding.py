@@ -1,0 +1,293 @@
+"""Two programmers write one Python program: a helper function and the main function (MAGRPO's coding task).
+
+Both act at once in each turn: ``helper`` writes ``aux``, ``main`` writes the function the problem asks for and may call
+``aux``. Neither sees what the other wrote, only its own history and the feedback after each turn. The two are put
+together and judged in a sandbox; both get the same rewards (a team return), at each turn:
+
+    structure    [0, 1]       syntax    0 or 0.5       tests    [0, 1]       cooperation    [-0.5, 1.5]
+
+by ``reward`` ``strict`` or ``parity`` (see `coding_rewards`), at most 4.0 in all. On the last turn come two components
+that are no part of that reward: ``accuracy``, 1 if the whole ``check`` passes, and ``hardcoded``, 1 if the answers of
+the tests seem to stand in the code. A sample whose verdict could not be reached is invalid, never 0.
+
+Feedback for the next turn: ``plain`` (revise), ``level`` (diagnostics) or ``expert`` (an outside expert's edits, see
+`expert`). Generated code runs in `sandbox` only; without a working one ``make`` and ``tasks`` refuse, unless
+``unsafe_exec``. A program that sleeps costs at most ``3 * cpu * (max_timeouts + 1)`` seconds of wall time, one that
+computes about ``3 * total``: the environment's timeout (``env.timeout``) must be longer, else such a sample is invalid
+and not failed; an expert's ``(expert_retries + 1) * expert_timeout`` comes on top.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import logging
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from jaxmarl_llm import sandbox
+from jaxmarl_llm.data import code_tasks
+from jaxmarl_llm.envs import coding_prompts, expert, passk, schemes
+from jaxmarl_llm.envs.code_ast import bindings, function, own_nodes, parse
+from jaxmarl_llm.envs.coding_prompts import ROLES, strategy, with_memory
+from jaxmarl_llm.envs.coding_rewards import AUX, COMPONENTS, Graded, grade_parity, grade_strict, prelude
+from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
+
+__all__ = [
+    "ROLES", "Config", "State", "Task", "demonstrations", "evaluate", "grade", "make", "split_solution", "strategy",
+    "tasks", "watch", "with_memory",
+]  # fmt: skip
+
+Task = dict[str, Any]
+GRADERS = {"strict": grade_strict, "parity": grade_parity}
+
+
+@dataclass(frozen=True)
+class Config:
+    """``data``: a directory as in `code_tasks`; None: the samples in the package (HumanEval and MBPP)."""
+
+    benchmark: Literal["humaneval", "coophumaneval", "mbpp"] = "humaneval"
+    data: str | None = None
+    split: str = "train"  # train, dev, test or all
+    count: int = 0  # tasks; 0: all
+    seed: int = 0  # of their order
+    reward: Literal["strict", "parity"] = "strict"
+    max_turns: int = 1
+    feedback: Literal["plain", "level", "expert"] = "plain"
+    shown_tests: int = 1  # asserts that level feedback may show; 0: all
+    expert: Any = ""  # module:function, a callable, or an endpoint's base URL
+    expert_model: str = ""
+    expert_key_env: str = "OPENAI_API_KEY"  # the environment variable with the endpoint's key
+    expert_timeout: float = 10.0  # seconds for one attempt
+    expert_retries: int = 1
+    exclude_shared: bool = False  # without the 16 functions that CoopHumanEval shares with HumanEval
+    keep_bad_tests: bool = False  # keep CoopHumanEval's asserts that contradict their problem
+    unsafe_exec: bool = False  # run generated code with this user's rights where no sandbox works
+    cpu: float = 2.0  # seconds for one call, and for loading
+    total: float = 6.0  # CPU seconds for one program
+    memory_mb: int = 512
+    max_timeouts: int = 2  # then the remaining tests of a program count as timed out
+
+    def __post_init__(self) -> None:
+        for key in ("max_turns", "memory_mb", "max_timeouts"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
+        if self.count < 0 or self.shown_tests < 0:
+            raise ConfigError(f"count and shown_tests must not be negative: {self.count}, {self.shown_tests}")
+        if not 0 < self.cpu <= self.total:
+            raise ConfigError(f"expected 0 < cpu <= total seconds, not {self.cpu:g} and {self.total:g}")
+        if self.benchmark not in code_tasks.BENCHMARKS:
+            raise ConfigError(f"benchmark {self.benchmark!r}: expected one of {', '.join(code_tasks.BENCHMARKS)}")
+        if self.reward not in GRADERS or self.feedback not in ("plain", "level", "expert"):
+            raise ConfigError(f"no reward {self.reward!r} or no feedback {self.feedback!r}")
+        if self.feedback == "expert":
+            self.advisor()
+
+    def advisor(self) -> expert.Expert:
+        return expert.resolve(
+            self.expert,
+            model=self.expert_model,
+            key_env=self.expert_key_env,
+            timeout=self.expert_timeout,
+            retries=self.expert_retries,
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """An episode so far; each role's conversation is its own. ``task`` is shared by all states and never changed."""
+
+    task: Mapping[str, Any] = field(hash=False)
+    helper: Prompt
+    main: Prompt
+    turn: int = 0
+
+
+def make(config: Config) -> HostEnv:
+    """Raises SandboxUnavailable, which is a ConfigError, where generated code cannot be run."""
+    sandbox.probe(config.unsafe_exec)
+    return HostEnv(
+        name="coding",
+        roles=ROLES,
+        max_turns=config.max_turns,
+        components=(*COMPONENTS, "accuracy", "hardcoded"),
+        reset=reset,
+        observe=observe,
+        step=partial(step, config),
+    )
+
+
+def watch(spoken: Sequence[tuple[Task, Mapping[str, str]]]) -> dict[str, float]:
+    """Share of each cooperation scheme among the joint actions, ``scheme/<name>``, for the log and its plot."""
+    counts = schemes.count((said["helper"], said["main"], task["entry_point"]) for task, said in spoken)
+    return {f"scheme/{name}": n / max(1, len(spoken)) for name, n in counts.items()}
+
+
+def reset(seed: int, task: Task) -> State:
+    """The episode's first state. Everything is deterministic, so the seed has no effect."""
+    return State(task, **coding_prompts.opening(task))
+
+
+def observe(state: State) -> dict[str, Prompt]:
+    return {"helper": state.helper, "main": state.main}
+
+
+def step(config: Config, seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State, Rewards, bool]:
+    """Raises Unscored or ExpertError, which make the transition invalid."""
+    if set(actions) != set(ROLES) or state.turn >= config.max_turns:
+        raise ValueError(f"expected an action of helper and main in an unfinished episode, got {sorted(actions)}")
+    texts = {role: actions[role].text for role in ROLES}
+    graded = grade(config, state.task, texts["helper"], texts["main"])
+    done = state.turn + 1 >= config.max_turns
+    rewards = dict(graded.rewards)
+    if done:
+        rewards |= {"accuracy": float(graded.solved), "hardcoded": float(graded.hardcoded)}
+        told = dict.fromkeys(ROLES, "")
+    elif config.feedback == "level":
+        told = coding_prompts.level(state.task, texts, graded, config.shown_tests)
+    elif config.feedback == "expert":
+        edits = expert.consult(config.advisor(), state.task, texts["helper"], texts["main"])
+        told = coding_prompts.suggestions(state.task, edits)
+    else:
+        told = coding_prompts.plain(state.task)
+    conversations = {}
+    for role in ROLES:
+        action = actions[role]
+        # a scripted action has no ids; its text is encoded instead
+        said = action.message(role) if action.ids else Message("assistant", action.text)
+        feedback = (Message("user", told[role]),) if told[role] else ()
+        conversations[role] = (*getattr(state, role), said, *feedback)
+    new = replace(state, turn=state.turn + 1, **conversations)
+    return new, {role: dict(rewards) for role in ROLES}, done
+
+
+def grade(config: Config, task: Mapping[str, Any], helper: str, main: str) -> Graded:
+    """The program's rewards by the configured rules. Raises Unscored where the sandbox gives no verdict."""
+    limits = sandbox.Limits(cpu=config.cpu, total=config.total, memory_mb=config.memory_mb)
+    report = partial(sandbox.judge, limits=limits, stop_after_timeouts=config.max_timeouts, unsafe=config.unsafe_exec)
+    return GRADERS[config.reward](helper, main, task, report)
+
+
+def evaluate(
+    config: Config, samples: Iterable[tuple[Task, Sequence[tuple[str, str]]]], ks: Sequence[int] = (1,)
+) -> dict[str, float]:
+    """pass@k and its relatives of (task, its (helper, main) completions in the order drawn), by the whole ``check``.
+
+    Samples without a verdict raise: an estimate over a part of them would not say so.
+    """
+    rows = []
+    for task, pairs in samples:
+        graded = [grade(config, task, helper, main) for helper, main in pairs]
+        rows.append(
+            {
+                "solved": [g.solved for g in graded],
+                "tests": [g.rewards["tests"] for g in graded],
+                "cooperation": [g.rewards["cooperation"] for g in graded],
+            }
+        )
+    return passk.summary(rows, ks)
+
+
+# -- tasks and demonstrations ------------------------------------------------------------------------------------------
+
+
+def tasks(config: Config) -> list[Task]:
+    """The split's tasks, in an order fixed by the seed. Refuses, like ``make``, where nothing could be scored."""
+    log = logging.getLogger(__name__)
+    log.info("%s", sandbox.describe(config.unsafe_exec))
+    found, source = code_tasks.load_code(
+        config.benchmark,
+        data_dir=config.data,
+        split=config.split,
+        exclude_shared=config.exclude_shared,
+        keep_bad_tests=config.keep_bad_tests,
+    )
+    if config.count > len(found):
+        raise ConfigError(f"count: {config.count} tasks asked for, {source}")
+    random.Random(f"{config.benchmark} {config.split} {config.seed}").shuffle(found)
+    log.info("%s: %s", config.benchmark, source)
+    return found[: config.count or None]
+
+
+def demonstrations(config: Config, tasks: Iterable[Task], memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
+    """Samples (role, prompt, completion) from the canonical solutions; of those that come apart, both roles' parts."""
+    out = []
+    for task in tasks:
+        prompts = {role: with_memory(prompt, memory) for role, prompt in coding_prompts.opening(task).items()}
+        helper, main = split_solution(task)
+        out += [(role, prompts[role], code) for role, code in (("helper", helper), ("main", main)) if code]
+    return out
+
+
+def split_solution(task: Mapping[str, Any]) -> tuple[str, str]:
+    """The canonical solution as (helper, main), docstrings left out.
+
+    It comes apart where it has exactly one function beside the entry point: at the margin, or inside the entry point
+    without use of its names. That function becomes ``aux``, unless main would be a mere wrapper of it. Otherwise the
+    helper is '' and main the whole; without a solution both are ''.
+    """
+    module = parse(task["solution"]) if task["solution"] else None
+    entry = function(module, task["entry_point"])
+    if module is None or entry is None:
+        return "", ""
+    imports = [n for n in module.body if _imports(n)]
+    main = copy.deepcopy(entry)
+    main.body = _without_docstring(main.body)
+    whole = copy.deepcopy(main)
+    given = parse(prelude(task["prompt"], task["entry_point"]))
+    known = set(bindings(given)) if given is not None else set()
+    imports = [n for n in imports if not set(bindings(ast.Module([n], []))) <= known]
+    margin = [n for n in module.body if n is not entry and getattr(n, "name", "") not in known and not _imports(n)]
+    inner = [n for n in main.body if isinstance(n, ast.FunctionDef)]
+    helper: ast.FunctionDef | None = None
+    if len(margin) == 1 and isinstance(margin[0], ast.FunctionDef) and not inner:
+        helper = copy.deepcopy(margin[0])
+    elif len(inner) == 1 and not margin and not _closes_over(inner[0], main):
+        helper = inner[0]
+        main.body.remove(helper)
+    kept = [n for n in margin if n.lineno < entry.lineno]
+    alone = "", _source(*imports, *kept, whole, *(n for n in margin if n not in kept))
+    used = [n for n in ast.walk(main) if isinstance(n, ast.Name)]
+    if helper is None or not any(n.id == helper.name for n in used) or any(n.id == AUX for n in used):
+        return alone
+    old, helper.body = helper.name, _without_docstring(helper.body)
+    for node in (n for tree in (helper, main) for n in ast.walk(tree)):
+        if isinstance(node, ast.Name) and node.id == old:
+            node.id = AUX
+    helper.name = AUX
+    parts = _source(*_needed(imports, helper), helper), _source(*_needed(imports, main), main)
+    return alone if schemes.classify(*parts, entry.name).startswith("trivial") else parts
+
+
+def _source(*nodes: ast.stmt) -> str:
+    return "\n".join(ast.unparse(n) for n in nodes) + "\n"
+
+
+def _needed(imports: Sequence[ast.stmt], node: ast.AST) -> list[ast.stmt]:
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return [n for n in imports if names & set(bindings(ast.Module([n], []))) or "*" in ast.unparse(n)]
+
+
+def _imports(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(body) > 1:
+        return body[1:]
+    return body
+
+
+def _closes_over(inner: ast.FunctionDef, outer: ast.FunctionDef) -> bool:
+    """Does the inner function use a name of the outer one, or rebind one?"""
+    own = {a.arg for a in ast.walk(inner) if isinstance(a, ast.arg)} | {inner.name}
+    own |= {n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    read = {n.id for n in ast.walk(inner) if isinstance(n, ast.Name)} - own
+    local = {a.arg for a in ast.walk(outer.args) if isinstance(a, ast.arg)}
+    local |= {n.id for n in own_nodes(outer) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    local |= {name for n in outer.body if _imports(n) for name in bindings(ast.Module([n], []))}
+    return bool(read & local) or any(isinstance(n, (ast.Nonlocal, ast.Global)) for n in ast.walk(inner))

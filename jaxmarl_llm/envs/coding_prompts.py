@@ -1,0 +1,133 @@
+"""What helper and main read: their instructions, the problem, and the feedback of a turn.
+
+The wording is ours; what is asked for follows MAGRPO's prompts and its three ways of feedback (a helper ``aux``, a main
+function that may call it and must not define it again; code only). Feedback is part of the next prompt, a message of
+the environment, so no gradient flows through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxmarl_llm.envs import code_ast
+from jaxmarl_llm.envs.coding_rewards import AUX, Graded
+from jaxmarl_llm.sandbox import Test, Verdict
+from jaxmarl_llm.text import Action, Message, Prompt
+
+ROLES = ("helper", "main")
+SYSTEM = {
+    "helper": (
+        "You write a helper function in Python. Another programmer writes the main function and may call yours. "
+        "Answer with the code of the function aux only, no explanation."
+    ),
+    "main": (
+        "You write the main function in Python. Another programmer writes a helper function aux, which you may call. "
+        "Answer with the code of the main function only, no explanation."
+    ),
+}
+MAX_SHOWN = 300  # characters of one assert or message in feedback
+
+
+def opening(task: Mapping[str, Any]) -> dict[str, Prompt]:
+    """The first prompt of each role."""
+    entry, problem = task["entry_point"], task["prompt"].rstrip()
+    asked = {
+        "helper": f"Write def {AUX}(...) that returns data useful to solve this with {entry}:\n\n{problem}\n\n"
+        f"Do not write {entry}. Code only.",
+        "main": f"Solve this:\n\n{problem}\n\n"
+        f"Write only {entry}. You may call {AUX}(...), which returns data useful here; do not define it. Code only.",
+    }
+    return {role: (Message("system", SYSTEM[role]), Message("user", asked[role])) for role in ROLES}
+
+
+def plain(task: Mapping[str, Any]) -> dict[str, str]:
+    return {"helper": f"Revise your {AUX}. Code only.", "main": f"Revise your {task['entry_point']}. Code only."}
+
+
+def level(task: Mapping[str, Any], texts: Mapping[str, str], graded: Graded, shown: int) -> dict[str, str]:
+    """Definition, syntax and test diagnostics for both, and to main what it makes of aux.
+
+    Only the first ``shown`` tests (0: all) are spoken of, results included, as upstream does by default with 1.
+    """
+    entry = task["entry_point"]
+    codes = {role: code_ast.code_of(texts[role]) for role in ROLES}
+    has = {"helper": code_ast.defined(codes["helper"], AUX), "main": code_ast.defined(codes["main"], entry)}
+    lines = [
+        f"- {AUX}: {'defined' if has['helper'] else 'missing, or it returns nothing'}",
+        f"- {entry}: {'defined' if has['main'] else 'missing, or it returns nothing'}",
+        f"- syntax: {_syntax(codes)}",
+    ]
+    tests, report = graded.tests, graded.report
+    if report is not None:
+        if report.load is not Verdict.PASS:
+            lines.append(f"- loading: {report.load.value}: {_cut(report.load_detail)}")
+        part = slice(0, shown or None)
+        verdicts = report.tests[part]
+        lines.append(f"- tests: {verdicts.count(Verdict.PASS)} of {len(verdicts)} shown pass")
+        for test, verdict, detail in zip(tests[part], verdicts, report.details[part]):
+            if verdict is not Verdict.PASS:
+                lines.append(f"  {verdict.value}: {_cut(_asserted(test))} ({_cut(detail) or 'no message'})")
+    else:
+        lines.append("- tests: not run")
+    usage = [f"- use of {AUX}: {_usage(graded)}"] if has["main"] else []
+    asked = plain(task)
+    return {
+        "helper": "\n".join(["Diagnostics:", *lines, asked["helper"]]),
+        "main": "\n".join(["Diagnostics:", *lines, *usage, asked["main"]]),
+    }
+
+
+def suggestions(task: Mapping[str, Any], edits: Mapping[str, str]) -> dict[str, str]:
+    """An expert's edits, each to the one whose function it is."""
+    out = {}
+    for role, key in zip(ROLES, ("aux", "main")):
+        said = f"An expert suggests:\n\n{edits[key]}" if edits[key] else "An expert suggests no change."
+        out[role] = f"{said}\n\n{plain(task)[role]}"
+    return out
+
+
+def _syntax(codes: Mapping[str, str]) -> str:
+    faults = {name: code_ast.fault(codes[role]) for role, name in zip(ROLES, (AUX, "main"))}
+    return "; ".join(f"{name}: {_cut(why)}" for name, why in faults.items() if why) or "fine"
+
+
+def _usage(graded: Graded) -> str:
+    found = graded.flow
+    if found is None:
+        return "unknown"  # the parity reward does not look at it
+    if not found.called:
+        return "main does not call it"
+    if not found.used:
+        return "called, but its value is not used"
+    if found.wrapper:
+        return "main only passes its value on; add work of your own"
+    return "called and used" + (", but some of its values are thrown away" if found.ignored else "")
+
+
+def _asserted(test: Test) -> str:
+    """The assert itself, without what comes before it."""
+    return test.code.rstrip().split("\n")[-1].strip() if "\n    " not in test.code else test.code.strip()
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split()).encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " [cut]"
+
+
+def with_memory(prompt: Prompt, entries: Sequence[str]) -> Prompt:
+    """The prompt with remembered strategies in its system message."""
+    if not entries:
+        return prompt
+    if not prompt or prompt[0].speaker != "system":
+        raise ValueError("with_memory: the prompt does not start with a system message")
+    lines = "\n".join(f"- {' '.join(entry.split())}" for entry in entries)
+    return (prompt[0]._replace(text=f"{prompt[0].text}\nStrategies that worked before:\n{lines}"), *prompt[1:])
+
+
+def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
+    """What a sample leaves in memory, at most 200 characters: the problem in brief and the code."""
+    asked = next((m.text for m in prompt if m.speaker == "user"), "")
+    about = " ".join(asked.split("def ")[-1].split()) if "def " in asked else " ".join(asked.split())
+    score = rewards.get("accuracy", 0.0)
+    return f"{role} ({score:.1f}) on '{about[:80]}': {' '.join(action.text.split())}"[:200]

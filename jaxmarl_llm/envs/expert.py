@@ -1,0 +1,175 @@
+"""An outside expert's suggestions for the next turn: a function, or a chat endpoint that speaks OpenAI's protocol.
+
+The expert sees the problem and both agents' code and answers with JSON ``{"aux": ..., "main": ...}``, the edited
+functions as text. Each agent gets its own part in its next prompt, so no gradient flows through it.
+
+An expert is given as ``module:function`` (or a callable) with the signature ``expert(task, helper, main) -> answer``,
+or as the base URL of an endpoint, such as ``http://localhost:8000/v1``, with a model's name and the name of the
+environment variable that holds the key (the key itself stands in no configuration and no message).
+
+Whatever goes wrong raises `ExpertError`, which makes the transition invalid and is counted; nothing is made up.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmarl_llm.text import ConfigError
+
+Edits = dict[str, str]  # aux, main; a missing one is ''
+Expert = Callable[[Mapping[str, Any], str, str], Any]
+
+MAX_ANSWER = 1 << 18  # bytes of an endpoint's reply
+MAX_EDIT = 4000  # characters of one suggestion
+RETRIED = (408, 409, 429, 500, 502, 503, 504)
+
+INSTRUCTIONS = (
+    "You advise two programmers. One writes a helper function aux(...), the other the main function {entry}(...), "
+    "which should use aux. Answer with one JSON object with the keys aux and main, whose values are the corrected "
+    "functions as Python source, and nothing else."
+)
+
+
+class ExpertError(RuntimeError):
+    """The expert gave no usable answer; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    url: str
+    model: str
+    key_env: str
+    timeout: float  # seconds for one attempt, all of it
+    retries: int  # attempts after the first
+    pause: float = 0.5  # seconds before the first retry, doubled each time
+    max_tokens: int = 1024
+
+    def __call__(self, task: Mapping[str, Any], helper: str, main: str) -> Any:
+        question = f"Problem:\n{task['prompt']}\n\nHelper:\n{helper}\n\nMain:\n{main}\n"
+        body = {
+            "model": self.model,
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+            "messages": [
+                {"role": "system", "content": INSTRUCTIONS.format(entry=task["entry_point"])},
+                {"role": "user", "content": question},
+            ],
+        }
+        pause = self.pause
+        for attempt in range(self.retries + 1):
+            try:
+                return self._ask(body)
+            except _Again as error:
+                if attempt == self.retries:
+                    raise ExpertError(f"expert {self.url}: {error} ({attempt + 1} attempts)") from None
+            time.sleep(pause)
+            pause *= 2
+        raise AssertionError("unreachable")
+
+    def _ask(self, body: Mapping[str, Any]) -> str:
+        data = json.dumps(body).encode()  # ASCII: lone surrogates in a completion do no harm
+        request = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", data, method="POST")
+        request.add_header("Content-Type", "application/json")
+        if key := os.environ.get(self.key_env, ""):
+            request.add_header("Authorization", f"Bearer {key}")
+        deadline = time.monotonic() + self.timeout
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
+                raw = b""
+                # The timeout of a socket is one of each read: a server that drips would never end.
+                while chunk := reply.read1(1 << 16):
+                    raw += chunk
+                    if len(raw) > MAX_ANSWER:
+                        raise ExpertError(f"expert {self.url}: an answer of more than {MAX_ANSWER} bytes")
+                    if time.monotonic() > deadline:
+                        raise _Again(f"no answer within {self.timeout:g} s")
+                if reply.length:  # what is still to come
+                    raise _Again(f"the answer was cut off {reply.length} bytes before its end")
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code in RETRIED:
+                    raise _Again(f"HTTP {error.code}") from None
+                raise ExpertError(f"expert {self.url}: HTTP {error.code} {error.reason}") from None
+        except TimeoutError:
+            raise _Again(f"no answer within {self.timeout:g} s") from None
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            reason = getattr(error, "reason", error)
+            raise _Again(f"{type(error).__name__}: {' '.join(str(reason).split())[:120]}") from None
+        try:
+            text = json.loads(raw)["choices"][0]["message"]["content"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise ExpertError(f"expert {self.url}: the reply is no chat completion") from None
+        if not isinstance(text, str):
+            raise ExpertError(f"expert {self.url}: the reply holds no text")
+        return text
+
+
+class _Again(Exception):
+    """A fault that may pass."""
+
+
+def resolve(
+    expert: Any, *, model: str = "", key_env: str = "OPENAI_API_KEY", timeout: float = 10.0, retries: int = 1
+) -> Expert:
+    """The expert that a configuration names. Raises ConfigError."""
+    if callable(expert):
+        return expert
+    if not isinstance(expert, str) or not expert:
+        raise ConfigError(f"expert: expected module:function or http(s)://..., got {expert!r}")
+    if timeout <= 0 or retries < 0:
+        raise ConfigError(f"expert: expected a timeout > 0 and retries >= 0, got {timeout:g} and {retries}")
+    if re.match(r"https?://", expert):
+        if not model:
+            raise ConfigError(f"expert_model: the endpoint {expert} needs the name of a model")
+        return Endpoint(expert, model, key_env, timeout, retries)
+    module, _, name = expert.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"expert {expert!r}: expected module:function or http(s)://... ({error})") from None
+    if not callable(found):
+        raise ConfigError(f"expert {expert!r}: not a function")
+    return found
+
+
+def consult(expert: Expert, task: Mapping[str, Any], helper: str, main: str) -> Edits:
+    """The expert's edits, checked. Raises ExpertError, whatever the expert raises or returns."""
+    try:
+        answer = expert(task, helper, main)
+    except ExpertError:
+        raise
+    except Exception as error:
+        raise ExpertError(f"expert raised {type(error).__name__}: {' '.join(str(error).split())[:120]}") from None
+    if isinstance(answer, str):
+        answer = _json_in(answer)
+    if not isinstance(answer, Mapping) or not {"aux", "main"} & set(answer):
+        raise ExpertError("expert: expected an object with the keys aux and main")
+    edits = {}
+    for key in ("aux", "main"):
+        text = answer.get(key, "")
+        if text is None:
+            text = ""
+        if not isinstance(text, str):
+            raise ExpertError(f"expert: {key} must be text, not {type(text).__name__}")
+        text = text.encode("utf-8", "replace").decode("utf-8").strip()  # JSON can spell lone surrogates
+        edits[key] = text if len(text) <= MAX_EDIT else text[:MAX_EDIT] + " [cut]"
+    return edits
+
+
+def _json_in(text: str) -> Any:
+    """The JSON object in a text, which may have a fence or words around it; None if there is none."""
+    start, end = text.find("{"), text.rfind("}")
+    try:
+        return json.loads(text[start : end + 1], strict=False) if 0 <= start < end else None
+    except (ValueError, RecursionError):
+        return None
