@@ -7,6 +7,8 @@ Keys are paths; everything that reads metrics (panel, report, notebooks) goes by
     agent/<role>/{reward, variance, zero_variance, entropy, length, selected, updated, truncated,
                   memory_size, memory_hit, grad_norm, kl, clip_fraction}
     node/<turn>/{variance, zero_variance, selected}
+    critic/<model>/{loss, value, explained_variance}
+    scheme/<name>                        cooperation schemes, shares of joint actions
     count/{sequences, branch_sequences, prompt_tokens, completion_tokens, env_calls, invalid, launches}
     time/{rollout, reward, update, memory, step}   seconds; written by the logger from its stages
     speed/{rollout, reward, update, step}          tokens per second; written by the logger where counts allow

@@ -307,6 +307,7 @@ def full_row(step):
         row |= {f"node/{turn}/{key}": turn / 2 for key in ("variance", "zero_variance", "selected")}
     row |= {f"time/{key}": 1.0 for key in ("rollout", "reward", "update", "memory", "step")}
     row |= {"speed/rollout": 100.0, "speed/step": 50.0}
+    row |= {"critic/solver/loss": 0.1, "critic/solver/explained_variance": 0.9, "scheme/decorator": 1.0}
     if step % 10 == 0:
         row |= {"eval/success_greedy": 0.4, "eval/length": 90}
     return row
