@@ -1,4 +1,4 @@
-"""Which groups, and so which models, an update uses. Pure functions of group statistics. Letters: K groups.
+"""Which groups an update uses. Pure functions of group statistics. Letters: K groups.
 
 What is not selected must stay bit-identical, optimizer state included: that is the update's part of the bargain.
 """
@@ -39,11 +39,3 @@ def top_k_variance(
     first = jnp.cumsum(size) - size
     rank = jnp.zeros(num, jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32) - first[bucket[order]])
     return candidate & (rank < k)
-
-
-def models_updated(
-    selected: Bool[Array, "K"], model_of_group: Int[Array, "K"], num_models: int
-) -> Bool[Array, "num_models"]:
-    """True for each model that owns a selected group (JoyAgents-R1: only those are updated, on those groups alone)."""
-    hits = jnp.where(selected, model_of_group, num_models)  # out of range: dropped
-    return jax.ops.segment_sum(selected.astype(jnp.int32), hits, num_models) > 0

@@ -81,12 +81,6 @@ def top_k_variance(variance, eligible, k, scope, tol):
     return selected
 
 
-def models_updated(selected, model_of_group, num_models):
-    return np.array(
-        [any(s and m == model for s, m in zip(selected, model_of_group, strict=True)) for model in range(num_models)]
-    )
-
-
 def aggregation_weights(mask, sequence_weight, kind, constant=None):
     out = np.zeros(mask.shape)
     rows = [i for i in range(len(mask)) if mask[i].any() and sequence_weight[i] != 0]

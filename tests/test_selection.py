@@ -32,9 +32,6 @@ def test_equals_the_sort(rng, k, whole_batch):
     scopes = {} if whole_batch else {"scope": jnp.asarray(scope), "num_scopes": 3}
     selected = top_k_variance(jnp.asarray(variance), jnp.asarray(eligible), k, tol=0.25, **scopes)
     np.testing.assert_array_equal(selected, expected)
-    model = rng.integers(0, 4, 16).astype(np.int32)
-    updated = selection.models_updated(selected, jnp.asarray(model), 4)
-    np.testing.assert_array_equal(updated, reference.models_updated(expected, model, 4))
 
 
 def test_ties_go_to_the_lower_index():
@@ -45,12 +42,6 @@ def test_garbage_is_never_selected():
     variance = jnp.array([jnp.nan, 1.0, jnp.inf, 2.0])
     assert top_k_variance(variance, jnp.array([True, True, False, True]), 2).tolist() == [False, True, False, True]
     assert not top_k_variance(variance, jnp.zeros(4, bool), None).any()
-
-
-def test_unselected_groups_touch_no_model():
-    """Padding rows carry model -1, which as an index would mean the last model."""
-    selected = jnp.array([True, False, False])
-    assert selection.models_updated(selected, jnp.array([1, 0, -1]), 3).tolist() == [False, True, False]
 
 
 def test_k_is_positive():

@@ -83,7 +83,7 @@ def test_only_one_leaf_is_on_the_host_at_a_time(tmp_path, monkeypatch):
     """Every leaf is placed, in the order of the file's leaves, before a tensor of the next one is read."""
     weights.save(tmp_path / "out", random_params(SMALL), SMALL)
     events = []
-    read, place = weights._Safetensors.read, weights._place
+    read, place = weights.Safetensors.read, weights._place
 
     def spy_read(self, name):
         events.append(name)
@@ -93,7 +93,7 @@ def test_only_one_leaf_is_on_the_host_at_a_time(tmp_path, monkeypatch):
         events.append(host.shape)
         return place(host, sharding)
 
-    monkeypatch.setattr(weights._Safetensors, "read", spy_read)
+    monkeypatch.setattr(weights.Safetensors, "read", spy_read)
     monkeypatch.setattr(weights, "_place", spy_place)
     weights.load(tmp_path / "out")
     assert events == [e for leaf in weights.leaves(SMALL) for e in (*leaf.names, leaf.full_shape)]
