@@ -43,6 +43,7 @@ demo: $(VENV)/.installed
 test: test-one notebooks test-312
 
 test-one: $(VENV)/.installed-parity lint types sandbox
+	@test -f weights/smollm2/config.json || $(MAKE) weights || echo "SmolLM2 was not fetched: its tests skip"
 	$(CPU) $(RUN) -m pytest -n 2 --dist loadfile
 
 # The newest JAX needs Python 3.12. Runs where that Python is found; torch is left to the first leg.
@@ -52,7 +53,7 @@ test-312:
 	@echo "python3.12 was not found: the second leg (newest JAX) did not run"
 else
 test-312: .venv-312/.installed-test sandbox
-	$(CPU) .venv-312/bin/python -m pytest -n 2 --dist loadfile -m "not parity and not real_weights"
+	$(CPU) .venv-312/bin/python -m pytest -n 2 --dist loadfile -m "not parity and not real_weights and not slow"
 
 .venv-312/.installed-test: setup.cfg pyproject.toml
 	$(MAKE) VENV=.venv-312 PYTHON=$(PY312) .venv-312/.installed

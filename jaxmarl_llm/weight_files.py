@@ -1,6 +1,6 @@
 """Readers of checkpoint files: a Hugging Face directory of safetensors, a GGUF file.
 
-Each knows the names and shapes of its tensors from headers alone (``shapes``) and reads one tensor at a time (``read``).
+Each knows names and shapes of its tensors from headers alone (``shapes``) and reads one tensor at a time (``read``).
 Whatever is wrong with a file ends with one line that names it.
 """
 
