@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toys import Compiles
 
 from jaxmarl_llm.generate import bucket, generate
 from jaxmarl_llm.qwen import Config, make_policy
@@ -337,21 +338,6 @@ def test_padding_ids_have_no_probability(tied):
 
 
 # --------------------------------------------------------------------------------------------------- compiles
-
-
-class Compiles:
-    """Programs that the backend compiles, or loads from its cache, while the block runs."""
-
-    def __enter__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *_):
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event, duration, **_):
-        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 def test_nothing_compiles_after_the_warm_up_of_a_bucket():

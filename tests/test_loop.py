@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toys import Compiles
 
 from jaxmarl_llm import loop
 from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.recipes import grpo, joyagents_r1
 from jaxmarl_llm.text import ConfigError
 
@@ -94,6 +96,21 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
     assert got is not None and got[2] == STAGE_0 + 6
     assert digests(got[0]) == digests(loop._without_shared(state))
     assert lines(run) == lines(workdir)
+
+
+def test_a_warm_step_compiles_nothing(straight, tmp_path):
+    """A whole step of the recipe (rollout, credit, selection, update, memory) from a state it has met before."""
+    state, _ = straight
+    recipe = joyagents_r1.make(joy())
+    with (
+        Logger(tmp_path, resume_step=None, total_steps=99, interval=99, tensorboard=False) as logger,
+        Compiles() as seen,
+    ):
+        # A step donates what it updates; it needs a copy each time.
+        recipe.step(jax.tree.map(jnp.copy, state), logger)
+        cold = seen.count
+        recipe.step(jax.tree.map(jnp.copy, state), logger)
+        assert cold > 0 and seen.count == cold
 
 
 def test_metrics_and_files_of_a_run(straight):

@@ -83,3 +83,18 @@ def relay(turns=4, poison=-1):
 
 def relay_tasks(n):
     return {"start": jnp.arange(65, 65 + n)}
+
+
+class Compiles:
+    """Programs that the backend compiles, or loads from its cache, while the block runs."""
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event, duration, **_):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
