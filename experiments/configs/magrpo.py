@@ -1,7 +1,9 @@
 """MAGRPO (arXiv 2508.04652). Variants:
 
-tiny        `duet`, two random models of 0.1 M parameters write strings that must fit together; CPU, about a minute
-tree        the same, two turns would be needed for a tree to differ: `matrix`, iterated chicken, crossed joint actions
+tiny        `duet`, two random models of 0.1 M parameters write strings that must fit together; CPU, about a minute.
+            Crossed joint actions and standardised advantages, as in the authors' later library
+paper       the same task by the paper: aligned joint actions, no std
+tree        `matrix`, chicken played twice: a tree of crossed joint actions, discounted child means
 smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it): two
             SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
 tldr        the paper's setting of TLDR (two Qwen3-1.7B from --config.team.backbone.path); for accelerators
@@ -9,6 +11,8 @@ coding      the paper's setting of HumanEval (two Qwen2.5-Coder-3B); for acceler
 
     python -m experiments.train --config=experiments/configs/magrpo.py:tiny --workdir=runs/magrpo
 """
+
+import dataclasses
 
 from ml_collections import ConfigDict
 
@@ -21,7 +25,7 @@ from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Optimizer
 
-VARIANTS = ("tiny", "tree", "smollm2", "tldr", "coding")
+VARIANTS = ("tiny", "paper", "tree", "smollm2", "tldr", "coding")
 DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
 WRITING = {"words": 1.0, "ratio": 1.0, "unique": 1.0, "transitions": 1.0, "jaccard": 1.0}
 CODING = {"structure": 1.0, "syntax": 1.0, "tests": 1.0, "cooperation": 1.0}
@@ -33,14 +37,18 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 
 def tiny() -> Config:
+    return dataclasses.replace(paper(), mode="tree", joint="cross", credit=Credit(group="node", scale="std"))
+
+
+def paper() -> Config:
     return Config(
-        steps=200,
+        steps=300,
         batch=16,
         group=8,
         team=TeamConfig(max_new=10, remat=False),
         env=EnvConfig("duet"),
         reward=DUET,
-        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", steps=400, max_grad_norm=1.0),
+        optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=1.0),
         sft=SFT(steps=150, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )
