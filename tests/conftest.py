@@ -5,6 +5,10 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+# Hundreds of small programs: compiling them is most of the time, running them is not. In the environment, so that
+# processes which tests start compile alike, to the bit.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
 import jax
 import jaxtyping
 import pytest
@@ -21,6 +25,8 @@ settings.load_profile("repository")
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Programs that several tests share are compiled once a session."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.getbasetemp() / "jax_cache"))
+    """Programs that several tests share are compiled once a session, by whichever worker comes first."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    jax.config.update("jax_compilation_cache_dir", str(base / "jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

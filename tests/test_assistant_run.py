@@ -46,6 +46,7 @@ def tokenizer(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_two_architectures_with_two_tokenizers_train_together(tokenizer, tmp_path):
     cfg = from_dict(
         joyagents_r1.Config,

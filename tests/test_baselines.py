@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import baselines, budget, cli
+from experiments import budget, cli, compare
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.plans import flat
 
@@ -49,21 +49,21 @@ def test_bootstrap_covers_seeds_and_tasks():
 
 
 def test_most_frequent_and_ties_to_the_first():
-    assert baselines.most_frequent(["a", "b", "b", "a", "c"]) == 0
-    assert baselines.most_frequent(["c", "b", "b"]) == 1
-    assert baselines.most_frequent(["x"]) == 0
+    assert compare.most_frequent(["a", "b", "b", "a", "c"]) == 0
+    assert compare.most_frequent(["c", "b", "b"]) == 1
+    assert compare.most_frequent(["x"]) == 0
 
 
 def test_one_model_alone_has_the_teams_budget_and_its_own_algorithm():
     cfg = small()
-    single = baselines.alone(cfg)
+    single = compare.alone(cfg)
     single.check("config")
     assert single.recipe == "grpo" and single.credit.scale == "std" and single.loss.clip is not None
     assert single.env.args["protocol"] == "solo" and single.team.max_new == 2 * cfg.team.max_new
     for name in ("batch", "group", "optimizer", "sft", "reward", "seed", "sampling"):
         assert getattr(single, name) == getattr(cfg, name)
     host = dataclasses.replace(cfg, env=EnvConfig("writing"))
-    assert baselines.under(host, "solo").env.protocol == "solo"
+    assert compare.under(host, "solo").env.protocol == "solo"
 
 
 def test_the_vote_takes_each_writers_most_frequent_text():
@@ -71,7 +71,7 @@ def test_the_vote_takes_each_writers_most_frequent_text():
     cfg = small()
     got = budget.train(cfg, None, None, 0)
     recipe, state = got["recipe"], got["state"]
-    returns, tokens = baselines.vote(cfg, recipe, state, 3)
+    returns, tokens = compare.vote(cfg, recipe, state, 3)
     _, spent, played = budget.task_returns(cfg, recipe, state, flat(3))
     assert tokens == spent and len(returns) == 8
     tree, env = played.tree, recipe.arena.env

@@ -58,6 +58,7 @@ def straight(tmp_path_factory):
     return loop.fit(joy(), joyagents_r1.make(joy()), workdir), workdir
 
 
+@pytest.mark.slow
 def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
     """A process killed with -9 after its checkpoint at RL step 3; the same command goes on: every leaf byte-equal."""
     state, workdir = straight
@@ -283,15 +284,24 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     assert "export_to" in flags.FLAGS
 
 
+MAPS = """
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxmarl_llm import loop
+maps = lambda: Path("/proc/self/maps").read_bytes().count(b"\\n")
+program = jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0) * jnp.sin(x).sum())
+before = maps()
+for n in range(1, 25):
+    program(jnp.ones((n, n + 1)))
+grown = maps()
+assert grown > before + 100 and not loop.release_programs(share=1.0)
+assert loop.release_programs(share=0.0) and maps() < grown - 100
+assert abs(float(program(jnp.ones((1, 2)))[0]) - 1.6224) < 1e-3
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
 def test_programs_are_released_before_the_process_has_too_many_maps():
     """A host run that compiled for ever new shapes died in the compiler once it held 65,530 maps."""
-    maps = lambda: Path("/proc/self/maps").read_bytes().count(b"\n")
-    program = jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0) * jnp.sin(x).sum())
-    before = maps()
-    for n in range(1, 25):
-        program(jnp.ones((n, n + 1)))
-    grown = maps()
-    assert grown > before + 100 and not loop.release_programs(share=1.0)
-    assert loop.release_programs(share=0.0) and maps() < grown - 100
-    assert float(program(jnp.ones((1, 2)))[0]) == pytest.approx(np.tanh(2.0) * 2 * np.sin(1.0), rel=1e-5)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}  # a process of its own: it forgets what other tests compiled
+    subprocess.run([sys.executable, "-c", MAPS], env=env, check=True, timeout=240, cwd=ROOT)

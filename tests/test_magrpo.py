@@ -37,11 +37,9 @@ REWARD = (("payoff", 1.0),)
 
 @pytest.fixture(scope="module", autouse=True)
 def settings():
-    """Many small programs: compile them fast. Tables are numpy here, which the executed annotations do not know."""
+    """Tables are numpy here, which the executed annotations do not know."""
     jaxtyping.config.update("jaxtyping_disable", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
@@ -372,9 +370,9 @@ def test_centres_update_differently_unless_scaled_and_the_log_says_so(tmp_path, 
     assert "no effect" in said[0] and "credit.centre=none" in said[0]
 
 
+@pytest.mark.slow
 def test_chicken_is_solved_by_the_joint_return_and_not_by_individual_ones():
     """Social sum 10 needs mutual yielding, which is no equilibrium of the game with individual rewards."""
-    jax.config.update("jax_disable_most_optimizations", False)
     final = {}
     for rewards in ("joint", "individual"):
         cfg = config(rewards)

@@ -28,11 +28,9 @@ CONFIG = qwen.Config(264, 16, 24, 1, 2, 1, 8)
 
 @pytest.fixture(scope="module", autouse=True)
 def settings():
-    """Many small programs: compile them fast. Tables are numpy here, which the executed annotations do not know."""
+    """Tables are numpy here, which the executed annotations do not know."""
     jaxtyping.config.update("jaxtyping_disable", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
     jaxtyping.config.update("jaxtyping_disable", False)
 
 

@@ -15,14 +15,6 @@ WIDE = {**SMALL, "hidden_size": 24, "num_layers": 1, "family": "qwen3", "tie_emb
 KEY = jax.random.key(5)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def settings():
-    """Nothing here runs for long: compile it fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def config(**keys):
     return from_dict(TeamConfig, {"backbone": SMALL, "max_new": 6, **keys})
 
