@@ -30,3 +30,12 @@ def compilation_cache(tmp_path_factory):
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     jax.config.update("jax_compilation_cache_dir", str(base / "jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Between modules, before a worker holds as many memory maps as Linux allows; see loop.release_programs."""
+    yield
+    from jaxmarl_llm.loop import release_programs
+
+    release_programs(share=0.2)
