@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from experiments import hostile
 from jaxmarl_llm import sandbox
-from jaxmarl_llm.sandbox import Jail, Limits, Stopped, Test, Verdict, child, codec, jails, judge
+from jaxmarl_llm.sandbox import Jail, Limits, Stopped, Test, Verdict, child, codec, commands, jails, judge, seccomp
 from jaxmarl_llm.text import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -169,7 +169,7 @@ X86_64 = {  # number and arguments
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are those of x86-64")
-@pytest.mark.skipif(jails.seccomp_filter(True) is None, reason="libseccomp is not installed")
+@pytest.mark.skipif(seccomp.seccomp_filter(True) is None, reason="libseccomp is not installed")
 def test_seccomp_refuses_each_call(tier):
     tests = [Test(f"assert refused({', '.join(map(repr, call))}) == 1", ("refused",)) for call in X86_64.values()]
     report = judge(CALLS, tests, QUICK)  # 1 is EPERM
@@ -235,7 +235,7 @@ def test_results_do_not_depend_on_the_hash_seed_and_installed_packages(tier):
         report = judge(program, [Test(f"{name}()", (name,))], QUICK)
         assert report.details[0].startswith("ModuleNotFoundError")
     if tier == "bwrap":  # nor are they there for those who look for them
-        folders = jails._packages()
+        folders = commands._packages()
         tests = [Test(f"assert look({folder!r}) == []", ("look",)) for folder in folders]
         assert judge("import os\ndef look(path): return os.listdir(path)", tests, QUICK).passed == len(folders)
 
@@ -575,7 +575,7 @@ def test_many_equal_values_are_no_crowd(values):
 def test_probe_says_what_is_missing_and_never_falls_back(monkeypatch):
     monkeypatch.setattr(sandbox, "_known", {})
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(jails, "seccomp_filter", lambda with_exec: None)
+    monkeypatch.setattr(seccomp, "seccomp_filter", lambda with_exec: None)
     with pytest.raises(sandbox.SandboxUnavailable) as caught:
         sandbox.probe()
     assert isinstance(caught.value, ConfigError)
@@ -595,7 +595,7 @@ def test_what_could_work_here_does():
     bare = ["bwrap", "--unshare-net", "--ro-bind", "/", "/", "true"]
     if shutil.which("bwrap") and subprocess.run(bare, capture_output=True, check=False).returncode == 0:
         assert REFUSALS["bwrap"] == ""
-    if jails.seccomp_filter(False) and ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # the version of Landlock
+    if seccomp.seccomp_filter(False) and ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # the version of Landlock
         assert REFUSALS["landlock"] == ""
 
 
@@ -604,7 +604,7 @@ def test_bubblewrap_without_seccomp(host, monkeypatch):
     """Namespaces and rlimits hold alone, and the line of the log says that they are alone."""
     aim, unharmed = host
     monkeypatch.setattr(sandbox, "_known", {})
-    monkeypatch.setattr(jails, "seccomp_filter", lambda with_exec: None)
+    monkeypatch.setattr(seccomp, "seccomp_filter", lambda with_exec: None)
     assert sandbox.examine("bwrap") == "" and sandbox.describe().endswith("seccomp=off net=off")
     for name in (
         "fork bomb that catches",
@@ -627,7 +627,7 @@ def test_unsafe_prefers_a_tier_that_works():
         assert sandbox.probe(unsafe=True) == sandbox.probe() == WORKING[0]
         assert sandbox.describe().startswith(f"sandbox: tier={WORKING[0]} uid=")
         assert sandbox.describe().endswith(
-            "seccomp=on net=off" if jails.seccomp_filter(True) else "seccomp=off net=off"
+            "seccomp=on net=off" if seccomp.seccomp_filter(True) else "seccomp=off net=off"
         )
 
 
@@ -643,29 +643,29 @@ def test_the_probe_is_cached(monkeypatch):
 @pytest.mark.parametrize("what", ["reading outside", "writing outside", "the network"])
 def test_a_tier_with_a_hole_is_not_used(what, tier, monkeypatch):
     """The probe looks at what a tier does, not at what it is called."""
-    real, command = jails.readable(), jails._bwrap_command
+    real, command = commands.readable(), commands.bwrap_command
 
     def opened(*args):
         words = command(*args)
-        at = words.index(jails.interpreter(), words.index("--chdir"))
+        at = words.index(commands.interpreter(), words.index("--chdir"))
         if what == "the network":
             return [word for word in words if word != "--unshare-net"]
         return [*words[:at], "--bind", "/tmp", "/tmp", *words[at:]]
 
     if tier == "bwrap":
-        monkeypatch.setattr(jails, "_bwrap_command", opened)
+        monkeypatch.setattr(commands, "bwrap_command", opened)
         if what == "writing outside":
             monkeypatch.setattr(sandbox, "_LOOK", sandbox._LOOK.replace("open(path)", "open('/none')"))
         if what == "the network":
-            monkeypatch.setattr(jails, "seccomp_filter", lambda with_exec: None)
+            monkeypatch.setattr(seccomp, "seccomp_filter", lambda with_exec: None)
     elif what == "the network":
         pytest.skip("Landlock and seccomp both refuse it")
     else:
-        monkeypatch.setattr(jails, "readable", lambda: (*real, "/tmp"))
+        monkeypatch.setattr(commands, "readable", lambda: (*real, "/tmp"))
         if what == "writing outside":
-            source = jails.SOURCE.replace("allowed = execute", "allowed = rights if path == '/tmp' else execute")
-            assert source != jails.SOURCE
-            monkeypatch.setattr(jails, "SOURCE", source)
+            source = commands.SOURCE.replace("allowed = execute", "allowed = rights if path == '/tmp' else execute")
+            assert source != commands.SOURCE
+            monkeypatch.setattr(commands, "SOURCE", source)
             monkeypatch.setattr(sandbox, "_LOOK", sandbox._LOOK.replace("open(path)", "open('/none')"))
     assert sandbox.examine(tier) == f"{what} is not refused"
 
@@ -703,7 +703,7 @@ def test_no_descriptor_is_left_open(tier):
 
 
 def test_a_jail_that_cannot_start_is_an_infra_error(tier, monkeypatch):
-    monkeypatch.setattr(jails, "SOURCE", "raise SystemExit('broken interpreter')")
+    monkeypatch.setattr(commands, "SOURCE", "raise SystemExit('broken interpreter')")
     with pytest.raises(Stopped) as caught:
         Jail(tier, QUICK)
     assert caught.value.kind == "infra_error" and "broken interpreter" in caught.value.detail

@@ -31,7 +31,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-from jaxmarl_llm.sandbox import codec, jails
+from jaxmarl_llm.sandbox import codec, commands, seccomp
 from jaxmarl_llm.sandbox.jails import Jail, Starved, Stopped
 from jaxmarl_llm.text import ConfigError
 
@@ -327,7 +327,7 @@ def _probe(unsafe: bool) -> str | SandboxUnavailable:
 
 def examine(tier: str) -> str:
     """Why ``tier`` does not work here, in a few words; empty when it does."""
-    if tier == "landlock" and jails.seccomp_filter(False) is None:
+    if tier == "landlock" and seccomp.seccomp_filter(False) is None:
         return "libseccomp was not found"
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         secret, written = Path(folder, "secret"), Path(folder, "written")
@@ -365,7 +365,7 @@ def describe(unsafe: bool = False) -> str:
         return (
             "sandbox: tier=UNSAFE: generated code runs with this user's rights and network; only resources are limited"
         )
-    uid = jails.jail_uid() if tier == "bwrap" else None
-    uid = uid or (jails.NOBODY if tier == "bwrap" else os.getuid())
-    seccomp = "off" if jails.seccomp_filter(True) is None else "on"
-    return f"sandbox: tier={tier} uid={uid} seccomp={seccomp} net=off"
+    uid = commands.jail_uid() if tier == "bwrap" else None
+    uid = uid or (commands.NOBODY if tier == "bwrap" else os.getuid())
+    filtered = "off" if seccomp.seccomp_filter(True) is None else "on"
+    return f"sandbox: tier={tier} uid={uid} seccomp={filtered} net=off"
