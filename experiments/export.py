@@ -16,7 +16,7 @@ from experiments import cli
 from experiments.evaluate import open_run
 
 flags.DEFINE_string("export_to", None, "Folder to write; must not exist.")
-flags.DEFINE_list("models", [], "Models to export; default: all.")
+flags.DEFINE_list("models", [], "Models to export; default: all that play a role.")
 
 
 def main(cfg, workdir, flag_values):
@@ -27,7 +27,7 @@ def main(cfg, workdir, flag_values):
     from jaxmarl_llm.text import ConfigError
 
     _, recipe, state = open_run(workdir)
-    names = [m.name for m in recipe.team.models]
+    names = list(dict.fromkeys(role.model for role in recipe.team.roles))  # critics are no language models
     chosen = flag_values.models or names
     unknown = sorted(set(chosen) - set(names))
     if unknown:

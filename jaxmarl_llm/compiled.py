@@ -22,6 +22,7 @@ from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT_LOSS, BaseConfig
 from jaxmarl_llm.team import init_params, make_team
+from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Batch, make_learner
 from jaxmarl_llm.types import Params, PyTree, Tree
 
@@ -36,7 +37,17 @@ class Program(NamedTuple):
 
 
 def make_program(cfg: BaseConfig, plan: Plan) -> Program:
-    """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused."""
+    """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
+
+    One optimizer step a batch, no reference policy, no critics: ConfigError for a configuration with them.
+    """
+    for name, asked in {
+        "loss.epochs": cfg.loss.epochs > 1,
+        "loss.kl_coef": bool(cfg.loss.kl_coef),
+        "team.critic": cfg.team.critic != "none",
+    }.items():
+        if asked:
+            raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
     arena = ArrayArena(cfg.env)
     env, team = arena.env, make_team(cfg.team, arena.env.roles)
     roles = [r.name for r in team.roles]

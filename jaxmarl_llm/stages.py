@@ -134,7 +134,8 @@ def sft_step(
         d = data[role.name]
         rows = np.array(list(task_order(seed, len(d.length), step * cfg.batch, cfg.batch)))
         size = d.completion_length[rows]
-        p = min(bucket(int(d.length[rows].max()), 64), d.tokens.shape[1])
+        # One shape a role where its prompts are all short, buckets of the batch where some are long.
+        p = min(bucket(int(d.length[rows].max()), 64), bucket(int(d.length.max()), 8), d.tokens.shape[1])
         mask = np.arange(d.completions.shape[1]) < size[:, None]
         weights = np.asarray(token_weights(mask, np.ones(len(rows), np.float32), "token"))[:, None]
         zeros = np.zeros_like(weights)
@@ -169,7 +170,7 @@ def learn(
         a = (appraisals or {}).get(m.name)
         plays = any(role.model == m.name for role in team.roles)
         if a is not None and not plays:
-            batches[m.name] = critic_batches(a.read, a.target, a.weight, micro_tokens=cfg.micro_tokens)
+            batches[m.name] = critic_batches(a.read, a.of_prompts(), micro_tokens=cfg.micro_tokens)
             continue
         values = None if a is None else a.of_nodes()
         batches[m.name] = pack(
@@ -195,6 +196,9 @@ class Appraisal(NamedTuple):
     value: np.ndarray
     target: np.ndarray
     weight: np.ndarray  # 1 / number of targets, 0 where there is none
+
+    def of_prompts(self) -> NodeTargets:
+        return NodeTargets(self.target, self.weight, self.value)
 
     def of_nodes(self) -> NodeTargets:
         """The same by node of the tree [N]."""

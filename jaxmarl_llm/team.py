@@ -145,7 +145,9 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
         models.append(Model(name, policy, tokenizers[backbone], "backbone" if cfg.share == "lora" else None))
     critics: dict[str, str] = {}  # of each model
     for model in list(models) if cfg.critic != "none" else []:
-        name = {"head": model.name, "separate": f"{model.name}-critic", "joint": "critic"}[cfg.critic]
+        name = {"head": model.name, "separate": f"{model.name}-critic", "joint": "joint-critic"}[cfg.critic]
+        if name in roles and cfg.critic != "head":
+            raise ConfigError(f"team.critic: the role {name!r} has the name of a critic; rename it")
         critics[model.name] = name
         if name not in (m.name for m in models):
             models.append(dataclasses.replace(model, name=name, base=None))
@@ -160,12 +162,13 @@ def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:
     if cfg.share == "lora":
         base = init_backbone(cfg.backbone, team.models[0].policy.config, jax.random.fold_in(key, len(team.models)))
         shared["backbone"] = base
+    owner = {critic: role.model for role, critic in zip(team.roles, team.critics)}
     for i, model in enumerate(team.models):
         own = jax.random.fold_in(key, i)
         if model.base is not None:
             agents[model.name] = {"lora": init_lora(own, base, cfg.lora_rank, cfg.lora_targets)}
         else:
-            backbone = cfg.overrides.get(model.name.removesuffix("-critic"), cfg.backbone)
+            backbone = cfg.overrides.get(owner.get(model.name, model.name), cfg.backbone)
             agents[model.name] = {"params": init_backbone(backbone, model.policy.config, own)}
         if model.name in team.critics:
             dim = model.policy.config.hidden_size

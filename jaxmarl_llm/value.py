@@ -84,15 +84,15 @@ def estimate(learner: Learner, model: Model, params: Params, read: Reading, *, m
     return out
 
 
-def critic_batches(read: Reading, target: np.ndarray, weight: np.ndarray, *, micro_tokens: int) -> list[Batch]:
-    """Batches that train a critic of its own: prompts with targets [M] and weights [M], no completions."""
+def critic_batches(read: Reading, values: NodeTargets, *, micro_tokens: int) -> list[Batch]:
+    """Batches that train a critic of its own on what it reads: ``values`` of the M prompts, no completions."""
     out = []
     for part, tokens, length in _chunks(read, micro_tokens):
         size = len(length)
         pad = lambda x, part=part, size=size: np.concatenate([x[part], np.zeros(size - len(part), np.float32)])
         none = np.zeros((size, 1, 1), np.float32)
-        values = NodeTargets(pad(target), pad(weight))
-        out.append(Batch(tokens, length, none.astype(np.int32), none, none, none, values=values))
+        part_values = jax.tree.map(pad, values)
+        out.append(Batch(tokens, length, none.astype(np.int32), none, none, none, values=part_values))
     return out
 
 

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from jaxmarl_llm import advantages, loop, losses
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.checkpoint import Checkpointer, digests
+from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import flat
 from jaxmarl_llm.recipes import iac, maac
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT, Run, RunConfig, appraise
-from jaxmarl_llm.team import Backbone, TeamConfig
+from jaxmarl_llm.team import Backbone, TeamConfig, init_params, make_team
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Optimizer
+from jaxmarl_llm.train import Loss, Optimizer
 from jaxmarl_llm.value import _chunks, reading
 
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
@@ -260,3 +261,41 @@ def test_a_team_says_what_is_wrong_with_its_critic():
         TeamConfig(critic="central").check("config.team")
     with pytest.raises(ConfigError, match="another than 'joint' with overrides"):
         TeamConfig(critic="joint", overrides={"first": TINY}).check("config.team")
+    with pytest.raises(ConfigError, match="'first-critic' has the name of a critic"):
+        make_team(TeamConfig(critic="separate"), ("first", "first-critic"))
+
+
+def test_a_separate_critic_is_shaped_like_its_own_policy():
+    """Roles may end in "-critic" too; an override is of the role itself, and its critic follows it."""
+    small = dataclasses.replace(TINY, hidden_size=32)
+    cfg = TeamConfig(backbone=TINY, overrides={"film-critic": small}, critic="separate", max_new=1)
+    team = make_team(cfg, ("author", "film-critic"))
+    agents = init_params(cfg, team, jax.random.key(0))["agents"]
+    width = {name: tree["params"]["norm"]["scale"].shape[0] for name, tree in agents.items()}
+    assert width["film-critic"] == width["film-critic-critic"] == 32
+    assert width["author"] == width["author-critic"] == TINY.hidden_size
+
+
+def test_the_clipped_value_loss_reaches_every_kind_of_critic(tmp_path):
+    for critic in KINDS:
+        clipped = Loss(clip_low=None, aggregate="sum", value_coef=0.6, value_clip=0.2)
+        cfg, recipe, state = started(critic, steps=1, loss=clipped)
+        with Logger(tmp_path / critic, resume_step=None, total_steps=1, interval=9, tensorboard=False) as log:
+            after, metrics = recipe.step(state, log)
+        assert metrics["bad"] == 0 and np.isfinite(metrics[f"critic/{recipe.team.critics[0]}/loss"])
+
+
+@pytest.mark.parametrize(
+    "change, key",
+    [
+        ({"loss": Loss(epochs=2)}, "loss.epochs"),
+        ({"loss": Loss(kl_coef=0.1)}, "loss.kl_coef"),
+        ({}, "team.critic"),
+    ],
+)
+def test_a_run_compiled_as_a_whole_says_what_it_has_not(change, key):
+    cfg = config("head", **change)
+    if change:
+        cfg = dataclasses.replace(cfg, team=TeamConfig(backbone=TINY, max_new=1))
+    with pytest.raises(ConfigError, match=f"config.{key}: a run compiled as a whole has none"):
+        make_program(cfg, flat(2))
