@@ -20,7 +20,7 @@ from jaxmarl_llm.host_tables import checked, make_tables, replace_rewards, rewar
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import Action, ConfigError, Prompt
+from jaxmarl_llm.text import Action, Prompt
 from jaxmarl_llm.types import Params, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
 
@@ -94,10 +94,12 @@ def play(
     version: int = 0,
     recall: Recall | None = None,
 ) -> HostRollout:
-    """Play all tasks. Prompts longer than ``max_prompt`` tokens are cut as the tokenizer documents, and counted."""
+    """Play all tasks. Prompts longer than ``max_prompt`` tokens are cut as the tokenizer documents, and counted.
+
+    Raises ConfigError when the plan asks for what the environment lacks.
+    """
     env = pool.env
-    if plan.local and env.verify is None:
-        raise ConfigError(f"plan {plan.name}: environment {env.name!r} has no local verifier")
+    plan.check(env)
     roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
     started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)])
     failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
