@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import app, flags, logging
+
+from experiments.budget import interval, origin, train
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out", "docs/ablations.json", "Where the figures go.")
@@ -42,56 +41,11 @@ SOLO: dict[str, dict[str, Any]] = {
 REFERENCE = next(iter(VARIANTS))
 
 
-def train(cfg, params, budget: int | None, steps: int) -> dict:
-    """RL from ``params`` for ``steps`` steps, or until ``budget`` tokens were decoded."""
-    import importlib
-
-    import jax
-    import jax.numpy as jnp
-
-    from jaxmarl_llm.metrics import Logger
-
-    recipe = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}").make(cfg)
-    state = recipe.init(0)
-    logger = Logger(".", resume_step=None, total_steps=0, primary=False)
-    if params is not None:
-        state = state.replace(params=jax.tree.map(jnp.copy, params), step=jnp.int32(cfg.sft.steps))
-    else:
-        while int(state.step) < cfg.sft.steps:
-            state, _ = recipe.step(state, logger)
-            state = state.replace(step=state.step + 1)
-    start = jax.tree.map(jnp.copy, state.params)
-    before, tokens, done, sequences, updates = recipe.evaluate(state), 0, 0, 0, 0
-    clock = time.time()
-    while done < steps if budget is None else tokens < budget:
-        state, metrics = recipe.step(state, logger)
-        state = state.replace(step=state.step + 1)
-        tokens += int(metrics["count/completion_tokens"])
-        sequences += int(metrics["count/sequences"])
-        updates += sum(int(v) for k, v in metrics.items() if k.endswith("/updated"))
-        done += 1
-    after = recipe.evaluate(state)
-    pick = ("eval/success", "eval/success_greedy")
-    return {
-        "params": start,
-        "tokens": tokens,
-        "steps": done,
-        "sequences": sequences,
-        "model_updates": updates,
-        "seconds": time.time() - clock,
-        **{k + "/before": before[k] for k in pick},
-        **{k + "/after": after[k] for k in pick},
-    }
-
-
-def interval(values: list[float]) -> str:
-    from scipy.stats import t
-
-    x = np.array(values)
-    if len(x) < 2:
-        return f"{x.mean():.3f}"
-    half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5
-    return f"{x.mean():.3f} ± {half:.3f}"
+def figures(got: dict) -> dict:
+    """What is kept of a variant's training: counts, seconds of RL, and success before and after it."""
+    row = {k: got[k] for k in ("tokens", "steps", "sequences", "model_updates", "seconds")}
+    success = ("eval/success", "eval/success_greedy")
+    return row | {f"{k}/{when}": got[when][k] for when in ("before", "after") for k in success}
 
 
 def table(results: dict) -> str:
@@ -145,22 +99,14 @@ def main(argv) -> None:
                 for path, value in {**VARIANTS, **SOLO}[name].items():
                     cfg = replace_path(cfg, path, value)
                 got = train(cfg, start, reference["tokens"], 0)
-            results.setdefault(name, {})[str(seed)] = {k: v for k, v in got.items() if k != "params"}
+            got["recipe"].arena.close()
+            row = results.setdefault(name, {})[str(seed)] = figures(got)
             print(
-                f"seed {seed} {name}: {got['eval/success/before']:.3f} -> {got['eval/success/after']:.3f} "
-                f"({got['steps']} steps, {got['seconds']:.0f} s)",
+                f"seed {seed} {name}: {row['eval/success/before']:.3f} -> {row['eval/success/after']:.3f} "
+                f"({row['steps']} steps, {row['seconds']:.0f} s)",
                 flush=True,
             )
-            commit = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-            )
-            data |= {
-                "command": f"python -m experiments.ablations --seeds={FLAGS.seeds} --steps={FLAGS.steps}",
-                "date": time.strftime("%Y-%m-%d"),
-                "commit": commit.stdout.strip(),
-                "jax": jax.__version__,
-                "machine": f"{platform.processor() or platform.machine()}, CPU",
-            }
+            data |= origin()
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(data, indent=1))
     print(table(results))

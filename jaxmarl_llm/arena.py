@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.config import from_dict, nearest, one_of
+from jaxmarl_llm.envs.prompts import asked
 from jaxmarl_llm.envs.protocols import PROTOCOLS, wrap
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.memory import MemoryConfig, decode_text, read
@@ -357,8 +358,7 @@ def _recall(
         size = bucket(len(rows), 4)
         tokens, length = np.zeros((size, QUERY_TOKENS), np.int32), np.zeros((size,), np.int32)
         for k, i in enumerate(rows):
-            asked = next((m.text for m in prompts[i] if m.speaker == "user"), "")
-            ids = model.tokenizer.encode(asked)[:QUERY_TOKENS]
+            ids = model.tokenizer.encode(asked(prompts[i]))[:QUERY_TOKENS]
             tokens[k, : len(ids)], length[k] = ids, len(ids)
         got = jax.device_get(_lookup(model.policy.embed, config, model.variables(params), store, tokens, length))
         texts = np.asarray(store.text)

@@ -84,8 +84,7 @@ def make_recipe(
             "config.credit.centre=%s has no effect with credit.scale=std: standardised advantages have mean 0",
             cfg.credit.centre,
         )
-    if plan.local and arena.env.verify is None:
-        raise ConfigError(f"config.continuation: environment {arena.env.name!r} has no local verifier")
+    plan.check(arena.env)
     playing = {role.model for role in team.roles}
     chosen = {m.name: cfg.optimizer if m.name in playing else critic_optimizer or cfg.optimizer for m in team.models}
     learners = {m.name: make_learner(m.policy, cfg.loss, chosen[m.name], cfg.sampling) for m in team.models}

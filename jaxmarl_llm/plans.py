@@ -22,7 +22,8 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.text import ConfigError, HostEnv
+from jaxmarl_llm.types import ArrayEnv
 
 JOINT = ("aligned", "cross")
 
@@ -58,6 +59,26 @@ class Plan(NamedTuple):
         """The joint actions at a state of ``seats`` seats, each the sample index of every seat. In order."""
         g = range(self.width(branch))
         return tuple(itertools.product(g, repeat=seats)) if self.joint == "cross" else tuple((i,) * seats for i in g)
+
+    def check(self, env: ArrayEnv | HostEnv) -> None:
+        """Raises ConfigError when ``env`` lacks what the plan needs: a local verifier, or a component of ``reward``."""
+        if self.local and env.verify is None:
+            raise ConfigError(
+                f"plan {self.name}: environment {env.name!r} has no local verifier; expected continuation='continue'"
+            )
+        if not self.rank and self.stop_above is None:
+            return
+        why = "rank" if self.rank else "stop_above"
+        if not self.reward:
+            raise ConfigError(
+                f"plan {self.name}: {why} needs a reward; environment {env.name!r} pays {', '.join(env.components)}"
+            )
+        unknown = [component for component, _ in self.reward if component not in env.components]
+        if unknown:
+            raise ConfigError(
+                f"plan {self.name}: {why} reads the reward {unknown[0]!r}; environment {env.name!r} pays "
+                f"{', '.join(env.components)}"
+            )
 
 
 ROOT = Branch(0, True)

@@ -140,7 +140,9 @@ def make_rollout(
     """A pure function (params, memory, tasks, key, version) -> Tree; jit it. ``memory`` is unused without a config.
 
     tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
+    Raises ConfigError when the plan asks for what the environment lacks.
     """
+    plan.check(env)
     response = max(r.max_new for r in team.roles)
     model_of_role = jnp.array([team.model_index(r) for r in range(len(team.roles))], jnp.int32)
 
@@ -256,8 +258,7 @@ def make_rollout(
                 )
                 after, rewards, done = jax.vmap(jax.vmap(env.step))(env_key, wide, act, size)
                 if plan.local:
-                    if env.verify is None:
-                        raise ValueError(f"plan {plan.name}: environment {env.name!r} has no local verifier")
+                    assert env.verify is not None  # the plan was checked
                     rewards = {**rewards, **jax.vmap(jax.vmap(env.verify))(after)}
                 # Crossed with an empty seat, equal joint actions would come up again and again: the first one counts.
                 twin = jnp.any(~obs.active[:, None] & (actions > 0), axis=2) & (plan.joint == "cross")

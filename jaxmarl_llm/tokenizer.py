@@ -98,9 +98,10 @@ class Tokenizer(ABC):
                 raise ConfigError(
                     f"prompt of {reader!r}: template and system text alone take {len(ids)} tokens, limit {max_length}"
                 )
+            assert isinstance(longest.content, list)  # encoded above
             drop = min(len(ids) - max_length, len(longest.content))
             head = (len(longest.content) - drop + 1) // 2
-            longest.content = [*longest.content[:head], *longest.content[head + drop :]]  # type: ignore[list-item]
+            longest.content = [*longest.content[:head], *longest.content[head + drop :]]
             cut += drop
             ids = self._join(parts)
         return Fitted(ids, cut)

@@ -25,6 +25,7 @@ LAYERS = {
     3: [
         "rollout",
         "rollout_host",
+        "host_tables",
         "workers",
         "train",
         "checkpoint",

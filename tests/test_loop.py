@@ -246,6 +246,12 @@ def test_bad_configurations_name_the_key(changes, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_recipe_refuses_a_plan_that_its_environment_cannot_serve():
+    cfg = joy(env={"name": "duet"}, reward={"form": 1.0}, continuation="local", credit={"discount": 0.0})
+    with pytest.raises(ConfigError, match=r"plan node_wise\(4, local\): environment 'duet' has no local verifier"):
+        joyagents_r1.make(cfg)
+
+
 def test_group_sizes_may_differ_by_turn():
     cfg = joy(group=(3, 2), sft={"steps": 0}, use_memory=False)
     recipe = joyagents_r1.make(cfg)

@@ -7,7 +7,7 @@ import pytest
 import toys
 
 from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.plans import flat, node_wise, product, single
+from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
 from jaxmarl_llm.rollout import fold, make_rollout, prepend
 from jaxmarl_llm.sampling import Sampling, score
 from jaxmarl_llm.text import ConfigError
@@ -170,6 +170,32 @@ def test_keys_fold_along_a_path():
     direct = jax.random.fold_in(jax.random.fold_in(key, 5), 2)
     path = fold(jnp.broadcast_to(key, (4,)), jnp.arange(2, 6), 2)
     assert (jax.random.key_data(path[3]) == jax.random.key_data(direct)).all()
+
+
+BLIND = RELAY._replace(verify=None)
+PAID = (("accuracy", 1.0),)
+LACKS = [
+    (node_wise(2, "local"), BLIND, r"plan node_wise\(2, local\): environment 'relay' has no local verifier"),
+    (handoff(2), RELAY, r"plan handoff\(2, aligned, best\): rank needs a reward; environment 'relay' pays accuracy"),
+    (product(2)._replace(stop_above=1.0), RELAY, r"plan product\(2\): stop_above needs a reward"),
+    (handoff(2)._replace(reward=(*PAID, ("speed", 1.0))), RELAY, "rank reads the reward 'speed'; environment 'relay'"),
+    (flat(2)._replace(stop_above=1.0, reward=(("speed", 1.0),)), RELAY, "stop_above reads the reward 'speed'"),
+]
+
+
+@pytest.mark.parametrize("plan,env,message", LACKS, ids=[m for _, _, m in LACKS])
+def test_a_plan_that_asks_for_what_the_environment_lacks(plan, env, message):
+    with pytest.raises(ConfigError, match=message):
+        plan.check(env)
+    with pytest.raises(ConfigError, match=message):
+        make_rollout(toys.team(), env, plan, Sampling())
+
+
+def test_a_plan_is_asked_only_for_what_it_reads():
+    for plan in (node_wise(2), flat(2)._replace(reward=(("speed", 1.0),)), handoff(2, best=False)):
+        plan.check(BLIND)
+    for plan in (node_wise(2, "local"), handoff(2)._replace(reward=PAID, stop_above=0.5)):
+        plan.check(RELAY)
 
 
 @pytest.mark.parametrize("bad", [lambda: node_wise(4, "later")])

@@ -15,7 +15,7 @@ from jaxmarl_llm.envs import dispatch
 from jaxmarl_llm.rollout import make_rollout
 from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import HostEnv, Message
+from jaxmarl_llm.text import ConfigError, HostEnv, Message
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import Model, Role, Team
 from jaxmarl_llm.workers import EnvPool
@@ -322,6 +322,12 @@ def test_what_is_done_is_not_played_on():
 def test_a_local_plan_needs_a_verifier():
     with pytest.raises(ValueError, match="local verifier"):
         go(counter(2)._replace(verify=None), make_team("a"), [1], plans.node_wise(2, "local"))
+
+
+def test_a_plan_that_ranks_needs_a_reward_that_is_paid():
+    for reward, message in (((), "rank needs a reward"), ((("speed", 1.0),), "rank reads the reward 'speed'")):
+        with pytest.raises(ConfigError, match=f"{message}; environment 'counter' pays accuracy"):
+            go(counter(2), make_team("a"), [1], plans.handoff(2)._replace(reward=reward))
 
 
 # --- keys ------------------------------------------------------------------------

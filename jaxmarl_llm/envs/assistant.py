@@ -45,9 +45,9 @@ from jaxmarl_llm.envs.assistant_views import (
     database,
     own,
     strategy,
-    with_memory,
 )
 from jaxmarl_llm.envs.assistant_views import search as find
+from jaxmarl_llm.envs.prompts import with_memory
 from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
 
 __all__ = [

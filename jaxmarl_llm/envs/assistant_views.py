@@ -6,13 +6,13 @@ Texts are short on purpose: a small model on a CPU reads them many times.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import bm25, retail
+from jaxmarl_llm.envs import bm25, prompts, retail
 from jaxmarl_llm.text import Action, ConfigError, Prompt
 
 DOMAINS = ("qa", "function", "shop", "math")
@@ -130,22 +130,9 @@ def _schema(function: Mapping[str, Any]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def with_memory(prompt: Prompt, entries: Sequence[str]) -> Prompt:
-    """The prompt with remembered strategies in its system message."""
-    if not entries:
-        return prompt
-    if not prompt or prompt[0].speaker != "system":
-        raise ValueError("with_memory: the prompt does not start with a system message")
-    lines = "\n".join(f"- {' '.join(entry.split())}" for entry in entries)
-    return (prompt[0]._replace(text=f"{prompt[0].text}\nStrategies that worked before:\n{lines}"), *prompt[1:])
-
-
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """What a successful sample leaves in memory, at most 200 characters: what was asked and what was written.
+    """What a successful sample leaves in memory: what was asked and what was written.
 
     ``rewards`` are the role's components, which belong to the caller's decision to keep the text, and its score here.
     """
-    asked = next((m.text for m in prompt if m.speaker == "user"), "")
-    asked, wrote = " ".join(asked.split()), " ".join(action.text.split())
-    score = rewards.get("accuracy", 0.0)
-    return f"{role} ({score:.1f}) on '{asked[:80]}': {wrote}"[:200]
+    return prompts.entry(role, rewards.get("accuracy", 0.0), prompts.asked(prompt), action)

@@ -23,6 +23,7 @@ _STRINGS = re.compile(r'"""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'|"(?:\\.|[^"\\\n])*"|
 _KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 Function = ast.FunctionDef
+Code = Function | ast.Lambda  # what can be called and looked into
 
 
 def parse(source: str) -> ast.Module | None:

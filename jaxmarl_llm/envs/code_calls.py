@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
+from jaxmarl_llm.envs.code_ast import Code
 from jaxmarl_llm.envs.code_values import (
     DERIVED,
     ELEM,
@@ -41,7 +42,7 @@ class Expressions:
     arms: int  # of branches inside the innermost loop
     value: Callable[[ast.expr, State], Alternatives]
     values: Callable[[Sequence[ast.expr], State], list[tuple[list[Value], State]]]
-    run: Callable[[ast.AST, State, Sequence[Value]], set[Outcome]]
+    run: Callable[[Code, State, Sequence[Value]], set[Outcome]]
     bind: Callable[[ast.expr | None, Value, State], State]
 
     def call(self, node: ast.Call, state: State) -> Alternatives:
@@ -65,7 +66,7 @@ class Expressions:
                     out += self.unknown(name, callee, given, after, node)
         return out
 
-    def inline(self, code: ast.AST, state: State, given: Sequence[Value]) -> Alternatives:
+    def inline(self, code: Code, state: State, given: Sequence[Value]) -> Alternatives:
         # A function at the margin does not see its caller's names; one inside sees them, and they do no harm.
         inner = state if code not in self.functions.values() else state._replace(env=())
         return [

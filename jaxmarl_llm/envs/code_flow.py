@@ -18,7 +18,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-from jaxmarl_llm.envs.code_ast import MAX_DEPTH, Function, bindings, depth, ends, function, own_nodes, prune
+from jaxmarl_llm.envs.code_ast import MAX_DEPTH, Code, Function, bindings, depth, ends, function, own_nodes, prune
 from jaxmarl_llm.envs.code_calls import Expressions
 from jaxmarl_llm.envs.code_values import (
     DERIVED,
@@ -67,18 +67,18 @@ class _Walker(Expressions):
         self.repeated = False
         self.loops = self.arms = self.spent = 0
         self.pruned: dict[int, Function] = {}
-        self.stack: list[ast.AST] = []
+        self.stack: list[Code] = []
         self.outcomes: set[Outcome] = set()
         self.exits: list[list[State]] = []  # states that leave each loop or go on with it
         self.loaded: list[set[str]] = []  # names read in each function on the stack
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
-    def run(self, node: ast.AST, state: State, arguments: Sequence[Value]) -> set[Outcome]:
+    def run(self, node: Code, state: State, arguments: Sequence[Value]) -> set[Outcome]:
         """All outcomes of a function or lambda, called from ``state`` with these arguments."""
         if len(self.stack) >= CALLS or node in self.stack:
             return {Outcome(Kind.OTHER, "", state.called, state.decided)}
-        args = node.args  # type: ignore[attr-defined]
+        args = node.args
         names = [a.arg for a in (*args.posonlyargs, *args.args)]
         rest = [a.arg for a in (*args.kwonlyargs, args.vararg, args.kwarg) if a is not None]
         for i, name in enumerate((*names, *rest)):
@@ -90,7 +90,7 @@ class _Walker(Expressions):
             self.stack.pop()
             return found
         if id(node) not in self.pruned:
-            self.pruned[id(node)] = prune(node)  # type: ignore[arg-type]
+            self.pruned[id(node)] = prune(node)
         body, own = self.pruned[id(node)], own_nodes(self.pruned[id(node)])
         stored = {n.id for n in own if isinstance(n, ast.Name) and isinstance(n.ctx, (ast.Store, ast.Del))}
         if self.target in stored and self.target not in dict(state.env):

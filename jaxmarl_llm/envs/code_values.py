@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxmarl_llm.envs.code_ast import Code
+
 STATES = 48  # kept apart at one place
 
 
@@ -23,7 +25,7 @@ class Kind(enum.IntEnum):
 class Value(NamedTuple):
     kind: Kind
     text: str = ""  # tells trivial values apart, and the target's by what it is called with
-    code: ast.AST | None = None  # a function of the program
+    code: Code | None = None  # a function of the program
     target: bool = False  # the function itself, not yet called
 
     @property

@@ -32,8 +32,9 @@ from jaxmarl_llm import sandbox
 from jaxmarl_llm.data import code_tasks
 from jaxmarl_llm.envs import coding_prompts, expert, passk, schemes
 from jaxmarl_llm.envs.code_ast import bindings, function, own_nodes, parse
-from jaxmarl_llm.envs.coding_prompts import ROLES, strategy, with_memory
+from jaxmarl_llm.envs.coding_prompts import ROLES, strategy
 from jaxmarl_llm.envs.coding_rewards import AUX, COMPONENTS, Graded, grade_parity, grade_strict, prelude
+from jaxmarl_llm.envs.prompts import with_memory
 from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
 
 __all__ = [

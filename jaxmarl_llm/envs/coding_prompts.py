@@ -7,10 +7,10 @@ the environment, so no gradient flows through it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from jaxmarl_llm.envs import code_ast
+from jaxmarl_llm.envs import code_ast, prompts
 from jaxmarl_llm.envs.coding_rewards import AUX, Graded
 from jaxmarl_llm.sandbox import Test, Verdict
 from jaxmarl_llm.text import Action, Message, Prompt
@@ -115,19 +115,6 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " [cut]"
 
 
-def with_memory(prompt: Prompt, entries: Sequence[str]) -> Prompt:
-    """The prompt with remembered strategies in its system message."""
-    if not entries:
-        return prompt
-    if not prompt or prompt[0].speaker != "system":
-        raise ValueError("with_memory: the prompt does not start with a system message")
-    lines = "\n".join(f"- {' '.join(entry.split())}" for entry in entries)
-    return (prompt[0]._replace(text=f"{prompt[0].text}\nStrategies that worked before:\n{lines}"), *prompt[1:])
-
-
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """What a sample leaves in memory, at most 200 characters: the problem in brief and the code."""
-    asked = next((m.text for m in prompt if m.speaker == "user"), "")
-    about = " ".join(asked.split("def ")[-1].split()) if "def " in asked else " ".join(asked.split())
-    score = rewards.get("accuracy", 0.0)
-    return f"{role} ({score:.1f}) on '{about[:80]}': {' '.join(action.text.split())}"[:200]
+    """What a sample leaves in memory: the problem from its function on, in brief, and the code. Score: accuracy."""
+    return prompts.entry(role, rewards.get("accuracy", 0.0), prompts.asked(prompt).split("def ")[-1], action)

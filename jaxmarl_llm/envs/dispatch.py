@@ -18,7 +18,6 @@ Without a readable route the episode ends at turn 0. A finished state changes no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -27,6 +26,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmarl_llm.envs.arrays import encoded, join, pack
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv, Observation
@@ -93,20 +93,6 @@ class State:
     verdict: Bool[Array, ""]  # whether the last move was right
 
 
-def _ids(text: str) -> Int[Array, "T"]:
-    return jnp.array(list(text.encode()), jnp.int32)
-
-
-def _join(pieces: list[tuple[Array, Array | int]], size: int) -> tuple[Int[Array, "P"], Int[Array, ""]]:
-    """The first ``length`` tokens of each piece, one after the other, padded to ``size``."""
-    row, end = jnp.full(size, PAD, jnp.int32), jnp.int32(0)
-    for tokens, length in pieces:
-        here = jnp.arange(tokens.shape[0])
-        row = row.at[jnp.where(here < length, end + here, size)].set(tokens, mode="drop")
-        end = end + length
-    return row, end
-
-
 def make(config: Config) -> ArrayEnv:
     """Nothing is random but the tasks: keys are not used."""
     P, R, A = prompt_length(config), config.response, len(ROLES)
@@ -121,9 +107,9 @@ def make(config: Config) -> ArrayEnv:
 
     def observe(state: State) -> Observation:
         task, second, last = state.task, state.turn == 1, state.turn >= 2
-        head = jnp.where(second, _ids("Q" + ROUTES)[state.route], jnp.where(last, ord("R"), ord("Q")))
-        said = [(_ids("|"), last.astype(jnp.int32)), (state.said, jnp.where(last, state.said_length, 0))]
-        tokens, length = _join([(head[None], 1), (task["query"], task["query_length"]), *said, (_ids(">"), 1)], P)
+        head = jnp.where(second, encoded("Q" + ROUTES)[state.route], jnp.where(last, ord("R"), ord("Q")))
+        said = [(encoded("|"), last.astype(jnp.int32)), (state.said, jnp.where(last, state.said_length, 0))]
+        tokens, length = join([(head[None], 1), (task["query"], task["query_length"]), *said, (encoded(">"), 1)], P)
         role = jnp.where(second, state.route, 0)
         return Observation(role=role[None], tokens=tokens[None], length=length[None], active=~state.done[None])
 
@@ -133,7 +119,7 @@ def make(config: Config) -> ArrayEnv:
         stops = (tokens == EOS) & (here < length)
         ended = stops.any()
         size = jnp.where(ended, jnp.argmax(stops), length).astype(jnp.int32)  # without eos
-        letter = tokens[0] == _ids(ROUTES)
+        letter = tokens[0] == encoded(ROUTES)
         routed = ended & (size == 1) & letter.any()
         same = (tokens[:ANSWER] == task["answer"]) | (here[:ANSWER] >= size)
         right = ended & (size == task["answer_length"]) & same.all()
@@ -163,8 +149,10 @@ def table(seed: int | np.random.Generator) -> np.ndarray:
     return VALUES.start + np.random.default_rng(seed).permutation(len(VALUES))[: len(LETTERS)]
 
 
-def _draw(rng: np.random.Generator, config: Config, kind: int, values: np.ndarray, noise: float = 0.0):
-    """A query, its answer, and what a demonstrator answers (the same without ``noise``)."""
+def draw(
+    rng: np.random.Generator, config: Config, kind: int, values: np.ndarray, noise: float = 0.0
+) -> tuple[str, str, str]:
+    """A query, its answer, and what a demonstrator answers (the same without ``noise``). values: a lookup `table`."""
     pick = lambda options: options[rng.integers(len(options))]
     slip, rate = "", 0.0  # a wrong answer, and how often it is given
     if kind == ARITHMETIC:
@@ -186,13 +174,6 @@ def _draw(rng: np.random.Generator, config: Config, kind: int, values: np.ndarra
     return query, str(gold), str(slip if rng.random() < noise * rate else gold)
 
 
-def _pack(rows: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    packed = np.full((len(rows), size), PAD, np.int32)
-    for row, ids in zip(packed, rows, strict=True):
-        row[: len(ids)] = list(ids)
-    return packed, np.array([len(ids) for ids in rows], np.int32)
-
-
 def make_tasks(config: Config, seed: int | None = None, n: int | None = None) -> dict[str, np.ndarray]:
     """``n`` tasks (or ``config.tasks``) drawn from ``seed`` (or ``config.seed``); take another seed for evaluation.
 
@@ -201,9 +182,9 @@ def make_tasks(config: Config, seed: int | None = None, n: int | None = None) ->
     rng, values = np.random.default_rng([config.seed if seed is None else seed, 1]), table(config.table_seed)
     size, p = config.tasks if n is None else n, np.array(config.mixture) / sum(config.mixture)
     kinds = rng.choice(len(KINDS), size, p=p).astype(np.int32)
-    draws = [_draw(rng, config, kind, values) for kind in kinds]
-    query, query_length = _pack([query.encode() for query, _, _ in draws], QUERY)
-    answer, answer_length = _pack([gold.encode() for _, gold, _ in draws], ANSWER)
+    draws = [draw(rng, config, kind, values) for kind in kinds]
+    query, query_length = pack([query.encode() for query, _, _ in draws], QUERY)
+    answer, answer_length = pack([gold.encode() for _, gold, _ in draws], ANSWER)
     return dict(kind=kinds, query=query, query_length=query_length, answer=answer, answer_length=answer_length)
 
 
@@ -233,20 +214,20 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 2, noise
         p = np.eye(len(KINDS))[role - 1] if role else np.array(config.mixture) / sum(config.mixture)
         for kind in (kinds := rng.choice(len(KINDS), n, p=p)):
             values, late, prompt = table(rng), bool(rng.integers(2)), []
-            query, gold, said = _draw(rng, config, kind, values, noise)
+            query, gold, said = draw(rng, config, kind, values, noise)
             for _ in range(rng.integers(1, context + 1) if context and rng.random() < config.memory else 0):
                 entry = (kind, query, gold, late)
                 if rng.random() >= config.related:
                     other = kinds[rng.integers(n)]
-                    entry = (other, *_draw(rng, config, other, values)[:2], bool(rng.integers(2)))
+                    entry = (other, *draw(rng, config, other, values)[:2], bool(rng.integers(2)))
                 asked, reply = _show(role, *entry)
                 prompt += [*asked, *reply, SEP]
             if role == 0 and kind == FUNCTION and rng.random() < noise * config.misroute:
-                kind, said = TRANSFORM, _draw(rng, config, TRANSFORM, values, noise)[2]
+                kind, said = TRANSFORM, draw(rng, config, TRANSFORM, values, noise)[2]
             asked, reply = _show(role, kind, query, said, late)
             prompts.append([*prompt, *asked])
             completions.append([*reply, EOS])
-        tokens, length = _pack(prompts, prompt_length(config) + context * entry_length(config))
-        completion, size = _pack(completions, config.response)
+        tokens, length = pack(prompts, prompt_length(config) + context * entry_length(config))
+        completion, size = pack(completions, config.response)
         samples[name] = dict(tokens=tokens, length=length, completion=completion, completion_length=size)
     return samples

@@ -12,6 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.envs import dispatch
+from jaxmarl_llm.envs.arrays import encoded, join, pack
 from jaxmarl_llm.envs.dispatch import COMPONENTS, EOS, KINDS, Config, make_tasks
 from jaxmarl_llm.types import ArrayEnv, Observation
 
@@ -37,9 +38,9 @@ def make(config: Config) -> ArrayEnv:
         return State(task, jnp.array(False), jnp.array(False))
 
     def observe(state: State) -> Observation:
-        mark = dispatch._ids("S"), 1
-        end = dispatch._ids(">"), 1
-        tokens, length = dispatch._join([mark, (state.task["query"], state.task["query_length"]), end], P)
+        mark = encoded("S"), 1
+        end = encoded(">"), 1
+        tokens, length = join([mark, (state.task["query"], state.task["query_length"]), end], P)
         return Observation(jnp.zeros(1, jnp.int32), tokens[None], length[None], ~state.done[None])
 
     def step(key: jax.Array, state: State, tokens: Int[Array, "1 R"], length: Int[Array, "1"]) -> tuple:
@@ -68,9 +69,9 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0, noise
     prompts, completions = [], []
     for kind in rng.choice(len(KINDS), size=n, p=weights / weights.sum()):
         values = dispatch.table(rng)
-        query, _, said = dispatch._draw(rng, config, kind, values, noise)
+        query, _, said = dispatch.draw(rng, config, kind, values, noise)
         prompts.append([*f"S{query}>".encode()])
         completions.append([*said.encode(), EOS])
-    tokens, length = dispatch._pack(prompts, P)
-    completion, size = dispatch._pack(completions, config.response)
+    tokens, length = pack(prompts, P)
+    completion, size = pack(completions, config.response)
     return {"solo": {"tokens": tokens, "length": length, "completion": completion, "completion_length": size}}

@@ -31,7 +31,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.envs.dispatch import _ids, _join, _pack
+from jaxmarl_llm.envs.arrays import encoded, join, pack
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv, Observation
@@ -88,7 +88,7 @@ def score(
 ) -> dict[str, Float[Array, ""]]:
     """The components of a pair of strings; ``size`` without eos."""
     here = jnp.arange(said.shape[1]) < size[:, None]
-    letters = _ids(LETTERS)
+    letters = encoded(LETTERS)
     proper = jnp.all(jnp.isin(said, letters) | ~here, axis=1)
     low, high = (jnp.array(x) for x in zip(*LIMITS, strict=True))
     form = jnp.all(ended & proper & (low <= size) & (size <= high))
@@ -121,11 +121,11 @@ def make(config: Config) -> ArrayEnv:
         mark = "S" if solo else "12"[seat]
         heard: list = []
         if protocol == "discussion":
-            heard = [(_ids("|"), late), (state.said[seat], state.size[seat])]
-            heard += [(_ids("|"), late), (state.said[1 - seat], state.size[1 - seat])]
+            heard = [(encoded("|"), late), (state.said[seat], state.size[seat])]
+            heard += [(encoded("|"), late), (state.said[1 - seat], state.size[1 - seat])]
         elif protocol == "sequential" and seat == 1:
-            heard = [(_ids("|"), late), (state.said[0], state.size[0])]
-        return _join([(_ids(mark), 1), (state.topic, TOPIC), *heard, (_ids(">"), 1)], P)
+            heard = [(encoded("|"), late), (state.said[0], state.size[0])]
+        return join([(encoded(mark), 1), (state.topic, TOPIC), *heard, (encoded(">"), 1)], P)
 
     def observe(state: State) -> Observation:
         rows = [shown(state, seat) for seat in range(len(roles))]
@@ -204,7 +204,7 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
                 asked, reply = f"{1 + seat}{topic}>", said[seat]
             prompts.append([*asked.encode()])
             completions.append([*reply.encode(), EOS])
-        tokens, length = _pack(prompts, prompt_length(config))
-        completion, size = _pack(completions, config.max_new)
+        tokens, length = pack(prompts, prompt_length(config))
+        completion, size = pack(completions, config.max_new)
         samples[role] = dict(tokens=tokens, length=length, completion=completion, completion_length=size)
     return samples

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.data import loaders
 from jaxmarl_llm.envs import writing_rewards as rewards
-from jaxmarl_llm.envs.assistant_views import with_memory
+from jaxmarl_llm.envs.prompts import asked, entry, with_memory
 from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
 
 __all__ = ["ROLES", "Config", "State", "Task", "demonstrations", "make", "strategy", "tasks", "with_memory"]
@@ -326,10 +326,8 @@ def _pairs(config: Config, task: Mapping[str, Any]) -> Iterable[tuple[str, str]]
 
 
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """What a successful sample leaves in memory, at most 200 characters: what was asked and what was written.
+    """What a successful sample leaves in memory: what was asked and what was written.
 
     ``rewards`` are the components, whose sum is shown as the score.
     """
-    asked = next((m.text for m in prompt if m.speaker == "user"), "")
-    asked, wrote = " ".join(asked.split()), " ".join(action.text.split())
-    return f"{role} ({sum(rewards.values()):.1f}) on '{asked[:60]}': {wrote}"[:200]
+    return entry(role, sum(rewards.values()), asked(prompt), action, shown=60)
