@@ -3,7 +3,7 @@
 A plan is a few pure functions of a place in the tree. It knows nothing of models or environments, and the engines know
 no plan by name. What it decides is static (independent of what is sampled), so that array rollouts compile and the
 number of samples can be told before anything runs; only *which* sample goes on (``rank``) and whether any does
-(``stop_above``) may depend on rewards.
+(``stop_above``) may depend on rewards. Equal arguments give the same plan: what was compiled for it is found again.
 
 Samples of one agent for a trajectory of k turns with G per branching node:
 
@@ -18,6 +18,7 @@ ones (each with each); a tree of crossed actions has G^(W t) states at turn t.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -84,11 +85,13 @@ class Plan(NamedTuple):
 ROOT = Branch(0, True)
 
 
+@functools.cache
 def flat(group: int) -> Plan:
     """GRPO: ``group`` whole episodes from each task's first state."""
     return Plan(f"flat({group})", lambda b: group if b.turn == 0 else 1, lambda b, g: Branch(b.turn + 1, True))
 
 
+@functools.cache
 def product(group: int, joint: str = "aligned") -> Plan:
     """Every state branches: G^k leaves for k turns (G^(W k) when joint actions are crossed).
 
@@ -100,6 +103,7 @@ def product(group: int, joint: str = "aligned") -> Plan:
     return Plan(name, lambda b: group, lambda b, j: Branch(b.turn + 1, True), joint=joint)
 
 
+@functools.cache
 def handoff(group: int, joint: str = "aligned", *, best: bool = True) -> Plan:
     """G samples at each turn, of which one joint action is played on: the best, or the first (a random one).
 
@@ -113,6 +117,7 @@ def handoff(group: int, joint: str = "aligned", *, best: bool = True) -> Plan:
     )
 
 
+@functools.cache
 def node_wise(group: int | tuple[int, ...], continuation: str = "continue") -> Plan:
     """Node-wise Monte Carlo of JoyAgents-R1: G_1 + ... + G_k samples on a trajectory of k nodes.
 
@@ -135,6 +140,7 @@ def node_wise(group: int | tuple[int, ...], continuation: str = "continue") -> P
     return Plan(f"node_wise({group}, {continuation})", width, follow, local)
 
 
+@functools.cache
 def single() -> Plan:
     """One episode a task, for evaluation."""
     return flat(1)._replace(name="single")

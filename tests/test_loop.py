@@ -99,7 +99,7 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
     assert lines(run) == lines(workdir)
 
 
-def test_a_warm_step_compiles_nothing(straight, tmp_path):
+def test_a_warm_step_and_evaluation_compile_nothing(straight, tmp_path):
     """A whole step of the recipe (rollout, credit, selection, update, memory) from a state it has met before."""
     state, _ = straight
     recipe = joyagents_r1.make(joy())
@@ -109,8 +109,10 @@ def test_a_warm_step_compiles_nothing(straight, tmp_path):
     ):
         # A step donates what it updates; it needs a copy each time.
         recipe.step(jax.tree.map(jnp.copy, state), logger)
+        recipe.evaluate(state)
         cold = seen.count
         recipe.step(jax.tree.map(jnp.copy, state), logger)
+        recipe.evaluate(state)
         assert cold > 0 and seen.count == cold
 
 
