@@ -34,14 +34,14 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=400,
+        steps=250,
         batch=32,
         team=TeamConfig(max_new=7, remat=False),
         env=EnvConfig("dispatch", {"efficiency": 0.05, "wrong_product": 0.25}),
         # Keys of similar queries are close: only the same query is read, only it is the same entry.
         memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.995, refresh_similarity=0.999),
         credit=Credit(scale="none"),
-        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", steps=400),
+        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", steps=250),
         sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )
