@@ -40,11 +40,13 @@ demo: $(VENV)/.installed
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=runs/demo --config.seed=$(SEED)
 	@$(RUN) -m experiments.summary runs/demo
 
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
+
 test: test-one notebooks test-312
 
 test-one: $(VENV)/.installed-parity lint types sandbox
 	@test -f weights/smollm2/config.json || $(MAKE) weights || echo "SmolLM2 was not fetched: its tests skip"
-	$(CPU) $(RUN) -m pytest -n 2 --dist loadfile
+	$(CPU) $(RUN) -m pytest $(SPREAD)
 
 # The newest JAX needs Python 3.12. Runs where that Python is found; torch is left to the first leg.
 PY312 := $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python; do command -v $$p >/dev/null 2>&1 && $$p -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -53,7 +55,7 @@ test-312:
 	@echo "python3.12 was not found: the second leg (newest JAX) did not run"
 else
 test-312: .venv-312/.installed-test sandbox
-	$(CPU) .venv-312/bin/python -m pytest -n 2 --dist loadfile -m "not parity and not real_weights and not slow"
+	$(CPU) .venv-312/bin/python -m pytest $(SPREAD) -m "not parity and not real_weights and not slow"
 
 .venv-312/.installed-test: setup.cfg pyproject.toml
 	$(MAKE) VENV=.venv-312 PYTHON=$(PY312) .venv-312/.installed

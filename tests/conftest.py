@@ -39,3 +39,12 @@ def forget_programs():
     from jaxmarl_llm.loop import release_programs
 
     release_programs(share=0.2)
+
+
+# Files are handed out whole (--dist loadfile): the long ones first, so that no worker waits for the last.
+LONGEST = ("loop", "critic", "magrpo", "baselines", "assistant_run", "rollout", "rollout_host", "sandbox", "generate")
+
+
+def pytest_collection_modifyitems(items):
+    rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))

@@ -12,7 +12,7 @@ A topic is three different letters of a to h. The reward of the pair is that of 
     unique    distinct letters of c2 over those of c1: 0.5 from 2 on, linear on [1.3, 2)
     topic     the share of the topic's letters that both strings have
 
-At most 3.0. Nobody sees what the other writes in the same turn; ``protocol`` says who sees what and when:
+At most 3.0; with ``bar`` a pair below it earns nothing. Nobody sees what the other writes in the same turn; ``protocol`` says who sees what and when:
 
     together    both at once (MAGRPO; untrained, the naive concatenation)
     sequential  concise first, then detailed reads it               2fad|fad>
@@ -38,6 +38,7 @@ from jaxmarl_llm.types import ArrayEnv, Observation
 
 PAD, EOS = ByteTokenizer.PAD, ByteTokenizer.EOS
 COMPONENTS = ("form", "ratio", "unique", "topic")
+MOST = 3.0  # what the components of a perfect pair add up to
 LETTERS, TOPIC = "abcdefgh", 3
 PROTOCOLS = ("together", "sequential", "discussion", "solo")
 LIMITS = ((2, 4), (4, 9))  # letters of c1 and c2
@@ -50,14 +51,15 @@ class Config:
     tasks: int = 1024
     protocol: str = "together"
     response: int = 10  # R of one string; a solo writer has twice that and the bar
+    bar: float = 0.0  # a pair whose components add up to less earns nothing: the rarer, the harder to find by chance
     own: float = 0.5  # demonstrators: the chance that a letter is of the topic rather than any
 
     def __post_init__(self):
         one_of("duet: protocol", self.protocol, PROTOCOLS)
         if self.response <= LIMITS[1][1]:
             raise ConfigError(f"duet: response: expected at least {LIMITS[1][1] + 1} tokens, got {self.response}")
-        if not 0 <= self.own <= 1 or self.tasks < 1:
-            raise ConfigError("duet: expected own in [0, 1] and tasks >= 1")
+        if not 0 <= self.own <= 1 or self.tasks < 1 or not 0 <= self.bar <= MOST:
+            raise ConfigError(f"duet: expected own in [0, 1], tasks >= 1 and bar in [0, {MOST:g}]")
 
     @property
     def max_new(self) -> int:
@@ -161,7 +163,7 @@ def make(config: Config) -> ArrayEnv:
         earned = score(state.topic, said, size, ended)
         after = State(state.topic, kept, jnp.minimum(size, R), state.turn + 1, state.done | over)
         after = jax.tree.map(lambda old, new: jnp.where(state.done, old, new), state, after)
-        pays = over & ~state.done
+        pays = over & ~state.done & (sum(earned.values()) >= config.bar)
         return after, {c: jnp.full(len(roles), jnp.where(pays, v, 0.0)) for c, v in earned.items()}, after.done
 
     return ArrayEnv("duet", roles, seats, turns, COMPONENTS, actors, reset, observe, step)
