@@ -90,6 +90,20 @@ def test_the_best_pair():
     assert sum(paid(say("solo", start("solo", "fad"), "fadbce")[1]).values()) == 0.0  # no bar, no second string
 
 
+@pytest.mark.parametrize("c1, c2, low", [("fad", "fadbce", 3.0), ("fad", "fadbc", 2.75), ("fad", "fadb", 1.9)])
+def test_below_the_bar_a_pair_earns_nothing(c1, c2, low):
+    total = sum(twin("fad", c1, c2, [True, True]).values())
+    assert total >= low
+    for bar, earns in ((low, True), (total + 0.01, False)):
+        if bar > 3.0:
+            continue
+        env = duet.make(duet.Config(bar=bar))
+        state = env.reset(KEY, {"topic": np.array([*b"fad"], np.int32)})
+        rows = [row(line, True) for line in (c1, c2)]
+        _, rewards, done = env.step(KEY, state, np.stack([r for r, _ in rows]), np.array([n for _, n in rows]))
+        assert sum(paid(rewards).values()) == pytest.approx(total if earns else 0.0) and bool(done)
+
+
 def test_who_sees_what():
     assert prompts("together", start("together", "fad")) == ["1fad>", "2fad>"]
     assert prompts("solo", start("solo", "fad")) == ["Sfad>"]
@@ -140,7 +154,13 @@ def test_demonstrations_look_like_play_and_are_far_from_perfect(protocol):
 
 
 @pytest.mark.parametrize(
-    "bad, message", [({"protocol": "choir"}, "together"), ({"response": 9}, "at least 10"), ({"own": 2.0}, "own")]
+    "bad, message",
+    [
+        ({"protocol": "choir"}, "together"),
+        ({"response": 9}, "at least 10"),
+        ({"own": 2.0}, "own"),
+        ({"bar": 3.1}, "bar"),
+    ],
 )
 def test_bad_configurations(bad, message):
     with pytest.raises(ConfigError, match=message):

@@ -2,7 +2,9 @@
 
 tiny        `duet`, two random models of 0.1 M parameters write strings that must fit together; CPU, about a minute.
             Crossed joint actions and standardised advantages, as in the authors' later library
-paper       the same task by the paper: aligned joint actions, no std
+sparse      the same, but a pair of strings earns nothing unless it is nearly perfect (2.75 of 3.0), 0.4 % of pairs at
+            first: every string is tried with all of the partner's, which one model alone cannot do
+paper       the task of `tiny` by the paper: aligned joint actions, no std
 tree        `matrix`, chicken played twice: a tree of crossed joint actions, discounted child means
 smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it): two
             SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
@@ -25,7 +27,7 @@ from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Optimizer
 
-VARIANTS = ("tiny", "paper", "tree", "smollm2", "tldr", "coding")
+VARIANTS = ("tiny", "sparse", "paper", "tree", "smollm2", "tldr", "coding")
 DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
 WRITING = {"words": 1.0, "ratio": 1.0, "unique": 1.0, "transitions": 1.0, "jaccard": 1.0}
 CODING = {"structure": 1.0, "syntax": 1.0, "tests": 1.0, "cooperation": 1.0}
@@ -38,6 +40,10 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return dataclasses.replace(paper(), mode="tree", joint="cross", credit=Credit(group="node", scale="std"))
+
+
+def sparse() -> Config:
+    return dataclasses.replace(tiny(), steps=100, env=EnvConfig("duet", {"bar": 2.75}))
 
 
 def paper() -> Config:

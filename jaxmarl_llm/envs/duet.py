@@ -12,7 +12,8 @@ A topic is three different letters of a to h. The reward of the pair is that of 
     unique    distinct letters of c2 over those of c1: 0.5 from 2 on, linear on [1.3, 2)
     topic     the share of the topic's letters that both strings have
 
-At most 3.0; with ``bar`` a pair below it earns nothing. Nobody sees what the other writes in the same turn; ``protocol`` says who sees what and when:
+At most 3.0; with ``bar`` a pair below it earns nothing. Nobody sees what the other writes in the same turn;
+``protocol`` says who sees what and when:
 
     together    both at once (MAGRPO; untrained, the naive concatenation)
     sequential  concise first, then detailed reads it               2fad|fad>
