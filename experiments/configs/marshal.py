@@ -31,11 +31,11 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=1000,
+        steps=600,
         batch=64,
         team=TeamConfig(share="shared", backbone=TINY, max_new=1, remat=False),
         env=EnvConfig("games", {"games": ("kuhn_poker",)}),
-        optimizer=Optimizer(learning_rate=3e-3),
+        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", steps=600),
         sft=SFT(steps=150, batch=64, optimizer=Optimizer(learning_rate=1e-2)),
         run=RunConfig(eval_every=250, checkpoint_every=250),
     )
