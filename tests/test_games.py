@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import games, kuhn
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.envs import games, games_text, kuhn
+from jaxmarl_llm.text import Action, ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(3)
@@ -238,6 +238,55 @@ def test_every_game_has_roles_and_columns_of_its_own():
             state, rewards, done = say(state, move)
             assert list(np.flatnonzero(rewards["format"])) == [2 * game + turn % 2]
         assert done and list(np.flatnonzero(rewards["payoff"])) == [2 * game, 2 * game + 1]
+
+
+# Through text
+
+
+def test_the_text_form_plays_the_same_game():
+    config = games_text.Config(games=("kuhn_poker", "tic_tac_toe"))
+    env = games_text.make(config)
+    _, start, position, letters, say = table("kuhn_poker", "tic_tac_toe")
+    rng = np.random.default_rng(1)
+    for task in games_text.tasks(config)[:4]:
+        state, array, done = env.reset(7, task), start(7, task["game"]), False
+        while not done:
+            ((role, shown),) = env.observe(state).items()
+            assert shown[-1].text == f"Position: {position(array)[1:-1]}"
+            assert role.rpartition("-")[2] in shown[0].text and role.startswith(config.games[task["game"]])
+            move = rng.choice(letters(array))
+            state, paid, done = env.step(0, state, {role: Action(str(move), ())})
+            array, rewards, ended = say(array, move)
+            assert done == ended
+            for i, r in enumerate(env.roles):
+                assert paid[r] == {c: v[i] for c, v in rewards.items()}
+        assert env.observe(state) == {}
+
+
+@pytest.mark.parametrize(
+    "text, letter, form",
+    [
+        ("b", "b", 1),
+        (" b\n", "b", 1),
+        ("I bet: b.", "b", 0),
+        ("bet", "?", 0),
+        ("", "?", 0),
+        ("B", "?", 0),
+        ("\x00é", "?", 0),
+    ],
+)
+def test_any_reply_is_an_action_or_illegal(text, letter, form):
+    env = games_text.make(games_text.Config())
+    state = env.reset(0, {"game": 0})
+    assert games_text.action_of(text) == letter
+    _, paid, done = env.step(0, state, {"first": Action(text, ())})
+    assert paid["first"] == {"payoff": 0.0, "format": form, "illegal": float(letter == "?")} and done == (letter == "?")
+
+
+def test_demonstrations_as_text():
+    rows = games_text.demonstrations(games_text.Config(), [])
+    assert {role for role, _, _ in rows} == {"first", "second"} and {said for _, _, said in rows} == {"b", "p"}
+    assert len({shown[-1].text for _, shown, _ in rows}) == 3 + 3 + 3 + 3
 
 
 # Demonstrations, configuration
