@@ -152,6 +152,32 @@ def step_returns(
     return (total / jnp.maximum(count, 1.0) if reduce == "mean" else total), count > 0
 
 
+def own_turns(
+    rewards: Float[Array, "J A"],
+    acts: Bool[Array, "J A"],
+    parent: Int[Array, "J"],
+    *,
+    max_turns: int,
+) -> Float[Array, "J A"]:
+    """Rewards by a role's own turns: what it earns until it acts again counts for the transition where it acted last.
+
+    In a game of alternating moves the loser is paid at the winner's move; its turn reward stands at its own last move.
+    Sums from a role's own turn on are as before. What a role earns before its first turn is no move's doing: dropped.
+    Rows as in `returns_to_go`; use it on chains (a move followed by several would get the sum over all of them).
+    """
+    num = parent.shape[0]
+    here = jnp.arange(num)[:, None]
+    above = jnp.where(parent >= 0, parent, num)
+
+    def up(_, last):
+        inherited = jnp.concatenate([last, jnp.full((1, last.shape[1]), num)])[above]
+        return jnp.where(acts, here, inherited)
+
+    last = jax.lax.fori_loop(0, max_turns, up, jnp.where(acts, here, num))
+    collect = lambda r, at: jax.ops.segment_sum(r, at, num)  # drops those without a turn: num
+    return jax.vmap(collect, in_axes=1, out_axes=1)(rewards, last)
+
+
 def group_advantage(
     values: Float[Array, "C"],
     group: Int[Array, "C"],
@@ -166,8 +192,9 @@ def group_advantage(
 ) -> tuple[Float[Array, "C"], GroupStats]:
     """Group-relative advantage ``A_i = (x_i - centre_k) / (std_k + eps)``, over the valid members of each group k.
 
-    centre: ``mean`` (GRPO; MAGRPO eq. 2), ``loo`` the mean of the others, equal to n/(n-1) (x - mean) (RLOO, MARLOO),
-        ``max`` (MAREMAX), ``none`` (MAREINFORCE).
+    centre: ``mean`` (GRPO; MAGRPO eq. 2), ``unique`` the mean of the distinct values, each counted once (MARSHAL's
+        code), ``loo`` the mean of the others, equal to n/(n-1) (x - mean) (RLOO, MARLOO), ``max`` (MAREMAX), ``none``
+        (MAREINFORCE).
     scale: ``std`` (GRPO, JoyAgents-R1: mean 0 and std 1 whatever the centre; ``ddof=1`` is torch's sample std, as in
         Dr. MAS) or ``none`` (MAGRPO).
     singleton: what a centred group of one gets, having nobody to be compared with: ``zero``, or ``raw`` its value
@@ -181,8 +208,8 @@ def group_advantage(
     Finite values give finite advantages, at most sqrt(n - 1) for mean and std. Invalid members get 0 and are in no
     statistic. Ids of valid members are in [0, num_groups), in any order; groups may be empty.
     """
-    if centre not in ("mean", "loo", "max", "none"):
-        raise ValueError(f"centre is 'mean', 'loo', 'max' or 'none', not {centre!r}")
+    if centre not in ("mean", "unique", "loo", "max", "none"):
+        raise ValueError(f"centre is 'mean', 'unique', 'loo', 'max' or 'none', not {centre!r}")
     if scale not in ("std", "none"):
         raise ValueError(f"scale is 'std' or 'none', not {scale!r}")
     if singleton not in ("zero", "raw"):
@@ -205,8 +232,18 @@ def group_advantage(
 
     if scale == "std":
         centre = "mean"
+
+    def from_distinct() -> Array:
+        order = jnp.lexsort((x, ids))
+        k, v = ids[order], above[order]
+        new = jnp.concatenate([jnp.ones(1, bool), (k[1:] != k[:-1]) | (v[1:] != v[:-1])])
+        total = jax.ops.segment_sum(jnp.where(new, v, 0.0), k, num_groups)
+        distinct = jax.ops.segment_sum(new.astype(x.dtype), k, num_groups)
+        return above - (total / jnp.maximum(distinct, 1.0))[group]
+
     centred = {
         "mean": lambda: deviation,
+        "unique": from_distinct,
         "loo": lambda: deviation * (n / jnp.maximum(n - 1.0, 1.0))[group],
         "max": lambda: x - high[group],
         "none": lambda: x,

@@ -7,7 +7,7 @@ memory is not used: for runs of any length use `loop.fit`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -29,21 +29,22 @@ from jaxmarl_llm.types import Params, PyTree, Tree
 
 class Program(NamedTuple):
     """run(seed []) -> (params, {name: [steps]}): pure. ``name``: a reward component (mean over tasks and roles),
-    ``component/role`` for each role, ``grad_norm/model``.
+    ``component/role`` for each role, ``grad_norm/model``, and ``kl/model`` to the reference where there is one.
     """
 
     run: Callable[[jax.Array], tuple[Params, dict[str, jax.Array]]]
     tokens_per_step: int  # at most, decoded
 
 
-def make_program(cfg: BaseConfig, plan: Plan) -> Program:
+def make_program(cfg: BaseConfig, plan: Plan, *, frozen: Collection[str] = ()) -> Program:
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
-    One optimizer step a batch, no reference policy, no critics: ConfigError for a configuration with them.
+    With ``loss.kl_coef`` the policy that stage 0 ends with stays in the parameters as ``reference``. ``frozen``: roles
+    whose steps are not trained on in RL; a model that plays no other role stays as stage 0 left it. One optimizer step
+    a batch, no critics: ConfigError for a configuration with more, or for a frozen role that there is not.
     """
     for name, asked in {
         "loss.epochs": cfg.loss.epochs > 1,
-        "loss.kl_coef": bool(cfg.loss.kl_coef),
         "team.critic": cfg.team.critic != "none",
     }.items():
         if asked:
@@ -51,6 +52,11 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
     arena = ArrayArena(cfg.env)
     env, team = arena.env, make_team(cfg.team, arena.env.roles)
     roles = [r.name for r in team.roles]
+    unknown = sorted(set(frozen) - set(roles))
+    if unknown:
+        raise ConfigError(f"frozen: no role {unknown[0]!r}; the roles are {', '.join(roles)}")
+    moving = jnp.array([role not in frozen for role in roles])
+    learning = {r.model for r in team.roles if r.name not in frozen}
     learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
     rollout = make_rollout(team, env, plan, cfg.sampling)
@@ -59,13 +65,15 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
 
     def apply(learner: Any, params: Params, opt_state: PyTree, model: Any, batches: list[Batch]) -> tuple:
         own, shared = params["agents"][model.name], params["shared"].get(model.base)
-        gradient, value = None, jnp.float32(0)
+        gradient, value, apart, weight = None, jnp.float32(0), jnp.float32(0), jnp.float32(0)
         for batch in batches:
             gradient, metrics, _ = learner.accumulate(own, shared, batch, gradient)
             value += metrics["loss"]
+            apart += metrics.get("ref_kl", 0.0)
+            weight += metrics["weight"]
         own, after, norm, _ = learner.apply(own, opt_state[model.name], gradient, value)
         params = {**params, "agents": {**params["agents"], model.name: own}}
-        return params, {**opt_state, model.name: after}, norm
+        return params, {**opt_state, model.name: after}, (norm, apart / jnp.maximum(weight, 1e-9))
 
     def supervise(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
         params, opt_state = carry
@@ -100,13 +108,20 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
         )
         out = _seen(tree, roles, env.max_turns)
         for m, model in enumerate(team.models):
-            mine = credited.valid & (tree.nodes.model[tree.steps.node] == m)
+            if model.name not in learning:
+                continue
+            mine = credited.valid & (tree.nodes.model[tree.steps.node] == m) & moving[tree.nodes.role[tree.steps.node]]
             weights = aggregation_weights(
                 tree.steps.loss_mask, mine.astype(jnp.float32), cfg.loss.aggregate, cfg.loss.constant
             )
             batches = [_block(tree, credited.advantage, weights, b) for b in blocks]
-            params, opt_state, norm = apply(learners[model.name], params, opt_state, model, batches)
+            if cfg.loss.kl_coef:
+                reference = params["reference"][model.name], params["shared"].get(model.base)
+                batches = [b.replace(reference=learners[model.name].score(*reference, b)) for b in batches]
+            params, opt_state, (norm, apart) = apply(learners[model.name], params, opt_state, model, batches)
             out[f"grad_norm/{model.name}"] = norm
+            if cfg.loss.kl_coef:
+                out[f"kl/{model.name}"] = apart
         return (params, opt_state), out
 
     def run(seed: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
@@ -117,6 +132,8 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
         if cfg.sft.steps:
             carry = params, fresh(tutors, params)
             (params, _), _ = jax.lax.scan(supervise, carry, jax.random.split(taught, cfg.sft.steps))
+        if cfg.loss.kl_coef:
+            params = {**params, "reference": params["agents"]}
         steps = jax.random.split(played, cfg.steps), jnp.arange(cfg.steps)
         (params, _), seen = jax.lax.scan(improve, (params, fresh(learners, params)), steps)
         return params, seen

@@ -14,11 +14,19 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.advantages import GroupStats, group_advantage, group_ids, returns_to_go, scalarise, step_returns
+from jaxmarl_llm.advantages import (
+    GroupStats,
+    group_advantage,
+    group_ids,
+    own_turns,
+    returns_to_go,
+    scalarise,
+    step_returns,
+)
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Tree
 
-GROUPS = ("node", "task", "task_role", "task_role_turn")
+GROUPS = ("node", "task", "task_role", "task_role_turn", "role", "batch")
 
 
 @dataclass(frozen=True)
@@ -26,17 +34,22 @@ class Credit:
     """Return and group-relative advantage. See advantages.py for each formula."""
 
     discount: float = 1.0
-    group: str = "node"  # the siblings compared: node, task, task_role (Dr. MAS) or task_role_turn
-    centre: str = "mean"  # mean, loo (leave-one-out), max or none
+    # What is compared: the siblings of a node, a task's steps, those of one role (Dr. MAS) and turn of it, one role's
+    # steps of the whole batch (MARSHAL), or all of them
+    group: str = "node"
+    centre: str = "mean"  # mean, unique (of the distinct values), loo (leave-one-out), max or none
     scale: str = "std"  # std or none
     ddof: int = 0  # 0 population, 1 sample standard deviation
     singleton: str = "zero"  # advantage of a group of one: zero, or raw (its value)
     reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
+    turn_centre: str = "none"  # of a role's turn rewards over the batch, taken off before they are summed: as centre
+    whiten: bool = False  # advantages of the whole batch to mean 0 and std 1 at the end
 
     def check(self, path: str) -> None:
         choices = {
             "group": GROUPS,
-            "centre": ("mean", "loo", "max", "none"),
+            "centre": ("mean", "unique", "loo", "max", "none"),
+            "turn_centre": ("mean", "unique", "none"),
             "scale": ("std", "none"),
             "singleton": ("zero", "raw"),
             "reduce": ("mean", "sum"),
@@ -68,6 +81,8 @@ def assign(
     """Credit every step of the tree. ``weights``: (component, weight) pairs that make the scalar reward."""
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
     reward = scalarise(moves.rewards, dict(weights))
+    if cfg.turn_centre != "none":
+        reward = _centre_turns(cfg.turn_centre, tree, reward, max_turns)
     returns, returned = returns_to_go(
         reward, moves.parent, moves.turn, moves.valid, max_turns=max_turns, discount=cfg.discount
     )
@@ -76,12 +91,14 @@ def assign(
     value, has = step_returns(moves.steps, role, returns, returned, num_steps=c, reduce=cfg.reduce)
     valid = has & steps.valid
     task, turn = nodes.task[steps.node], nodes.turn[steps.node]
-    columns = {"task": (task,), "task_role": (task, role), "task_role_turn": (task, role, turn)}
-    sizes = (num_tasks, num_roles, max_turns)
     if cfg.group == "node":
         group, count = steps.node, nodes.role.shape[0]
+    elif cfg.group == "batch":
+        group, count = jnp.zeros_like(steps.node), 1
     else:
-        group, count = group_ids(*columns[cfg.group], sizes=sizes[: len(columns[cfg.group])])
+        known = {"task": (task, num_tasks), "role": (role, num_roles), "turn": (turn, max_turns)}
+        columns, sizes = zip(*(known[name] for name in cfg.group.split("_")), strict=True)
+        group, count = group_ids(*columns, sizes=sizes)
     advantage, stats = group_advantage(
         value,
         group,
@@ -92,7 +109,21 @@ def assign(
         ddof=cfg.ddof,
         singleton=cfg.singleton,
     )
+    if cfg.whiten:
+        one = jnp.zeros_like(group)
+        advantage, _ = group_advantage(advantage, one, valid, num_groups=1, centre="mean", scale="std")
     first = jax.ops.segment_min(jnp.where(valid, jnp.arange(c), c), group, count)
     of = lambda column: jnp.where(first < c, column[jnp.minimum(first, c - 1)], 0)
     model = nodes.model[steps.node]
     return Credited(value, advantage, valid, group, stats, of(task), of(role), of(model), of(turn))
+
+
+def _centre_turns(kind: str, tree: Tree, reward: Float[Array, "J A"], max_turns: int) -> Float[Array, "J A"]:
+    """Rewards by own turns, less the role's centre over all its turns of the batch."""
+    moves, (j, a) = tree.transitions, reward.shape
+    role = tree.nodes.role[tree.steps.node[jnp.maximum(moves.steps, 0)]]
+    acts = jnp.any((moves.steps >= 0)[..., None] & (role[..., None] == jnp.arange(a)), axis=1) & moves.valid[:, None]
+    reward = own_turns(jnp.where(moves.valid[:, None], reward, 0.0), acts, moves.parent, max_turns=max_turns)
+    group = jnp.broadcast_to(jnp.arange(a), (j, a)).reshape(-1)
+    centred, _ = group_advantage(reward.reshape(-1), group, acts.reshape(-1), num_groups=a, centre=kind, scale="none")
+    return centred.reshape(j, a)

@@ -271,7 +271,8 @@ def make_rollout(
                 moves.append(
                     Transitions(
                         steps=jnp.where(obs.active[:, None], index, -1).reshape(f * j, w),
-                        parent=spread(place.parent).reshape(-1),
+                        # What was not played is padding, nobody's child: its parent ended the episode and is a leaf.
+                        parent=jnp.where(alive_j, spread(place.parent), -1).reshape(-1),
                         task=spread(place.task).reshape(-1),
                         turn=jnp.full((f * j,), turn),
                         rewards={c: r.reshape(f * j, -1) for c, r in clean.items()},

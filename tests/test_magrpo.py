@@ -304,6 +304,13 @@ def test_one_advantage_is_shared_by_all_agents(plan):
     assert np.abs(pairs).max() > 0.1
 
 
+def test_a_state_that_is_not_played_on_is_credited_as_a_leaf():
+    """What ends early ends with its reward: the rows that its unplayed children leave in the table are nobody's."""
+    tree = rollout(PLANS["stop"])
+    assert (tree.steps.valid.reshape(-1) != np.ones(len(tree.steps.valid), bool)).any()
+    np.testing.assert_array_equal(credited(tree, Credit(1.0, "node", scale="none")).valid, tree.steps.valid)
+
+
 # The recipe
 
 TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)

@@ -1,0 +1,56 @@
+"""MARSHAL (arXiv 2510.15414). Variants:
+
+tiny        Kuhn poker by a random model of 13 thousand parameters, self-play; CPU, a few minutes
+code        the same with the advantages of the authors' code instead of the paper's text
+games       Kuhn poker, tic-tac-toe and mini-Hanabi in every batch, compared by game and player; CPU
+
+    python -m experiments.train --config=experiments/configs/marshal.py:tiny --workdir=runs/marshal
+
+Needs the extra `games`.
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.recipes.marshal import CODE, Config
+from jaxmarl_llm.stages import SFT, RunConfig
+from jaxmarl_llm.team import Backbone, TeamConfig
+from jaxmarl_llm.train import Optimizer
+
+VARIANTS = ("tiny", "code", "games")
+TINY = Backbone(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+def get_config(variant: str = "tiny") -> ConfigDict:
+    one_of("variant", variant or "tiny", VARIANTS)
+    return ConfigDict(to_dict(globals()[variant or "tiny"]()))
+
+
+def tiny() -> Config:
+    return Config(
+        steps=600,
+        batch=64,
+        team=TeamConfig(share="shared", backbone=TINY, max_new=1, remat=False),
+        env=EnvConfig("games", {"games": ("kuhn_poker",)}),
+        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", steps=600),
+        sft=SFT(steps=150, batch=64, optimizer=Optimizer(learning_rate=1e-2)),
+        run=RunConfig(eval_every=250, checkpoint_every=250),
+    )
+
+
+def code() -> Config:
+    return dataclasses.replace(tiny(), credit=CODE)
+
+
+def games() -> Config:
+    return dataclasses.replace(
+        tiny(),
+        batch=96,
+        team=TeamConfig(share="shared", max_new=1, remat=False),
+        env=EnvConfig("games", {"games": ("kuhn_poker", "tic_tac_toe", "hanabi"), "tasks": 96}),
+        optimizer=Optimizer(learning_rate=1e-3),
+        sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
+    )
