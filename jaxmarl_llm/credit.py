@@ -14,7 +14,16 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.advantages import GroupStats, group_advantage, group_ids, returns_to_go, scalarise, step_returns
+from jaxmarl_llm.advantages import (
+    GroupStats,
+    first_of_each,
+    group_advantage,
+    group_ids,
+    returns_to_go,
+    scalarise,
+    step_episodes,
+    step_returns,
+)
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Tree
 
@@ -31,6 +40,7 @@ class Credit:
     scale: str = "std"  # std or none
     ddof: int = 0  # 0 population, 1 sample standard deviation
     singleton: str = "zero"  # advantage of a group of one: zero, or raw (its value)
+    over: str = "steps"  # what a group's statistics are over: steps, or episodes (the first step of each in the group)
     reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
 
     def check(self, path: str) -> None:
@@ -39,6 +49,7 @@ class Credit:
             "centre": ("mean", "loo", "max", "none"),
             "scale": ("std", "none"),
             "singleton": ("zero", "raw"),
+            "over": ("steps", "episodes"),
             "reduce": ("mean", "sum"),
             "ddof": (0, 1),
         }
@@ -82,6 +93,9 @@ def assign(
         group, count = steps.node, nodes.role.shape[0]
     else:
         group, count = group_ids(*columns[cfg.group], sizes=sizes[: len(columns[cfg.group])])
+    counted = None
+    if cfg.over == "episodes":
+        counted = first_of_each(group, step_episodes(moves.steps, moves.parent, num_steps=c), valid=valid)
     advantage, stats = group_advantage(
         value,
         group,
@@ -91,6 +105,7 @@ def assign(
         scale=cfg.scale,
         ddof=cfg.ddof,
         singleton=cfg.singleton,
+        counted=counted,
     )
     first = jax.ops.segment_min(jnp.where(valid, jnp.arange(c), c), group, count)
     of = lambda column: jnp.where(first < c, column[jnp.minimum(first, c - 1)], 0)
