@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmarl_llm.advantages import returns_to_go
+from jaxmarl_llm.advantages import returns_to_go, step_episodes
 from jaxmarl_llm.arena import ArrayArena
 from jaxmarl_llm.credit import assign
 from jaxmarl_llm.losses import aggregation_weights
-from jaxmarl_llm.plans import Plan
+from jaxmarl_llm.plans import Plan, single
 from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT_LOSS, BaseConfig
@@ -29,20 +29,20 @@ from jaxmarl_llm.types import Params, PyTree, Tree
 
 class Program(NamedTuple):
     """run(seed []) -> (params, {name: [steps]}): pure. ``name``: a reward component (mean over tasks and roles),
-    ``component/role`` for each role, ``grad_norm/model``.
+    ``component/role`` for each role, ``grad_norm/model`` (first epoch, not clipped), ``clip_fraction/model`` (last).
     """
 
     run: Callable[[jax.Array], tuple[Params, dict[str, jax.Array]]]
     tokens_per_step: int  # at most, decoded
 
 
-def make_program(cfg: BaseConfig, plan: Plan) -> Program:
+def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.Array] | None = None) -> Program:
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
-    One optimizer step a batch, no reference policy, no critics: ConfigError for a configuration with them.
+    ``learns``: RL step -> which roles learn [A], as in loop.improve_groups. No reference policy, no critics:
+    ConfigError for a configuration with them.
     """
     for name, asked in {
-        "loss.epochs": cfg.loss.epochs > 1,
         "loss.kl_coef": bool(cfg.loss.kl_coef),
         "team.critic": cfg.team.critic != "none",
     }.items():
@@ -54,18 +54,32 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
     learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
     rollout = make_rollout(team, env, plan, cfg.sampling)
-    blocks = layout(plan, env, cfg.batch)
+    blocks_of = [  # of each model: the turns at which it may act
+        [b for b in layout(plan, env, cfg.batch) if m in {team.model_index(r) for r in env.actors[b.branch.turn]}]
+        for m in range(len(team.models))
+    ]
     data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, 0) if cfg.sft.steps else {}
 
-    def apply(learner: Any, params: Params, opt_state: PyTree, model: Any, batches: list[Batch]) -> tuple:
-        own, shared = params["agents"][model.name], params["shared"].get(model.base)
-        gradient, value = None, jnp.float32(0)
-        for batch in batches:
-            gradient, metrics, _ = learner.accumulate(own, shared, batch, gradient)
-            value += metrics["loss"]
-        own, after, norm, _ = learner.apply(own, opt_state[model.name], gradient, value)
+    def apply(
+        learner: Any, params: Params, opt_state: PyTree, model: Any, batches: list[Batch], epochs: int = 1
+    ) -> tuple[Params, PyTree, jax.Array, jax.Array]:
+        start, shared = (params["agents"][model.name], opt_state[model.name]), params["shared"].get(model.base)
+        if epochs > 1:
+            batches = [b.replace(old=learner.score(start[0], shared, b)) for b in batches]
+
+        def epoch(carry: tuple, _: Any) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
+            own, after = carry
+            gradient, value, clipped, weight = None, jnp.float32(0), jnp.float32(0), jnp.float32(0)
+            for batch in batches:
+                gradient, metrics, _ = learner.accumulate(own, shared, batch, gradient)
+                value += metrics["loss"]
+                clipped, weight = clipped + metrics["clip_fraction"], weight + metrics["weight"]
+            own, after, norm, _ = learner.apply(own, after, gradient, value)
+            return (own, after), (norm, clipped / jnp.maximum(weight, 1e-9))
+
+        (own, after), (norm, clipped) = jax.lax.scan(epoch, start, None, length=epochs)
         params = {**params, "agents": {**params["agents"], model.name: own}}
-        return params, {**opt_state, model.name: after}, norm
+        return params, {**opt_state, model.name: after}, norm[0], clipped[-1]
 
     def supervise(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
         params, opt_state = carry
@@ -82,7 +96,7 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
             batches.setdefault(role.model, []).append(batch)
         for model in team.models:
             if model.name in batches:
-                params, opt_state, _ = apply(tutors[model.name], params, opt_state, model, batches[model.name])
+                params, opt_state, *_ = apply(tutors[model.name], params, opt_state, model, batches[model.name])
         return (params, opt_state), jnp.float32(0)
 
     def improve(carry: tuple, x: tuple[jax.Array, jax.Array]) -> tuple[tuple, dict[str, jax.Array]]:
@@ -99,14 +113,30 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
             num_roles=len(roles),
         )
         out = _seen(tree, roles, env.max_turns)
+        moves, node = tree.transitions, tree.steps.node
+        trained, episode = credited.valid, None
+        if learns is not None:
+            trained &= learns(index)[tree.nodes.role[node]]
+        if cfg.loss.aggregate == "trajectory":
+            episode = step_episodes(moves.steps, moves.parent, num_steps=len(node))
         for m, model in enumerate(team.models):
-            mine = credited.valid & (tree.nodes.model[tree.steps.node] == m)
+            if not blocks_of[m]:
+                continue
+            mine = trained & (tree.nodes.model[node] == m)
             weights = aggregation_weights(
-                tree.steps.loss_mask, mine.astype(jnp.float32), cfg.loss.aggregate, cfg.loss.constant
+                tree.steps.loss_mask, mine.astype(jnp.float32), cfg.loss.aggregate, cfg.loss.constant, episode
             )
-            batches = [_block(tree, credited.advantage, weights, b) for b in blocks]
-            params, opt_state, norm = apply(learners[model.name], params, opt_state, model, batches)
-            out[f"grad_norm/{model.name}"] = norm
+            batches = [_block(tree, credited.advantage, weights, b) for b in blocks_of[m]]
+            before = params["agents"][model.name], opt_state[model.name]
+            params, opt_state, norm, clipped = apply(
+                learners[model.name], params, opt_state, model, batches, cfg.loss.epochs
+            )
+            if learns is not None:  # a model without a trained step stays as it is, optimizer state included
+                after = params["agents"][model.name], opt_state[model.name]
+                own, kept = jax.tree.map(lambda new, old: jnp.where(mine.any(), new, old), after, before)
+                params = {**params, "agents": {**params["agents"], model.name: own}}
+                opt_state = {**opt_state, model.name: kept}
+            out |= {f"grad_norm/{model.name}": norm, f"clip_fraction/{model.name}": clipped}
         return (params, opt_state), out
 
     def run(seed: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
@@ -122,7 +152,24 @@ def make_program(cfg: BaseConfig, plan: Plan) -> Program:
         return params, seen
 
     width = max(r.max_new for r in team.roles)
-    return Program(run, sum(b.nodes * b.group for b in blocks) * width)
+    return Program(run, sum(b.nodes * b.group for b in layout(plan, env, cfg.batch)) * width)
+
+
+def make_evaluation(cfg: BaseConfig, sampling: Sampling | None = None) -> Callable[[Params, jax.Array], dict]:
+    """(params, seed []) -> {name: []}: mean returns of each component over the held-out tasks, named as in `Program`.
+
+    One episode a task, drawn as in training unless ``sampling`` says otherwise. Pure: jit it, vmap it over seeds.
+    """
+    arena = ArrayArena(cfg.env)
+    team = make_team(cfg.team, arena.env.roles)
+    rollout = make_rollout(team, arena.env, single(), sampling or cfg.sampling)
+
+    def run(params: Params, seed: jax.Array) -> dict[str, jax.Array]:
+        tasks = jax.tree.map(jnp.asarray, arena.held_out)
+        tree = rollout(params, {}, tasks, jax.random.fold_in(jax.random.key(seed), 2**31), 0)
+        return _seen(tree, [r.name for r in team.roles], arena.env.max_turns)
+
+    return run
 
 
 def _block(tree: Tree, advantage: jax.Array, weights: jax.Array, b: Any) -> Batch:

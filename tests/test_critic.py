@@ -288,7 +288,6 @@ def test_the_clipped_value_loss_reaches_every_kind_of_critic(tmp_path):
 @pytest.mark.parametrize(
     "change, key",
     [
-        ({"loss": Loss(epochs=2)}, "loss.epochs"),
         ({"loss": Loss(kl_coef=0.1)}, "loss.kl_coef"),
         ({}, "team.critic"),
     ],
