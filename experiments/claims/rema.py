@@ -2,7 +2,7 @@
 
 Arms, from the same parameters on the same tasks and keys: ``untrained`` (after stage 0), ``alternating`` with the
 paper's turn-level ratio, the same with token-level ratios, and the meta-thinker frozen while the reasoner learns at
-every step. Two epochs a batch, 80 RL steps.
+every step. Two epochs a batch, 80 RL steps. The threshold is provisional: it has not been calibrated.
 """
 
 from __future__ import annotations

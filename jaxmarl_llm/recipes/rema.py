@@ -18,7 +18,8 @@ the cap holds the mean log-ratio of a turn, not each token's; the meta-thinker l
 sample's; two epochs. Changed: G = 8 instead of 16 and few, short turns (30 of 512 tokens in the paper); ``switch=0``
 lets both learn at every step and ``learner`` one role alone, for comparison.
 
-Expected: on `chain`, an untrained team (after stage 0) is passed on held-out questions; experiments/claims/rema.py.
+Expected: on `chain`, that an untrained team (after stage 0) is passed on held-out questions; to be measured by
+experiments/claims/rema.py.
 """
 
 from __future__ import annotations
