@@ -189,6 +189,7 @@ def group_advantage(
     ddof: int = 0,
     eps: float = 1e-6,
     singleton: str = "zero",
+    counted: Bool[Array, "C"] | None = None,
 ) -> tuple[Float[Array, "C"], GroupStats]:
     """Group-relative advantage ``A_i = (x_i - centre_k) / (std_k + eps)``, over the valid members of each group k.
 
@@ -204,6 +205,9 @@ def group_advantage(
     MAREMAX are then one algorithm (CoMLRL's ``advantage_normalization``). The std is the group's own, never that of the
     others, which vanishes for rewards [0, .95, ..., .95].
 
+    counted: the members that make the statistics (None: all); the others are compared with those and are in no
+        statistic themselves (Dr. MAS: one step for each trajectory).
+
     Members that are all equal (high == low) get exactly 0 when centred.
     Finite values give finite advantages, at most sqrt(n - 1) for mean and std. Invalid members get 0 and are in no
     statistic. Ids of valid members are in [0, num_groups), in any order; groups may be empty.
@@ -214,8 +218,9 @@ def group_advantage(
         raise ValueError(f"scale is 'std' or 'none', not {scale!r}")
     if singleton not in ("zero", "raw"):
         raise ValueError(f"singleton is 'zero' or 'raw', not {singleton!r}")
-    x, ids = values, jnp.where(valid, group, num_groups)  # out of range: dropped by segment reductions
-    count = jax.ops.segment_sum(valid.astype(jnp.int32), ids, num_groups)
+    member = valid if counted is None else valid & counted
+    x, ids = values, jnp.where(member, group, num_groups)  # out of range: dropped by segment reductions
+    count = jax.ops.segment_sum(member.astype(jnp.int32), ids, num_groups)
     n = jnp.maximum(count, 1).astype(x.dtype)
     low = jnp.where(count > 0, jax.ops.segment_min(x, ids, num_groups), 0.0)
     high = jnp.where(count > 0, jax.ops.segment_max(x, ids, num_groups), 0.0)
@@ -271,3 +276,27 @@ def group_ids(*columns: Int[Array, "C"], sizes: tuple[int, ...]) -> tuple[Int[Ar
     for column, size in zip(columns[1:], sizes[1:], strict=True):
         key = key * size + column
     return key, math.prod(sizes)
+
+
+def step_episodes(steps: Int[Array, "J W"], parent: Int[Array, "J"], *, num_steps: int) -> Int[Array, "C"]:
+    """The episode of each completion, as the index of that episode's first completion: ids in [0, num_steps).
+
+    An episode is all that follows one joint action at a root (on a tree with its branches). A completion of several
+    joint actions belongs to the first; one of none is an episode of its own.
+    """
+    num = parent.shape[0]
+    root = jnp.where(parent < 0, jnp.arange(num), parent)
+    for _ in range(num.bit_length()):  # each pass doubles the distance climbed
+        root = root[root]
+    seats = jnp.where(steps < 0, num_steps, steps)  # out of range: dropped
+    of = jnp.full(num_steps, num).at[seats].min(jnp.broadcast_to(root[:, None], seats.shape), mode="drop")
+    own = jnp.arange(num_steps)
+    return jnp.where(of < num, jax.ops.segment_min(own, of, num + 1)[of], own)
+
+
+def first_of_each(*columns: Int[Array, "C"], valid: Bool[Array, "C"]) -> Bool[Array, "C"]:
+    """Marks the first valid row of every combination of ids."""
+    order = jnp.lexsort((*columns, ~valid))
+    rows = jnp.stack(columns)[:, order]
+    new = jnp.any(rows[:, 1:] != rows[:, :-1], axis=0)
+    return valid & jnp.zeros_like(valid).at[order].set(jnp.concatenate([jnp.ones(1, bool), new]))

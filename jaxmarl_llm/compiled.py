@@ -7,17 +7,17 @@ memory is not used: for runs of any length use `loop.fit`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmarl_llm.advantages import returns_to_go
+from jaxmarl_llm.advantages import returns_to_go, step_episodes
 from jaxmarl_llm.arena import ArrayArena
 from jaxmarl_llm.credit import assign
 from jaxmarl_llm.losses import aggregation_weights
-from jaxmarl_llm.plans import Plan
+from jaxmarl_llm.plans import Plan, single
 from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT_LOSS, BaseConfig
@@ -29,51 +29,55 @@ from jaxmarl_llm.types import Params, PyTree, Tree
 
 class Program(NamedTuple):
     """run(seed []) -> (params, {name: [steps]}): pure. ``name``: a reward component (mean over tasks and roles),
-    ``component/role`` for each role, ``grad_norm/model``, and ``kl/model`` to the reference where there is one.
+    ``component/role`` for each role, ``grad_norm/model`` (first epoch, not clipped), ``clip_fraction/model`` (last),
+    and ``kl/model`` to the reference where there is one.
     """
 
     run: Callable[[jax.Array], tuple[Params, dict[str, jax.Array]]]
     tokens_per_step: int  # at most, decoded
 
 
-def make_program(cfg: BaseConfig, plan: Plan, *, frozen: Collection[str] = ()) -> Program:
+def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.Array] | None = None) -> Program:
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
-    With ``loss.kl_coef`` the policy that stage 0 ends with stays in the parameters as ``reference``. ``frozen``: roles
-    whose steps are not trained on in RL; a model that plays no other role stays as stage 0 left it. One optimizer step
-    a batch, no critics: ConfigError for a configuration with more, or for a frozen role that there is not.
+    With ``loss.kl_coef`` the policy that stage 0 ends with stays in the parameters as ``reference``. ``learns``: RL
+    step -> which roles learn [A], as in loop.improve_groups. No critics: ConfigError for a configuration with them.
     """
-    for name, asked in {
-        "loss.epochs": cfg.loss.epochs > 1,
-        "team.critic": cfg.team.critic != "none",
-    }.items():
-        if asked:
-            raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
+    if cfg.team.critic != "none":
+        raise ConfigError("config.team.critic: a run compiled as a whole has none; use experiments.train")
     arena = ArrayArena(cfg.env)
     env, team = arena.env, make_team(cfg.team, arena.env.roles)
     roles = [r.name for r in team.roles]
-    unknown = sorted(set(frozen) - set(roles))
-    if unknown:
-        raise ConfigError(f"frozen: no role {unknown[0]!r}; the roles are {', '.join(roles)}")
-    moving = jnp.array([role not in frozen for role in roles])
-    learning = {r.model for r in team.roles if r.name not in frozen}
     learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
     rollout = make_rollout(team, env, plan, cfg.sampling)
-    blocks = layout(plan, env, cfg.batch)
+    blocks_of = [  # of each model: the turns at which it may act
+        [b for b in layout(plan, env, cfg.batch) if m in {team.model_index(r) for r in env.actors[b.branch.turn]}]
+        for m in range(len(team.models))
+    ]
     data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, 0) if cfg.sft.steps else {}
 
-    def apply(learner: Any, params: Params, opt_state: PyTree, model: Any, batches: list[Batch]) -> tuple:
-        own, shared = params["agents"][model.name], params["shared"].get(model.base)
-        gradient, value, apart, weight = None, jnp.float32(0), jnp.float32(0), jnp.float32(0)
-        for batch in batches:
-            gradient, metrics, _ = learner.accumulate(own, shared, batch, gradient)
-            value += metrics["loss"]
-            apart += metrics.get("ref_kl", 0.0)
-            weight += metrics["weight"]
-        own, after, norm, _ = learner.apply(own, opt_state[model.name], gradient, value)
+    def apply(
+        learner: Any, params: Params, opt_state: PyTree, model: Any, batches: list[Batch], epochs: int = 1
+    ) -> tuple[Params, PyTree, dict[str, jax.Array]]:
+        start, shared = (params["agents"][model.name], opt_state[model.name]), params["shared"].get(model.base)
+        if epochs > 1:
+            batches = [b.replace(old=learner.score(start[0], shared, b)) for b in batches]
+
+        def epoch(carry: tuple, _: Any) -> tuple[tuple, dict[str, jax.Array]]:
+            (own, after), gradient, totals = carry, None, []
+            for batch in batches:
+                gradient, metrics, _ = learner.accumulate(own, shared, batch, gradient)
+                totals.append(metrics)
+            total = {k: sum(m[k] for m in totals) for k in totals[0]}
+            own, after, norm, _ = learner.apply(own, after, gradient, total["loss"])
+            mean = lambda k: total[k] / jnp.maximum(total["weight"], 1e-9)
+            seen = {k: mean(k) for k in ("clip_fraction", "ref_kl") if k in total}
+            return (own, after), {"grad_norm": norm, **seen}
+
+        (own, after), seen = jax.lax.scan(epoch, start, None, length=epochs)
         params = {**params, "agents": {**params["agents"], model.name: own}}
-        return params, {**opt_state, model.name: after}, (norm, apart / jnp.maximum(weight, 1e-9))
+        return params, {**opt_state, model.name: after}, seen
 
     def supervise(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
         params, opt_state = carry
@@ -90,7 +94,7 @@ def make_program(cfg: BaseConfig, plan: Plan, *, frozen: Collection[str] = ()) -
             batches.setdefault(role.model, []).append(batch)
         for model in team.models:
             if model.name in batches:
-                params, opt_state, _ = apply(tutors[model.name], params, opt_state, model, batches[model.name])
+                params, opt_state, *_ = apply(tutors[model.name], params, opt_state, model, batches[model.name])
         return (params, opt_state), jnp.float32(0)
 
     def improve(carry: tuple, x: tuple[jax.Array, jax.Array]) -> tuple[tuple, dict[str, jax.Array]]:
@@ -107,21 +111,34 @@ def make_program(cfg: BaseConfig, plan: Plan, *, frozen: Collection[str] = ()) -
             num_roles=len(roles),
         )
         out = _seen(tree, roles, env.max_turns)
+        moves, node = tree.transitions, tree.steps.node
+        trained, episode = credited.valid, None
+        if learns is not None:
+            trained &= learns(index)[tree.nodes.role[node]]
+        if cfg.loss.aggregate == "trajectory":
+            episode = step_episodes(moves.steps, moves.parent, num_steps=len(node))
         for m, model in enumerate(team.models):
-            if model.name not in learning:
+            if not blocks_of[m]:
                 continue
-            mine = credited.valid & (tree.nodes.model[tree.steps.node] == m) & moving[tree.nodes.role[tree.steps.node]]
+            mine = trained & (tree.nodes.model[node] == m)
             weights = aggregation_weights(
-                tree.steps.loss_mask, mine.astype(jnp.float32), cfg.loss.aggregate, cfg.loss.constant
+                tree.steps.loss_mask, mine.astype(jnp.float32), cfg.loss.aggregate, cfg.loss.constant, episode
             )
-            batches = [_block(tree, credited.advantage, weights, b) for b in blocks]
+            learner, before = learners[model.name], (params["agents"][model.name], opt_state[model.name])
+            batches = [_block(tree, credited.advantage, weights, b) for b in blocks_of[m]]
             if cfg.loss.kl_coef:
                 reference = params["reference"][model.name], params["shared"].get(model.base)
-                batches = [b.replace(reference=learners[model.name].score(*reference, b)) for b in batches]
-            params, opt_state, (norm, apart) = apply(learners[model.name], params, opt_state, model, batches)
-            out[f"grad_norm/{model.name}"] = norm
+                batches = [b.replace(reference=learner.score(*reference, b)) for b in batches]
+            params, opt_state, seen = apply(learner, params, opt_state, model, batches, cfg.loss.epochs)
+            if learns is not None:  # a model without a trained step stays as it is, optimizer state included
+                after = params["agents"][model.name], opt_state[model.name]
+                own, kept = jax.tree.map(lambda new, old: jnp.where(mine.any(), new, old), after, before)
+                params = {**params, "agents": {**params["agents"], model.name: own}}
+                opt_state = {**opt_state, model.name: kept}
+            out[f"grad_norm/{model.name}"] = seen["grad_norm"][0]
+            out[f"clip_fraction/{model.name}"] = seen["clip_fraction"][-1]
             if cfg.loss.kl_coef:
-                out[f"kl/{model.name}"] = apart
+                out[f"kl/{model.name}"] = seen["ref_kl"][0]
         return (params, opt_state), out
 
     def run(seed: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
@@ -139,7 +156,24 @@ def make_program(cfg: BaseConfig, plan: Plan, *, frozen: Collection[str] = ()) -
         return params, seen
 
     width = max(r.max_new for r in team.roles)
-    return Program(run, sum(b.nodes * b.group for b in blocks) * width)
+    return Program(run, sum(b.nodes * b.group for b in layout(plan, env, cfg.batch)) * width)
+
+
+def make_evaluation(cfg: BaseConfig, sampling: Sampling | None = None) -> Callable[[Params, jax.Array], dict]:
+    """(params, seed []) -> {name: []}: mean returns of each component over the held-out tasks, named as in `Program`.
+
+    One episode a task, drawn as in training unless ``sampling`` says otherwise. Pure: jit it, vmap it over seeds.
+    """
+    arena = ArrayArena(cfg.env)
+    team = make_team(cfg.team, arena.env.roles)
+    rollout = make_rollout(team, arena.env, single(), sampling or cfg.sampling)
+
+    def run(params: Params, seed: jax.Array) -> dict[str, jax.Array]:
+        tasks = jax.tree.map(jnp.asarray, arena.held_out)
+        tree = rollout(params, {}, tasks, jax.random.fold_in(jax.random.key(seed), 2**31), 0)
+        return _seen(tree, [r.name for r in team.roles], arena.env.max_turns)
+
+    return run
 
 
 def _block(tree: Tree, advantage: jax.Array, weights: jax.Array, b: Any) -> Batch:

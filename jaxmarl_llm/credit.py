@@ -16,11 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.advantages import (
     GroupStats,
+    first_of_each,
     group_advantage,
     group_ids,
     own_turns,
     returns_to_go,
     scalarise,
+    step_episodes,
     step_returns,
 )
 from jaxmarl_llm.text import ConfigError
@@ -41,6 +43,7 @@ class Credit:
     scale: str = "std"  # std or none
     ddof: int = 0  # 0 population, 1 sample standard deviation
     singleton: str = "zero"  # advantage of a group of one: zero, or raw (its value)
+    over: str = "steps"  # what a group's statistics are over: steps, or episodes (the first step of each in the group)
     reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
     turn_centre: str = "none"  # of a role's turn rewards over the batch, taken off before they are summed: as centre
     whiten: bool = False  # advantages of the whole batch to mean 0 and std 1 at the end
@@ -52,6 +55,7 @@ class Credit:
             "turn_centre": ("mean", "unique", "none"),
             "scale": ("std", "none"),
             "singleton": ("zero", "raw"),
+            "over": ("steps", "episodes"),
             "reduce": ("mean", "sum"),
             "ddof": (0, 1),
         }
@@ -99,6 +103,9 @@ def assign(
         known = {"task": (task, num_tasks), "role": (role, num_roles), "turn": (turn, max_turns)}
         columns, sizes = zip(*(known[name] for name in cfg.group.split("_")), strict=True)
         group, count = group_ids(*columns, sizes=sizes)
+    counted = None
+    if cfg.over == "episodes":
+        counted = first_of_each(group, step_episodes(moves.steps, moves.parent, num_steps=c), valid=valid)
     advantage, stats = group_advantage(
         value,
         group,
@@ -108,6 +115,7 @@ def assign(
         scale=cfg.scale,
         ddof=cfg.ddof,
         singleton=cfg.singleton,
+        counted=counted,
     )
     if cfg.whiten:
         one = jnp.zeros_like(group)

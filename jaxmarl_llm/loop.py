@@ -160,11 +160,12 @@ def make_recipe(
     )
 
 
-def improve_groups(cfg: BaseConfig, *, drop_equal: bool = False) -> Improve:
+def improve_groups(cfg: BaseConfig, *, drop_equal: bool = False, learns: Callable[[int], Any] | None = None) -> Improve:
     """Credit every step by ``cfg.credit`` and update every model on all of them.
 
     ``drop_equal``: groups of equal returns are left out of the loss and of its mean (DAPO's filter); otherwise they
-    count as the zeros they are.
+    count as the zeros they are. ``learns``: RL step -> which roles learn [A] (None: all); a model of none of them stays
+    as it is, optimizer state included.
     """
 
     def improve(run: Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> Improved:
@@ -173,6 +174,9 @@ def improve_groups(cfg: BaseConfig, *, drop_equal: bool = False) -> Improve:
             selected = credited.stats.variance > 0 if drop_equal else credited.stats.count > 0
         with logger.first("update"), logger.stage("update"):
             trained = credited.valid & selected[credited.group]
+            if learns is not None:
+                nodes = played.tree.nodes
+                trained &= np.asarray(learns(int(state.step) - cfg.sft.steps))[nodes.role[played.tree.steps.node]]
             state, updated = learn(run.team, run.learners, cfg, state, played, credited.advantage, trained)
         return Improved(state, credited, selected, updated, {})
 

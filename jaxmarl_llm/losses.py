@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 # Log-ratios are held within +-20 so that no ratio overflows; beyond, their gradient is 0 (verl holds them alike).
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # unless a loss says otherwise (ReMA: 3)
 
 
 def init_head(key: jax.Array, dim: int, hidden: int = 0) -> dict[str, Array]:
@@ -52,7 +52,11 @@ def value_loss(
 
 
 def aggregation_weights(
-    mask: Bool[Array, "*batch R"], sequence_weight: Float[Array, "*batch"], kind: str, constant: float | None = None
+    mask: Bool[Array, "*batch R"],
+    sequence_weight: Float[Array, "*batch"],
+    kind: str,
+    constant: float | None = None,
+    trajectory: Int[Array, "*batch"] | None = None,
 ) -> Float[Array, "*batch R"]:
     """Weight of each token in the batch's loss. With N sequences, s counting and m the mask (here for weights 1):
 
@@ -60,9 +64,12 @@ def aggregation_weights(
     sequence: ``m / (N |s|)``, mean over sequences of the token mean (GRPO, GSPO)
     sum: ``m / N``, mean over sequences of the summed loss (MAGRPO eq. 3: log pi of a response is a sum)
     constant: ``m / (N constant)``, as sum, over a fixed length (Dr. GRPO)
+    trajectory: ``m / (K sum(m of the trajectory))``, mean over K trajectories of the mean over all tokens of their
+        sequences (ReMA: its turns). ``trajectory``: ids in [0, number of sequences), in any order.
 
     ``sequence_weight`` scales a sequence in numerator and denominator alike; 0 leaves it out (invalid, not selected,
-    another model's). So does an empty mask: a sequence without tokens is not counted in N. None left: all zeros.
+    another model's). So does an empty mask: a sequence without tokens is not counted in N. None left: all zeros. A
+    trajectory weighs as much as the heaviest of its sequences.
     """
     tokens = mask * sequence_weight[..., None].astype(jnp.float32)
     length = jnp.sum(mask, axis=-1, dtype=jnp.float32)
@@ -77,8 +84,17 @@ def aggregation_weights(
         if constant is None or constant <= 0:
             raise ValueError(f"kind 'constant' needs a positive constant, not {constant}")
         total = sequences * constant
+    elif kind == "trajectory":
+        if trajectory is None:
+            raise ValueError("kind 'trajectory' needs the trajectory of each sequence")
+        ids, count = trajectory.reshape(-1), trajectory.size
+        mass = jax.ops.segment_sum(jnp.sum(tokens, axis=-1).reshape(-1), ids, count)
+        weight = jax.ops.segment_max(jnp.where(length > 0, sequence_weight, 0.0).reshape(-1), ids, count)
+        weight = jnp.where(mass > 0, weight, 0.0)  # also where there is no such trajectory
+        share = weight / jnp.where(mass > 0, mass, 1.0)
+        tokens, total = tokens * share[ids].reshape(trajectory.shape)[..., None], jnp.sum(weight, dtype=jnp.float32)
     else:
-        raise ValueError(f"kind is 'token', 'sequence', 'sum' or 'constant', not {kind!r}")
+        raise ValueError(f"kind is 'token', 'sequence', 'sum', 'constant' or 'trajectory', not {kind!r}")
     return jnp.where(total > 0, tokens / jnp.where(total > 0, total, 1.0), 0.0)
 
 
@@ -107,6 +123,7 @@ def _log_ratio(
     old_logprobs: Float[Array, "*batch R"],
     mask: Bool[Array, "*batch R"],
     level: str,
+    cap: float = MAX_LOG_RATIO,
 ) -> Float[Array, "*batch R"]:
     """Log importance ratio at each token: its own, or for level ``sequence`` the mean over the sequence's tokens."""
     log_ratio = logprobs - old_logprobs
@@ -116,7 +133,7 @@ def _log_ratio(
         log_ratio = jnp.where(mask, total / jnp.maximum(count, 1.0), 0.0)
     elif level != "token":
         raise ValueError(f"level is 'token' or 'sequence', not {level!r}")
-    return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return jnp.clip(log_ratio, -cap, cap)
 
 
 def policy_loss(
@@ -128,6 +145,7 @@ def policy_loss(
     clip: tuple[float, float] | None,
     dual_clip: float | None = None,
     level: str = "token",
+    max_log_ratio: float = MAX_LOG_RATIO,
     behaviour_logprobs: Float[Array, "*batch R"] | None = None,
     importance_cap: float | None = None,
     ref_logprobs: Float[Array, "*batch R"] | None = None,
@@ -139,7 +157,8 @@ def policy_loss(
     """``sum_t w_t (-iw_t min(rho_t A_t, clip(rho_t, 1 - clip[0], 1 + clip[1]) A_t) + kl_coef kl_t - entropy_coef H_t)``
 
     rho: ``pi / pi_old`` per token (PPO, GRPO); level ``sequence`` is GSPO eq. 6, the geometric mean of the token
-        ratios of a sequence (not their product), which goes with weights of kind ``sequence``.
+        ratios of a sequence (not their product), which goes with weights of kind ``sequence``. Where a turn is a
+        sequence this is ReMA's turn-level ratio. ``log rho`` is held within ``+-max_log_ratio``.
     old_logprobs: None stands for ``logprobs`` themselves, that is ratio 1 with the REINFORCE gradient A grad log pi,
         on whatever data: MAGRPO eq. 3 (with clip None, weights of kind ``sum``).
     clip: distances below and above 1 (DAPO's clip-higher has them differ); None leaves the ratio as it is.
@@ -160,6 +179,8 @@ def policy_loss(
         raise ValueError("entropy_coef needs entropy")
     if behaviour_logprobs is None and importance_cap is not None:
         raise ValueError("importance_cap needs behaviour_logprobs")
+    if max_log_ratio <= 0:
+        raise ValueError(f"max_log_ratio is positive, not {max_log_ratio}")
     if dual_clip is not None and dual_clip <= 1:
         raise ValueError(f"dual_clip is above 1, not {dual_clip}")
     weights = jax.lax.stop_gradient(weights)
@@ -179,7 +200,7 @@ def policy_loss(
     advantage = advantages if advantages.ndim == logprobs.ndim else advantages[..., None]
     advantage = constant(jnp.broadcast_to(advantage, logprobs.shape))
 
-    ratio = jnp.exp(_log_ratio(logp, old, mask, level))
+    ratio = jnp.exp(_log_ratio(logp, old, mask, level, max_log_ratio))
     objective = unclipped = ratio * advantage
     if clip is not None:
         objective = jnp.minimum(objective, jnp.clip(ratio, 1.0 - clip[0], 1.0 + clip[1]) * advantage)

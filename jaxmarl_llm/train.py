@@ -21,8 +21,9 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxmarl_llm.advantages import step_episodes
 from jaxmarl_llm.generate import bucket
-from jaxmarl_llm.losses import aggregation_weights, head_value, policy_loss, value_loss
+from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, head_value, policy_loss, value_loss
 from jaxmarl_llm.sampling import Sampling, score
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Model, Params, Policy, PyTree, Tree
@@ -79,8 +80,9 @@ class Loss:
     clip_low: float | None = 0.2  # None: no clip (then clip_high is unused)
     clip_high: float = 0.2
     dual_clip: float | None = None
-    level: str = "token"  # token or sequence (GSPO) ratios
-    aggregate: str = "token"  # token, sequence, sum or constant
+    level: str = "token"  # token or sequence (GSPO; ReMA's turn) ratios
+    max_log_ratio: float = MAX_LOG_RATIO  # beyond, a ratio is constant
+    aggregate: str = "token"  # token, sequence, sum, constant or trajectory
     constant: float | None = None  # tokens, for aggregate=constant
     kl_coef: float = 0.0  # to the reference policy, in the loss
     kl_kind: str = "k3"
@@ -93,8 +95,12 @@ class Loss:
     def check(self, path: str) -> None:
         if self.level not in ("token", "sequence"):
             raise ConfigError(f"{path}.level: expected token or sequence, got {self.level!r}")
-        if self.aggregate not in ("token", "sequence", "sum", "constant"):
-            raise ConfigError(f"{path}.aggregate: expected token, sequence, sum or constant, got {self.aggregate!r}")
+        if self.aggregate not in ("token", "sequence", "sum", "constant", "trajectory"):
+            raise ConfigError(
+                f"{path}.aggregate: expected token, sequence, sum, constant or trajectory, got {self.aggregate!r}"
+            )
+        if self.max_log_ratio <= 0:
+            raise ConfigError(f"{path}.max_log_ratio: expected > 0, got {self.max_log_ratio}")
         if self.aggregate == "constant" and not self.constant:
             raise ConfigError(f"{path}.constant: expected a positive number of tokens for aggregate=constant")
         if self.kl_kind not in ("k1", "k2", "k3"):
@@ -156,7 +162,10 @@ def pack(
         return []
     # Over the padded table: its shapes are few, those of the trained rows are not.
     counted = trained.astype(np.float32)
-    weights = np.asarray(token_weights(steps.loss_mask, counted, loss.aggregate, loss.constant))[rows]
+    moves, episode = tree.transitions, None
+    if loss.aggregate == "trajectory":
+        episode = _step_episodes(moves.steps, moves.parent, num_steps=len(counted))
+    weights = np.asarray(token_weights(steps.loss_mask, counted, loss.aggregate, loss.constant, episode))[rows]
     adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(counted), -1)[rows], weights.shape)
     of_node: dict[int, list[int]] = {}
     for i, c in enumerate(rows):
@@ -194,6 +203,7 @@ def pack(
 
 
 token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
+_step_episodes = jax.jit(step_episodes, static_argnames=("num_steps",))
 
 
 class Learner(NamedTuple):
@@ -246,6 +256,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
             clip=loss.clip,
             dual_clip=loss.dual_clip,
             level=loss.level,
+            max_log_ratio=loss.max_log_ratio,
             kl_coef=loss.kl_coef,
             kl_kind=loss.kl_kind,
             behaviour_logprobs=None if loss.importance_cap is None else batch.behaviour,
@@ -295,7 +306,9 @@ CHUNK = 256  # tokens whose logits are alive at once in the update
 class Updated(NamedTuple):
     own: Params
     opt_state: PyTree
-    metrics: dict[str, float]  # means over the trained tokens; grad_norm; logprob_gap; ok 1.0, or 0.0 when skipped
+    # Means over the trained tokens; grad_norm; logprob_gap; ok 1.0, or 0.0 when skipped. Of the first epoch, but
+    # ratio, clip_fraction and approx_kl of the last.
+    metrics: dict[str, float]
 
 
 def update(
@@ -329,11 +342,12 @@ def update(
         value = sum(m["loss"] for m in totals)
         own, opt_state, norm, fine = learner.apply(own, opt_state, gradient, value)
         ok &= bool(fine)
+        total = {k: float(sum(float(m[k]) for m in totals)) for k in totals[0]}
+        weight = total.pop("weight")
+        mean = {k: v / weight if weight and k not in ("loss", "value_loss") else v for k, v in total.items()}
         if epoch == 0:
-            total = {k: float(sum(float(m[k]) for m in totals)) for k in totals[0]}
-            weight = total.pop("weight")
-            seen = {k: v / weight if weight and k not in ("loss", "value_loss") else v for k, v in total.items()}
-            seen |= {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
+            seen = mean | {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
+        seen |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl")}
     return Updated(own, opt_state, {**seen, "ok": float(ok)})
 
 

@@ -43,12 +43,12 @@ def step_returns(steps, role_of_step, returns, valid, reduce):
     return np.array(values), np.array([bool(t) for t in terms])
 
 
-def group_advantage(values, group, valid, num_groups, centre, scale, ddof=0, eps=1e-6, singleton="zero"):
+def group_advantage(values, group, valid, num_groups, centre, scale, ddof=0, eps=1e-6, singleton="zero", counted=None):
     advantage, stats = np.zeros(len(values)), []
     centre = "mean" if scale == "std" else centre
     for k in range(num_groups):
         members = [i for i in range(len(values)) if valid[i] and group[i] == k]
-        x = [float(values[i]) for i in members]
+        x = [float(values[i]) for i in members if counted is None or counted[i]]
         n = len(x)
         if n == 0:
             stats.append((0.0, 0.0, 0, 0.0, 0.0))
@@ -57,7 +57,8 @@ def group_advantage(values, group, valid, num_groups, centre, scale, ddof=0, eps
         squares = math.fsum((v - mean) ** 2 for v in x)
         stats.append((mean, squares / n, n, min(x), max(x)))
         equal = min(x) == max(x)
-        for i, v in zip(members, x, strict=True):
+        for i in members:
+            v = float(values[i])
             if n == 1 and centre != "none":
                 advantage[i] = v if singleton == "raw" else 0.0
                 continue
@@ -81,9 +82,28 @@ def top_k_variance(variance, eligible, k, scope, tol):
     return selected
 
 
-def aggregation_weights(mask, sequence_weight, kind, constant=None):
+def step_episodes(steps, parent, num_steps):
+    """By climbing from every joint action to its root."""
+
+    def root(j):
+        return j if parent[j] < 0 else root(parent[j])
+
+    of = [min((root(j) for j in range(len(parent)) if c in steps[j]), default=None) for c in range(num_steps)]
+    return np.array([c if of[c] is None else of.index(of[c]) for c in range(num_steps)])
+
+
+def aggregation_weights(mask, sequence_weight, kind, constant=None, trajectory=None):
     out = np.zeros(mask.shape)
     rows = [i for i in range(len(mask)) if mask[i].any() and sequence_weight[i] != 0]
+    if kind == "trajectory":
+        heaviest = {
+            k: max(sequence_weight[i] for i in rows if trajectory[i] == k) for k in {trajectory[i] for i in rows}
+        }
+        for i in rows:
+            k = trajectory[i]
+            mass = sum(sequence_weight[r] * mask[r].sum() for r in rows if trajectory[r] == k)
+            out[i, mask[i]] = sequence_weight[i] * heaviest[k] / mass / sum(heaviest.values())
+        return out
     sequences = sum(float(sequence_weight[i]) for i in rows)
     tokens = sum(float(sequence_weight[i]) * int(mask[i].sum()) for i in rows)
     for i in rows:
@@ -112,6 +132,7 @@ def policy_loss(
     clip,
     dual_clip=None,
     level="token",
+    max_log_ratio=20.0,
     behaviour_logprobs=None,
     importance_cap=None,
     ref_logprobs=None,
@@ -133,6 +154,7 @@ def policy_loss(
             a = float(advantages[i] if advantages.ndim == 1 else advantages[i, t])
             own = math.exp(logprobs[i, t] - old_logprobs[i, t])
             ratio = own if level == "token" else product ** (1 / len(places))
+            ratio = min(max(ratio, math.exp(-max_log_ratio)), math.exp(max_log_ratio))
             objective = ratio * a
             clipped = False
             if clip is not None and (ratio > 1 + clip[1] if a > 0 else ratio < 1 - clip[0]) and a != 0:

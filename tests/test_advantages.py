@@ -176,6 +176,54 @@ def test_group_advantage_equals_the_loop(centre, scale, ddof, singleton, rng):
         np.testing.assert_allclose(getattr(stats, name), column, rtol=1e-4, atol=1e-5 * size, err_msg=name)
 
 
+@pytest.mark.parametrize("centre, scale", [("mean", "std"), ("loo", "none"), ("max", "none")])
+@settings(quick, max_examples=15)
+@given(rng=seeds)
+def test_members_outside_the_statistics_equal_the_loop(centre, scale, rng):
+    values, group, valid = random_groups(rng)
+    counted = rng.random(len(values)) < 0.6
+    options = {"num_groups": 6, "centre": centre, "scale": scale, "ddof": 1, "singleton": "raw", "counted": counted}
+    expected, expected_stats = reference.group_advantage(values, group, valid, **options)
+    lonely = [k for k in range(6) if not (valid & counted & (group == k)).any()]
+    advantage, stats = group_advantage(values, group, valid, **options)
+    told = ~np.isin(group, lonely)
+    size = float(np.abs(expected).max()) + 1.0
+    np.testing.assert_allclose(advantage[told], expected[told], rtol=5e-4, atol=2e-5 * size)
+    np.testing.assert_array_equal(advantage[~told], 0.0)  # nobody to be compared with
+    np.testing.assert_array_equal(stats.count, expected_stats[2])
+
+
+@settings(quick, max_examples=40)
+@given(rng=seeds)
+def test_episodes_equal_the_climb(rng):
+    """Forests with padding, empty seats, completions of several joint actions and of none."""
+    _, parent, _, _ = random_forest(rng)
+    steps = rng.integers(-1, 12, (len(parent), 2)).astype(np.int32)
+    out = _step_episodes(jnp.asarray(steps), jnp.asarray(parent), num_steps=12)
+    np.testing.assert_array_equal(out, reference.step_episodes(steps, parent, 12))
+
+
+@settings(quick, max_examples=40)
+@given(rng=seeds)
+def test_first_of_each_equals_the_loop(rng):
+    a, b, valid = rng.integers(3, size=15), rng.integers(4, size=15), rng.random(15) < 0.7
+    seen: set = set()
+    expected = [bool(v) and (x, y) not in seen and not seen.add((x, y)) for x, y, v in zip(a, b, valid)]
+    out = advantages.first_of_each(jnp.asarray(a), jnp.asarray(b), valid=jnp.asarray(valid))
+    assert out.tolist() == expected
+    none = advantages.first_of_each(jnp.zeros(1, int), valid=jnp.zeros(1, bool))
+    assert none.tolist() == [False]
+
+
+def test_a_long_chain_is_one_episode():
+    parent = jnp.arange(-1, 99)
+    steps = jnp.arange(100)[:, None]
+    np.testing.assert_array_equal(_step_episodes(steps, parent, num_steps=100), 0)
+
+
+_step_episodes = jax.jit(advantages.step_episodes, static_argnames="num_steps")
+
+
 # Laws
 
 

@@ -20,6 +20,7 @@ VARIANTS = {
     "ppo": {"clip": (0.2, 0.28)},
     "dual": {"clip": (0.2, 0.2), "dual_clip": 1.3},
     "gspo": {"clip": (0.1, 0.2), "level": "sequence"},
+    "rema": {"clip": (0.1, 0.1), "dual_clip": 1.3, "level": "sequence", "max_log_ratio": 0.15},
     "tis": {"clip": (0.2, 0.2), "behaviour_logprobs": ..., "importance_cap": 1.1},
     "kl": {"clip": (0.2, 0.2), "ref_logprobs": ..., "kl_coef": 0.3, "kl_kind": "k2"},
     "all": {
@@ -169,6 +170,30 @@ def test_the_clips_are_exercised():
     assert dual != ppo
 
 
+@settings(max_examples=40, deadline=None, database=None)
+@given(rng=st.integers(0, 2**32 - 1).map(np.random.default_rng))
+def test_trajectory_weights_equal_the_loop(rng):
+    mask, use = rng.random((5, 4)) < rng.random(), rng.choice([0.0, 1.0, 1.0, 2.5], 5)
+    trajectory = rng.integers(5, size=5)
+    arrays = jnp.asarray(mask), jnp.asarray(use, jnp.float32)
+    weights = losses.aggregation_weights(*arrays, "trajectory", None, jnp.asarray(trajectory))
+    np.testing.assert_allclose(
+        weights, reference.aggregation_weights(mask, use, "trajectory", trajectory=trajectory), rtol=1e-5
+    )
+
+
+def test_trajectories_by_hand():
+    """Turns of 3 and 1 tokens in one trajectory, of 2 in another: token means 1/4 and 1/2, each half of the loss."""
+    mask = jnp.arange(3) < jnp.array([[3], [2], [1]])
+    call = partial(losses.aggregation_weights, mask, jnp.ones(3), "trajectory", None)
+    np.testing.assert_allclose(call(jnp.array([2, 0, 2])), [[1 / 8] * 3, [1 / 4, 1 / 4, 0], [1 / 8, 0, 0]])
+    alone = losses.aggregation_weights(mask, jnp.ones(3), "sequence")
+    np.testing.assert_allclose(call(jnp.arange(3)), alone, rtol=1e-6)  # one turn each: the mean over sequences
+    together = losses.aggregation_weights(mask, jnp.ones(3), "token")
+    np.testing.assert_allclose(call(jnp.ones(3, int)), together, rtol=1e-6)  # one trajectory: all tokens alike
+    assert not np.any(losses.aggregation_weights(mask, jnp.zeros(3), "trajectory", None, jnp.zeros(3, int)))
+
+
 # Golden numbers
 
 
@@ -298,6 +323,7 @@ def test_missing_inputs_are_refused():
         ({"entropy_coef": 0.1}, "needs entropy"),
         ({"importance_cap": 2.0}, "needs behaviour_logprobs"),
         ({"dual_clip": 0.5}, "above 1"),
+        ({"max_log_ratio": 0.0}, "positive"),
         ({"level": "word"}, "not 'word'"),
         ({"ref_logprobs": x, "kl_kind": "k4"}, "not 'k4'"),
     ):
@@ -307,3 +333,5 @@ def test_missing_inputs_are_refused():
         losses.aggregation_weights(x > 0, one, "constant")
     with pytest.raises(ValueError, match="not 'mean'"):
         losses.aggregation_weights(x > 0, one, "mean")
+    with pytest.raises(ValueError, match="trajectory of each sequence"):
+        losses.aggregation_weights(x > 0, one, "trajectory")

@@ -1,3 +1,5 @@
+"""What the module of a claim returns."""
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -47,7 +47,7 @@ def bets(team: Any, params: Any) -> tuple[Any, Any]:
     return both[..., 0] / both.sum(-1), 1 - both.sum(-1).mean()
 
 
-def play(cfg: Any, seeds: list[int], frozen: tuple[str, ...] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def play(cfg: Any, seeds: list[int], learns: Any = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Policies [seeds, 2, 3, 2] before and after self-play, and illegal shares [seeds] after; one program."""
     import jax
     import jax.numpy as jnp
@@ -59,7 +59,7 @@ def play(cfg: Any, seeds: list[int], frozen: tuple[str, ...] = ()) -> tuple[np.n
 
     cfg.check("config")
     team = make_team(cfg.team, SEATS)
-    program = make_program(cfg, make_plan(cfg), frozen=frozen)
+    program = make_program(cfg, make_plan(cfg), learns)
 
     def one(seed):
         params, _ = program.run(seed)
@@ -81,7 +81,7 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     taught, ours, illegal = play(get_config(), seeds)
     say(f"exploitability {shown(score(taught))} -> {shown(score(ours))}; illegal {shown(illegal)}")
     apart = dataclasses.replace(get_config().team, share="separate")
-    _, fixed, _ = play(get_config(team=apart), seeds, ("second",))
+    _, fixed, _ = play(get_config(team=apart), seeds, lambda step: np.array([True, False]))
     say(f"a best response wins {shown(second(fixed))} from a first player trained on a fixed opponent")
     _, shared, _ = play(get_config(credit=Credit(group="batch", scale="none")), seeds)
     _, code, _ = play(get_config(credit=CODE), seeds)

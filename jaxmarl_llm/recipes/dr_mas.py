@@ -1,0 +1,77 @@
+"""Dr. MAS: advantages normalised agent by agent (arXiv 2602.08847).
+
+A team plays G episodes of a task; roles act a ragged number of times. With R the team's return, every step of agent k
+gets
+
+    A = (R - mu_k) / (sigma_k + 1e-6)        statistics over all steps of agent k in the task's group
+
+with torch's sample standard deviation; a group of one keeps its value (mean 0, std 1). ``norm="global"`` is the
+control, GRPO as it is commonly spread over a team: one mu and sigma for all steps of the task. The paper's lemma says
+what that costs: the squared gradient norm of agent k is that of its score times
+
+    (sigma_k^2 + (mu_k - mu)^2) / sigma^2    (`inflation`; population variances)
+
+up to a covariance term, and agent-wise statistics make the factor 1. ``credit.over="episodes"`` counts a trajectory
+once in the statistics and copies its advantage to its steps (the authors' baseline mode).
+
+Kept: the above, G = 8, PPO's token-level clip, a penalty of 0.1 for an invalid action, one model a role or one for all
+(``team.share``), models of different sizes (``team.overrides``). Chosen where the paper is silent, or changed: the
+penalty reaches the earlier steps of the same role too, by the return-to-go (the authors subtract it from the step
+alone); equal returns give exactly 0; all tokens of a batch are averaged alike; no KL unless ``loss.kl_coef`` is set;
+one learning rate for all models.
+
+Expected: on `chain` with a solver and a verifier, both norms learn; how their gradient norms and successes differ is
+measured by experiments/claims/dr_mas.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxmarl_llm import loop
+from jaxmarl_llm.config import one_of
+from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.plans import flat
+from jaxmarl_llm.stages import BaseConfig
+from jaxmarl_llm.text import ConfigError
+
+NORMS = {"agent": "task_role", "global": "task"}  # whose steps make the statistics
+
+
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    recipe: str = "dr_mas"
+    group: int = 8  # G episodes of each task
+    norm: str = "agent"  # agent or global: sets credit.group
+    reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "invalid": 1.0})
+    credit: Credit = Credit(group="task_role", ddof=1, singleton="raw")
+
+    def check(self, path: str) -> None:
+        super().check(path)
+        one_of(f"{path}.norm", self.norm, tuple(NORMS))
+        if self.group < 2:
+            raise ConfigError(f"{path}.group: expected >= 2 (a group compares samples), got {self.group}")
+        if self.credit.group != "task_role":
+            raise ConfigError(f"{path}.credit.group: expected 'task_role', got {self.credit.group!r}; set {path}.norm")
+
+
+def with_norm(cfg: Config) -> Config:
+    """The configuration whose ``credit.group`` is that of ``cfg.norm``."""
+    return replace(cfg, credit=replace(cfg.credit, group=NORMS[cfg.norm]))
+
+
+def inflation(returns: Float[Array, "C"], mine: Bool[Array, "C"]) -> Float[Array, ""]:
+    """The lemma's factor ``(var_k + (mu_k - mu)^2) / var`` of one agent's steps among all steps of a group.
+
+    Population variances; 1 with agent-wise statistics. NaN without steps of the agent, or when all returns are equal.
+    """
+    mean = jnp.mean(returns)
+    return jnp.mean((returns - mean) ** 2, where=mine) / jnp.mean((returns - mean) ** 2)
+
+
+def make(cfg: Config) -> loop.Recipe:
+    cfg = with_norm(cfg)
+    return loop.make_recipe(cfg, flat(cfg.group), loop.improve_groups(cfg))
