@@ -7,6 +7,7 @@ table sizes.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +15,16 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.advantages import GroupStats, group_advantage, group_ids, returns_to_go, scalarise, step_returns
+from jaxmarl_llm.advantages import (
+    GroupStats,
+    advantage_alignment,
+    group_advantage,
+    group_ids,
+    joint_values,
+    returns_to_go,
+    scalarise,
+    step_returns,
+)
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Tree
 
@@ -32,6 +42,8 @@ class Credit:
     ddof: int = 0  # 0 population, 1 sample standard deviation
     singleton: str = "zero"  # advantage of a group of one: zero, or raw (its value)
     reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
+    coupling: float = 0.0  # beta of advantage_alignment: own past advantages times the others' now; 0: none
+    coupling_fade: bool = False  # its factor discount^t
 
     def check(self, path: str) -> None:
         choices = {
@@ -47,6 +59,8 @@ class Credit:
                 raise ConfigError(f"{path}.{name}: expected one of {known}, got {getattr(self, name)!r}")
         if not 0 <= self.discount <= 1:
             raise ConfigError(f"{path}.discount: expected in [0, 1], got {self.discount}")
+        if not math.isfinite(self.coupling):
+            raise ConfigError(f"{path}.coupling: expected a finite number, got {self.coupling}")
 
 
 class Credited(struct.PyTreeNode):
@@ -92,6 +106,20 @@ def assign(
         ddof=cfg.ddof,
         singleton=cfg.singleton,
     )
+    if cfg.coupling:
+        joint = joint_values(moves.steps, role, advantage, valid, num_roles=num_roles)
+        joint = advantage_alignment(
+            joint,
+            moves.parent,
+            moves.turn,
+            returned,
+            max_turns=max_turns,
+            beta=cfg.coupling,
+            discount=cfg.discount,
+            fade=cfg.coupling_fade,
+        )
+        coupled, _ = step_returns(moves.steps, role, joint, returned, num_steps=c)
+        advantage = jnp.where(valid, coupled, 0.0)
     first = jax.ops.segment_min(jnp.where(valid, jnp.arange(c), c), group, count)
     of = lambda column: jnp.where(first < c, column[jnp.minimum(first, c - 1)], 0)
     model = nodes.model[steps.node]
