@@ -33,7 +33,7 @@ from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
 from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool
 
-KNOWN = ("dispatch", "dispatch_solo", "matrix", "duet", "assistant", "coding", "writing")
+KNOWN = ("dispatch", "dispatch_solo", "matrix", "dilemma", "duet", "assistant", "coding", "writing")
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
 HELD_OUT = 1_000_003  # seed offset of evaluation tasks
