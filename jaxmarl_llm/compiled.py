@@ -39,12 +39,13 @@ class Program(NamedTuple):
 def make_program(cfg: BaseConfig, plan: Plan) -> Program:
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
-    One optimizer step a batch, no reference policy, no critics: ConfigError for a configuration with them.
+    One optimizer step a batch, no reference or past policies, no critics: ConfigError for a configuration with them.
     """
     for name, asked in {
         "loss.epochs": cfg.loss.epochs > 1,
         "loss.kl_coef": bool(cfg.loss.kl_coef),
         "team.critic": cfg.team.critic != "none",
+        "past.size": bool(cfg.past.size),
     }.items():
         if asked:
             raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
