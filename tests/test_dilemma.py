@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import dilemma
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.envs import dilemma, dilemma_text
+from jaxmarl_llm.text import Action, ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(0)
@@ -20,6 +20,7 @@ SPLITS = {
 ENVS = {k: dilemma.make(c) for k, c in SPLITS.items()}
 STEPS = {k: jax.jit(env.step) for k, env in ENVS.items()}
 LOOKS = {k: jax.jit(env.observe) for k, env in ENVS.items()}
+quick = settings(max_examples=30, deadline=None, database=None)
 claims = st.sampled_from([*dilemma.CLAIMS, "?", "a", ":"])
 WIDTH = 4  # tokens of a completion here, more than a message has
 
@@ -179,3 +180,76 @@ def test_demonstrations_look_like_play(key):
 def test_bad_configurations(bad, message):
     with pytest.raises(ConfigError, match=message):
         dilemma.Config(**bad)
+
+
+# The same games as text
+
+
+@pytest.mark.parametrize(
+    "game, reply, move",
+    [
+        ("ipd", "C", "C"),
+        ("ipd", "I will defect.", "D"),
+        ("ipd", "I cooperate: C", "C"),
+        ("ipd", "C or D?", dilemma_text.NONE),
+        ("ipd", "Call", dilemma_text.NONE),
+        ("split", "I claim 10 coins.", "10"),
+        ("split", "0", "0"),
+        ("split", "11", dilemma_text.NONE),
+        ("split", "-3", dilemma_text.NONE),
+        ("split", "2.5", dilemma_text.NONE),
+        ("split", "3 or 4", dilemma_text.NONE),
+        ("split", "3 of 100", dilemma_text.NONE),
+        ("split", "", dilemma_text.NONE),
+    ],
+)
+def test_replies(game, reply, move):
+    assert dilemma_text.move_of(game, reply) == move
+
+
+@quick
+@given(seed=st.integers(0, 99), moves=st.lists(st.tuples(claims, claims), min_size=3, max_size=3))
+def test_text_pays_what_arrays_pay(seed, moves):
+    config = SPLITS[0, 1]
+    task = {k: v[0] for k, v in dilemma.make_tasks(config, seed, 1).items()}
+    host, state = dilemma_text.host(config), ENVS[0, 1].reset(KEY, task)
+    told = host.reset(0, task)
+    for pair in moves:
+        state, rewards, done = move((0, 1), state, *pair)
+        words = [{"X": "10"}.get(x, x) for x in pair]
+        told, paid, over = host.step(0, told, {r: Action(w, ()) for r, w in zip(dilemma.ROLES, words)})
+        np.testing.assert_allclose([paid[r]["payoff"] for r in host.roles], rewards["payoff"], rtol=1e-6)
+        np.testing.assert_allclose([paid[r]["social"] for r in host.roles], rewards["social"], rtol=1e-6)
+    assert done and over
+
+
+@quick
+@given(
+    game=st.sampled_from(dilemma.GAMES), message=st.integers(0, 1), lines=st.lists(st.text(), min_size=8, max_size=8)
+)
+def test_no_reply_breaks_the_text_game(game, message, lines):
+    config = dilemma.Config(game=game, rounds=2, message=message)
+    host = dilemma_text.host(config)
+    state, turns, done = host.reset(0, {k: v[0] for k, v in dilemma.make_tasks(config, 0, 1).items()}), 0, False
+    while not done:
+        prompts = host.observe(state)
+        assert list(prompts) == list(host.roles) and all(m.text for p in prompts.values() for m in p)
+        said = {r: Action(lines[2 * turns + i], ()) for i, r in enumerate(host.roles)}
+        state, rewards, done = host.step(0, state, said)
+        assert all(np.isfinite(v) for of in rewards.values() for v in of.values())
+        assert all(set(of) <= set(host.components) for of in rewards.values())
+        turns += 1
+    assert turns == host.max_turns == dilemma.make(config).max_turns
+
+
+def test_what_a_text_player_reads():
+    host = dilemma_text.host(dilemma.Config(game="split", rounds=2))
+    state = host.reset(0, {"hands": [[1, 0], [0, 2]]})
+    say = lambda one, two: {r: Action(w, ()) for r, w in zip(host.roles, (one, two))}
+    asked = lambda: [p[-1].text for p in host.observe(state).values()]
+    assert "Your hand is paper." in asked()[0] and "paper" not in asked()[1]
+    state, _, _ = host.step(0, state, say("I have paper", "rock here"))
+    assert asked()[1].endswith("You said: rock here\nThe other player said: I have paper\nHow many coins do you claim?")
+    state, paid, _ = host.step(0, state, say("10", "none"))
+    assert paid["first"]["payoff"] == 100.0 and "you chose nothing legal, the other player 10" in asked()[1]
+    assert "with rock against paper" in asked()[1] and "Send the other player" in asked()[1]
