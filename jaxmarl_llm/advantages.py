@@ -262,6 +262,58 @@ def group_advantage(
     return jnp.where(valid, centred, 0.0), stats
 
 
+def joint_values(
+    steps: Int[Array, "J W"],
+    role_of_step: Int[Array, "C"],
+    values: Float[Array, "C"],
+    valid: Bool[Array, "C"],
+    *,
+    num_roles: int,
+) -> Float[Array, "J A"]:
+    """A value of each completion, by transition and role; 0 for a role that does not act there or has no valid one.
+
+    Where every completion is in one joint action `step_returns` takes it back to the completions.
+    """
+    row = jnp.maximum(steps, 0)
+    used = (steps >= 0) & valid[row]
+    role = jnp.where(used, role_of_step[row], num_roles)  # out of range: dropped
+    at = jnp.arange(steps.shape[0])[:, None]
+    return jnp.zeros((steps.shape[0], num_roles), values.dtype).at[at, role].add(values[row], mode="drop")
+
+
+def advantage_alignment(
+    advantage: Float[Array, "J A"],
+    parent: Int[Array, "J"],
+    turn: Int[Array, "J"],
+    valid: Bool[Array, "J"],
+    *,
+    max_turns: int,
+    beta: float,
+    discount: float,
+    fade: bool = False,
+) -> Float[Array, "J A"]:
+    """Advantage Alignment (Duque et al., arXiv 2406.14662), on a forest: own past advantages times the others' now.
+
+    ``credit_t^i = A_t^i + beta (sum_{k<t} discount^(t-k) A_k^i) sum_{j != i} A_t^j``, k over the transitions that led
+    to t (t itself excluded) and t in turns. It reinforces what serves another player after that player's moves served
+    oneself, and what hurts it after they hurt. ``fade`` multiplies the whole by ``discount^t``. Invalid transitions get
+    0 and add nothing to those behind them. Rows as in `returns_to_go`.
+    """
+    own = jnp.where(valid[:, None], advantage, 0.0)
+    root, before = (parent < 0)[:, None], jnp.maximum(parent, 0)
+
+    def one_turn(t, past):
+        here = jnp.where(root, 0.0, discount * (past + own)[before])
+        return jnp.where((turn == t)[:, None], here, past)
+
+    past = jax.lax.fori_loop(0, max_turns, one_turn, jnp.zeros_like(own))
+    others = sum((jnp.roll(own, k, axis=1) for k in range(1, own.shape[1])), start=jnp.zeros_like(own))
+    credit = own + beta * past * others
+    if fade:
+        credit = credit * discount ** turn[:, None].astype(own.dtype)
+    return jnp.where(valid[:, None], credit, 0.0)
+
+
 def group_ids(*columns: Int[Array, "C"], sizes: tuple[int, ...]) -> tuple[Int[Array, "C"], int]:
     """Mixed-radix key of several columns, and the number of keys: ``((c0 * size1) + c1) * size2 + c2 ...``.
 

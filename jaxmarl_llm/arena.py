@@ -37,6 +37,7 @@ KNOWN = (
     "dispatch",
     "dispatch_solo",
     "matrix",
+    "dilemma",
     "duet",
     "chain",
     "games",
@@ -117,8 +118,9 @@ class Arena(ABC):
         *,
         version: int = 0,
         held_out: bool = False,
+        cast: jax.Array | None = None,
     ) -> Played:
-        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones."""
+        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones, with ``cast`` [B A]."""
 
     @abstractmethod
     def demonstrations(self, team: Team, n: int, seed: int, context: int) -> dict[str, Demonstrations]:
@@ -137,6 +139,7 @@ class Arena(ABC):
 
 class ArrayArena(Arena):
     array = True
+    env: ArrayEnv
 
     def __init__(self, cfg: EnvConfig):
         self.module, self.config = cfg.module, cfg.build()
@@ -151,11 +154,13 @@ class ArrayArena(Arena):
     def _rollout(self, team: Team, plan: Plan, sampling: Sampling, memory_config: MemoryConfig | None) -> Callable:
         return jax.jit(make_rollout(team, self.env, plan, sampling, memory_config))
 
-    def play(self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False):
+    def play(
+        self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False, cast=None
+    ):
         source = self.held_out if held_out else self.tasks
         tasks = jax.tree.map(lambda x: x[np.asarray(indices)], source)
         rollout = self._compiled(team, plan, sampling, memory_config)
-        tree = jax.device_get(rollout(params, memory, tasks, key, jnp.int32(version)))
+        tree = jax.device_get(rollout(params, memory, tasks, key, jnp.int32(version), cast))
         decode = team.models[0].tokenizer.decode
 
         def prompt(row: int) -> str:
@@ -210,7 +215,9 @@ class HostArena(Arena):
             self._pool = EnvPool(factory, workers=self.cfg.workers, timeout=self.cfg.timeout)
         return self._pool
 
-    def play(self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False):
+    def play(
+        self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False, cast=None
+    ):
         source = self.held_out if held_out else self.tasks
         recall = None
         if memory_config is not None:
@@ -226,6 +233,7 @@ class HostArena(Arena):
             max_prompt=self.cfg.max_prompt,
             version=version,
             recall=recall,
+            cast=None if cast is None else np.asarray(cast),
         )
 
         def prompt(row: int) -> str:

@@ -41,10 +41,11 @@ def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
     With ``loss.kl_coef`` the policy that stage 0 ends with stays in the parameters as ``reference``. ``learns``: RL
-    step -> which roles learn [A], as in loop.improve_groups. No critics: ConfigError for a configuration with them.
+    step -> which roles learn [A], as in loop.improve_groups. ConfigError for critics and past policies: it has none.
     """
-    if cfg.team.critic != "none":
-        raise ConfigError("config.team.critic: a run compiled as a whole has none; use experiments.train")
+    for name, asked in {"team.critic": cfg.team.critic != "none", "past.size": bool(cfg.past.size)}.items():
+        if asked:
+            raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
     arena = ArrayArena(cfg.env)
     env, team = arena.env, make_team(cfg.team, arena.env.roles)
     roles = [r.name for r in team.roles]
@@ -155,8 +156,8 @@ def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.
         (params, _), seen = jax.lax.scan(improve, (params, fresh(learners, params)), steps)
         return params, seen
 
-    width = max(r.max_new for r in team.roles)
-    return Program(run, sum(b.nodes * b.group for b in layout(plan, env, cfg.batch)) * width)
+    sampled = sum(b.nodes * b.group for b in layout(plan, env, cfg.batch))
+    return Program(run, sampled * max(r.max_new for r in team.roles))
 
 
 def make_evaluation(cfg: BaseConfig, sampling: Sampling | None = None) -> Callable[[Params, jax.Array], dict]:

@@ -7,6 +7,7 @@ table sizes.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -16,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.advantages import (
     GroupStats,
+    advantage_alignment,
     first_of_each,
     group_advantage,
     group_ids,
+    joint_values,
     own_turns,
     returns_to_go,
     scalarise,
@@ -47,6 +50,8 @@ class Credit:
     reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
     turn_centre: str = "none"  # of a role's turn rewards over the batch, taken off before they are summed: as centre
     whiten: bool = False  # advantages of the whole batch to mean 0 and std 1 at the end
+    coupling: float = 0.0  # beta of advantage_alignment: own past advantages times the others' now; 0: none
+    coupling_fade: bool = False  # its factor discount^t
 
     def check(self, path: str) -> None:
         choices = {
@@ -64,6 +69,8 @@ class Credit:
                 raise ConfigError(f"{path}.{name}: expected one of {known}, got {getattr(self, name)!r}")
         if not 0 <= self.discount <= 1:
             raise ConfigError(f"{path}.discount: expected in [0, 1], got {self.discount}")
+        if not math.isfinite(self.coupling):
+            raise ConfigError(f"{path}.coupling: expected a finite number, got {self.coupling}")
 
 
 class Credited(struct.PyTreeNode):
@@ -117,6 +124,20 @@ def assign(
         singleton=cfg.singleton,
         counted=counted,
     )
+    if cfg.coupling:
+        joint = joint_values(moves.steps, role, advantage, valid, num_roles=num_roles)
+        joint = advantage_alignment(
+            joint,
+            moves.parent,
+            moves.turn,
+            returned,
+            max_turns=max_turns,
+            beta=cfg.coupling,
+            discount=cfg.discount,
+            fade=cfg.coupling_fade,
+        )
+        coupled, _ = step_returns(moves.steps, role, joint, returned, num_steps=c)
+        advantage = jnp.where(valid, coupled, 0.0)
     if cfg.whiten:
         one = jnp.zeros_like(group)
         advantage, _ = group_advantage(advantage, one, valid, num_groups=1, centre="mean", scale="std")

@@ -131,7 +131,7 @@ def make_tables(
             loss_mask=span(r) < length[:, None],
             logprobs=matrix(steps, "logprobs", (c, r), 0.0, np.float32),
             truncated=column(steps, "truncated", c, False, bool),
-            source=np.full((c,), POLICY, np.int32),
+            source=column(steps, "source", c, POLICY),
             version=np.full((c,), version, np.int32),
             valid=span(c) < len(steps),
         ),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxmarl_llm import __version__, memory
+from jaxmarl_llm import __version__, memory, past
 from jaxmarl_llm.arena import Arena, Played, make_arena
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.config import diff, from_dict, to_dict
@@ -27,10 +27,10 @@ from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, sft_step
-from jaxmarl_llm.team import init_params, make_team
+from jaxmarl_llm.team import init_params, make_team, with_past
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Optimizer, make_learner, task_order
-from jaxmarl_llm.types import Team, TrainState
+from jaxmarl_llm.types import Params, Team, TrainState
 
 
 class Improved(NamedTuple):
@@ -43,6 +43,7 @@ class Improved(NamedTuple):
     metrics: Mapping[str, float]  # anything else, by the naming scheme of metrics.py
 
 
+PAST = 2**30  # stream of a step's key that draws past policies; a rollout folds in task numbers
 Improve = Callable[[Run, TrainState, Played, int, Logger], Improved]
 
 
@@ -85,6 +86,9 @@ def make_recipe(
             cfg.credit.centre,
         )
     plan.check(arena.env)
+    if cfg.past.size and memory_config is not None:
+        raise ConfigError("config.past.size: expected 0 with a memory: past policies have none")
+    cast_of = with_past(team) if cfg.past.size else team
     playing = {role.model for role in team.roles}
     chosen = {m.name: cfg.optimizer if m.name in playing else critic_optimizer or cfg.optimizer for m in team.models}
     learners = {m.name: make_learner(m.policy, cfg.loss, chosen[m.name], cfg.sampling) for m in team.models}
@@ -107,11 +111,19 @@ def make_recipe(
             for i, role in enumerate(team.roles)
         }
 
+    def extra(agents: Params) -> Params:
+        """What RL starts with beside the agents: the reference policy, an empty ring of past ones."""
+        out: Params = {}
+        if cfg.loss.kl_coef:
+            out["reference"] = jax.tree.map(jnp.copy, agents)
+        if cfg.past.size:
+            out["past"] = past.init({role.model: agents[role.model] for role in team.roles}, cfg.past.size)
+        return out
+
     def init(step: int) -> TrainState:
         params = init_params(cfg.team, team, jax.random.key(cfg.seed))
         makers = tutors if step < cfg.sft.steps else learners
-        if cfg.loss.kl_coef:
-            params["reference"] = jax.tree.map(jnp.copy, params["agents"])
+        params |= extra(params["agents"])
         return TrainState(
             step=jnp.int32(0),
             key=jax.random.key(cfg.seed),
@@ -122,9 +134,7 @@ def make_recipe(
         )
 
     def start_rl(state: TrainState) -> TrainState:
-        params = dict(state.params)
-        if cfg.loss.kl_coef:
-            params["reference"] = jax.tree.map(jnp.copy, params["agents"])
+        params = {**state.params, **extra(state.params["agents"])}
         fresh = {m.name: learners[m.name].init(params["agents"][m.name]) for m in team.models}
         return state.replace(params=params, opt_state=fresh)
 
@@ -138,10 +148,19 @@ def make_recipe(
         tasks = list(task_order(cfg.seed, arena.size, (now - cfg.sft.steps) * cfg.batch, cfg.batch))
         with logger.first(f"rollout {plan.name}"), logger.stage("rollout"):
             key = jax.random.fold_in(state.key, now)
+            params, cast = state.params, None
+            if cfg.past.size:
+                own, seats = jax.random.split(jax.random.fold_in(key, PAST))
+                params = {**params, "agents": past.draw(params["past"], params["agents"], own)}
+                cast = past.cast(seats, len(tasks), len(team.roles), cfg.past.share)
             played = arena.play(
-                team, state.params, state.memory, tasks, plan, key, cfg.sampling, memory_config, version=now
+                cast_of, params, state.memory, tasks, plan, key, cfg.sampling, memory_config, version=now, cast=cast
             )
         done = improve(run, state, played, len(tasks), logger)
+        if cfg.past.size and (now - cfg.sft.steps + 1) % cfg.past.every == 0:
+            params = done.state.params
+            ring = past.push(params["past"], {name: params["agents"][name] for name in params["past"]["ring"]})
+            done = done._replace(state=done.state.replace(params={**params, "past": ring}))
         latest.update(played=played, credited=done.credited, selected=done.selected)
         seen = diagnose(cfg, team, arena, played, done.credited, done.selected, done.updated)
         return done.state, {**seen, **done.metrics}

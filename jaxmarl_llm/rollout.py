@@ -20,6 +20,7 @@ from jaxmarl_llm.memory import MemoryConfig, read
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.types import (
+    FROZEN,
     POLICY,
     ArrayEnv,
     Counts,
@@ -137,29 +138,32 @@ def make_rollout(
     sampling: Sampling,
     memory_config: MemoryConfig | None = None,
 ) -> Callable[..., Tree]:
-    """A pure function (params, memory, tasks, key, version) -> Tree; jit it. ``memory`` is unused without a config.
+    """A pure function (params, memory, tasks, key, version, cast) -> Tree; jit it.
 
+    memory: unused without a config.
     tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
+    cast: int [B A], which of ``Team.players`` plays each role of each task; None: its own model plays every role.
     Raises ConfigError when the plan asks for what the environment lacks.
     """
     plan.check(env)
     response = max(r.max_new for r in team.roles)
-    model_of_role = jnp.array([team.model_index(r) for r in range(len(team.roles))], jnp.int32)
+    players = [team.players(r) for r in range(len(team.roles))]
+    table = jnp.array([(*p, *[p[0]] * (max(map(len, players)) - len(p))) for p in players], jnp.int32)
 
     def speak(
         params: Params,
-        role: jax.Array,
+        speaker: jax.Array,
         tokens: jax.Array,
         length: jax.Array,
         keys: jax.Array,
         active: jax.Array,
-        actors: tuple[int, ...],
+        models: list[int],
     ) -> Completions:
         """Completions of every node by its own model: one launch for each model that may act."""
         out = None
-        for m in sorted({team.model_index(r) for r in actors}):
+        for m in models:
             model = team.models[m]
-            mine = model_of_role[role] == m
+            mine = speaker == m
             c = sample_completions(
                 model.policy,
                 model.variables(params),
@@ -177,7 +181,14 @@ def make_rollout(
         assert out is not None
         return out
 
-    def rollout(params: Params, memory: PyTree, tasks: PyTree, key: jax.Array, version: jax.Array) -> Tree:
+    def rollout(
+        params: Params,
+        memory: PyTree,
+        tasks: PyTree,
+        key: jax.Array,
+        version: jax.Array,
+        cast: jax.Array | None = None,
+    ) -> Tree:
         batch = jax.tree.leaves(tasks)[0].shape[0]
         ids = jnp.arange(batch, dtype=jnp.int32)
         roots = fold(jnp.broadcast_to(key, (batch,)), ids)
@@ -208,16 +219,20 @@ def make_rollout(
                     )
                 node_key = fold(jnp.repeat(place.key, w), PLAY, role)
                 keys = fold(jnp.repeat(node_key[:, None], g, 1), jnp.arange(g)[None].repeat(f * w, 0))
-                said = speak(params, role, tokens, length, keys, active, env.actors[turn])
-                launches += len({team.model_index(r) for r in env.actors[turn]})
-
                 each = lambda x, w=w: jnp.repeat(x, w)
+                # Without a cast the first of a role's players plays it, and no launch is made for others.
+                part = jnp.zeros_like(role) if cast is None else cast[each(place.task), role]
+                speaker = table[role, part]
+                able = sorted({m for r in env.actors[turn] for m in players[r][: 1 if cast is None else None]})
+                said = speak(params, speaker, tokens, length, keys, active, able)
+                launches += len(able)
+
                 nodes.append(
                     Nodes(
                         tokens=tokens,
                         length=length,
                         role=role,
-                        model=model_of_role[role],
+                        model=speaker,
                         task=each(place.task),
                         turn=jnp.full((f * w,), turn),
                         parent=each(place.parent),
@@ -236,7 +251,7 @@ def make_rollout(
                         loss_mask=(span < said.length[..., None]).reshape(-1, response),
                         logprobs=said.logprobs.reshape(-1, response),
                         truncated=said.truncated.reshape(-1) & alive,
-                        source=jnp.full((f * w * g,), POLICY),
+                        source=jnp.repeat(jnp.where(part > 0, FROZEN, POLICY), g),
                         version=jnp.full((f * w * g,), version),
                         valid=alive,
                     )

@@ -21,7 +21,7 @@ from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.text import Action, Prompt
-from jaxmarl_llm.types import Params, Retrieval, Team, Tree
+from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
 
 
@@ -93,13 +93,17 @@ def play(
     max_prompt: int,
     version: int = 0,
     recall: Recall | None = None,
+    cast: np.ndarray | None = None,
 ) -> HostRollout:
     """Play all tasks. Prompts longer than ``max_prompt`` tokens are cut as the tokenizer documents, and counted.
+    ``cast`` is that of `rollout.make_rollout`.
 
     Raises ConfigError when the plan asks for what the environment lacks.
     """
     env = pool.env
     plan.check(env)
+    part = lambda task, role: 0 if cast is None else int(cast[task, role])
+    speaker = lambda task, role: team.players(role)[part(task, role)]
     roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
     started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)])
     failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
@@ -142,7 +146,7 @@ def play(
             cut += fitted.cut
         launch: dict[tuple[int, int], list[int]] = {}
         for n, (i, role, _) in enumerate(flat):
-            launch.setdefault((team.model_index(role), widths[i]), []).append(n)
+            launch.setdefault((speaker(frontier[i].task, role), widths[i]), []).append(n)
         for (m, g), members in sorted(launch.items()):
             launches += 1
             model, size = team.models[m], bucket(len(members), 4)
@@ -182,7 +186,7 @@ def play(
                 {
                     "ids": ids[n],
                     "role": role,
-                    "model": team.model_index(role),
+                    "model": speaker(live.task, role),
                     "task": live.task,
                     "turn": turn,
                     "parent": live.parent,
@@ -191,7 +195,13 @@ def play(
             for s, (action, logprobs) in enumerate(said[n]):
                 step_of[n, s] = len(steps)
                 steps.append(
-                    {"node": len(nodes) - 1, "ids": action.ids, "logprobs": logprobs, "truncated": action.truncated}
+                    {
+                        "node": len(nodes) - 1,
+                        "ids": action.ids,
+                        "logprobs": logprobs,
+                        "truncated": action.truncated,
+                        "source": FROZEN if part(live.task, role) else POLICY,
+                    }
                 )
                 records.append(Record(team.roles[role].name, prompts[n], action))
         first = np.cumsum([0] + [len(s) for s in seats])

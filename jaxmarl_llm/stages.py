@@ -17,6 +17,7 @@ from jaxmarl_llm.advantages import generalised_advantage, scalarise, step_return
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
 from jaxmarl_llm.credit import Credit, Credited, assign
 from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.past import Past
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
@@ -87,6 +88,7 @@ class BaseConfig:
     optimizer: Optimizer = Optimizer()
     micro_tokens: int = 16_384  # trunk tokens P + G R of one micro-batch
     sft: SFT = SFT()
+    past: Past = Past()  # earlier policies as opponents
     run: RunConfig = RunConfig()
 
     def check(self, path: str) -> None:
@@ -94,6 +96,8 @@ class BaseConfig:
             raise ConfigError(f"{path}: expected steps >= 0, batch >= 1 and micro_tokens >= 1")
         if self.sampling.temperature == 0:
             raise ConfigError(f"{path}.sampling.temperature: expected > 0 for training, got 0")
+        if self.past.size and self.team.critic != "none":
+            raise ConfigError(f"{path}.past.size: expected 0 with team.critic={self.team.critic!r}")
 
 
 @dataclass(frozen=True)

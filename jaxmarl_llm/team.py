@@ -11,6 +11,7 @@ import jax
 from jaxmarl_llm import qwen, weights
 from jaxmarl_llm.lora import TARGETS, init_lora
 from jaxmarl_llm.losses import init_head
+from jaxmarl_llm.past import understudy
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from jaxmarl_llm.types import Model, Params, Role, Team
@@ -153,6 +154,17 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
             models.append(dataclasses.replace(model, name=name, base=None))
     of_role = tuple(critics[names[r]] for r in roles) if critics else ()
     return Team(tuple(Role(r, names[r], cfg.max_new) for r in roles), tuple(models), of_role, cfg.critic == "joint")
+
+
+def with_past(team: Team) -> Team:
+    """The team with an understudy for each model that plays a role; see past.py for its parameters."""
+    playing = dict.fromkeys(role.model for role in team.roles)
+    taken = sorted({understudy(name) for name in playing} & {m.name for m in team.models})
+    if taken:
+        raise ConfigError(f"past: a model has the name of an understudy, {taken[0]!r}; rename its role")
+    others = tuple(dataclasses.replace(m, name=understudy(m.name)) for m in team.models if m.name in playing)
+    roles = tuple(dataclasses.replace(r, understudies=(understudy(r.model),)) for r in team.roles)
+    return dataclasses.replace(team, roles=roles, models=(*team.models, *others))
 
 
 def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:

@@ -157,11 +157,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Role:
-    """A part in an episode: its name, the model that plays it, and the most tokens one completion may have."""
+    """A part in an episode: its name, the model that plays it, and the most tokens one completion may have.
+
+    ``understudies``: models that may play it instead where a rollout's ``cast`` says so. They share its tokenizer and
+    are not trained on what they play (``FROZEN``).
+    """
 
     name: str
     model: str
     max_new: int
+    understudies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +183,12 @@ class Team:
     joint_critic: bool = False
 
     def model_index(self, role: int) -> int:
-        return [m.name for m in self.models].index(self.roles[role].model)
+        return self.players(role)[0]
+
+    def players(self, role: int) -> tuple[int, ...]:
+        """Models that may play a role: its own one, then its understudies. A cast counts along them."""
+        names = [m.name for m in self.models]
+        return tuple(names.index(name) for name in (self.roles[role].model, *self.roles[role].understudies))
 
     def role_index(self, name: str) -> int:
         return [r.name for r in self.roles].index(name)
@@ -223,7 +233,7 @@ class TrainState(struct.PyTreeNode):
 
     step: Int[Array, ""]
     key: jax.Array  # typed key, never consumed: step keys are folded from it
-    params: Params  # {"shared": {base: ...}, "agents": {model: ...}}
+    params: Params  # {"shared": {base: ...}, "agents": {model: ...}}; "reference" and "past" where a run has them
     opt_state: PyTree  # {model: optimizer state}
     memory: PyTree  # {role: Memory}
     counters: PyTree  # {name: scalar}: updates per model, samples, skipped steps

@@ -286,5 +286,5 @@ def test_the_clipped_value_loss_reaches_every_kind_of_critic(tmp_path):
 
 
 def test_a_run_compiled_as_a_whole_has_no_critic():
-    with pytest.raises(ConfigError, match="config.team.critic: a run compiled as a whole has none"):
+    with pytest.raises(ConfigError, match=r"config\.team\.critic: a run compiled as a whole has none"):
         make_program(config("head"), flat(2))

@@ -19,6 +19,7 @@ LAYERS = {
         "tokenizer",
         "plans",
         "credit",
+        "past",
         "sandbox",
     ],
     2: ["qwen", "generate", "envs", "data"],

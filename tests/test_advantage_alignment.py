@@ -1,0 +1,412 @@
+"""Advantage Alignment: golden numbers, the coupling against a slow twin, past policies, the tabular game."""
+
+import dataclasses
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+import reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.claims import advantage_alignment as claims
+from experiments.configs.advantage_alignment import VARIANTS, get_config, tiny
+from jaxmarl_llm import advantages, loop, past
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.checkpoint import digests
+from jaxmarl_llm.compiled import make_program
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.credit import Credit, assign
+from jaxmarl_llm.envs import matrix
+from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.past import Past
+from jaxmarl_llm.plans import flat
+from jaxmarl_llm.recipes import advantage_alignment as recipe_of
+from jaxmarl_llm.rollout_host import play
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.stages import SFT, RunConfig
+from jaxmarl_llm.team import TeamConfig, make_team, with_past
+from jaxmarl_llm.text import ConfigError, HostEnv, Message
+from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.types import FROZEN, POLICY
+from jaxmarl_llm.workers import EnvPool
+
+BYTES, KEY = ByteTokenizer(), jax.random.key(3)
+quick = settings(max_examples=40, deadline=None, database=None)
+seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shapes_off():
+    """Tables are numpy here, which the executed annotations do not know."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+align = jax.jit(advantages.advantage_alignment, static_argnames=("max_turns", "beta", "discount", "fade"))
+joint_values = jax.jit(advantages.joint_values, static_argnames=("num_roles",))
+step_returns = jax.jit(advantages.step_returns, static_argnames=("num_steps", "reduce"))
+
+
+def twin(advantage, parent, turn, valid, beta, discount, fade):
+    """By walking back from each transition to its root."""
+    advantage = np.asarray(advantage, np.float64)
+    out = np.zeros_like(advantage)
+    for j in range(len(parent)):
+        if not valid[j]:
+            continue
+        for i in range(advantage.shape[1]):
+            sum_, k, away = 0.0, parent[j], 1
+            while k >= 0:
+                sum_ += discount**away * advantage[k, i] if valid[k] else 0.0
+                k, away = parent[k], away + 1
+            others = sum(advantage[j, o] for o in range(advantage.shape[1]) if o != i)
+            out[j, i] = (advantage[j, i] + beta * sum_ * others) * (discount ** turn[j] if fade else 1.0)
+    return out
+
+
+def forest(rng, roles, rows=24, turns=5):
+    """Rows in any order, some invalid with garbage, every child one turn after its parent, the last rows padding."""
+    used = int(rng.integers(1, rows + 1))
+    turn, parent = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+    for j in range(1, used):
+        above = [i for i in range(j) if turn[i] < turns - 1]
+        if above and rng.random() < 0.8:
+            parent[j] = rng.choice(above)
+            turn[j] = turn[parent[j]] + 1
+    valid = (rng.random(rows) < 0.8) & (np.arange(rows) < used)
+    advantage = rng.normal(size=(rows, roles)).astype(np.float32)
+    advantage[~valid] = rng.choice([np.nan, np.inf, 1e30], size=(int((~valid).sum()), roles))
+    order = rng.permutation(rows)
+    place = np.argsort(order)
+    parent = np.where(parent >= 0, place[parent], -1)[order].astype(np.int32)
+    return advantage[order], parent, turn[order], valid[order]
+
+
+# The rule
+
+
+def credited(payoff, **changes):
+    """Advantage [T n 2] of matches of one task, rewards [T n 2]."""
+    rule = Credit(0.96, "task_role_turn", "loo", "none", **{"coupling": 2.0, **changes})
+    tree = claims.tree_of(jnp.asarray(payoff, jnp.float32))
+    got = assign(rule, tree, weights=(("payoff", 1.0),), max_turns=len(payoff), num_tasks=1, num_roles=2)
+    return np.asarray(got.advantage).reshape(np.shape(payoff))
+
+
+FIRST, SECOND = [[3, 3, 1], [5, 1, 1]], [[3, 3, 1], [0, 1, 1]]
+PAIR = np.stack([np.transpose(FIRST), np.transpose(SECOND)], -1)  # [T n 2]
+
+
+def test_golden_credit():
+    alone, both = credited(PAIR, coupling=0.0), credited(PAIR)
+    a1, a2 = np.array([-0.08, 2, 0]), np.array([4.92, 2, 0])
+    np.testing.assert_allclose(alone, np.stack([np.stack([a1, -a1], 1), np.stack([a2, -a2], 1)], -1), atol=1e-6)
+    np.testing.assert_allclose(both[:, 0, 0], [-0.08, 1.6928, 0], atol=1e-6)
+    np.testing.assert_allclose(both[:, 1, 0], [0.08, -2.3072, 0], atol=1e-6)
+    other = 2 * 0.96 * 4.92 * 2  # of the second player: its past times the first one's advantage
+    np.testing.assert_allclose(both[1, :, 1], [2 + other, -2 + other], rtol=1e-6)
+    faded = credited(PAIR, coupling_fade=True)
+    np.testing.assert_allclose(faded, both * 0.96 ** np.arange(3)[:, None, None], rtol=1e-5)
+
+
+@quick
+@given(
+    rng=seeds,
+    roles=st.integers(1, 4),
+    beta=st.sampled_from([0.0, 2.0, -0.7]),
+    discount=st.sampled_from([0.0, 0.96, 1.0]),
+    fade=st.booleans(),
+)
+def test_coupling_equals_the_slow_twin(rng, roles, beta, discount, fade):
+    advantage, parent, turn, valid = forest(rng, roles)
+    got = align(advantage, parent, turn, valid, max_turns=5, beta=beta, discount=discount, fade=fade)
+    np.testing.assert_allclose(got, twin(advantage, parent, turn, valid, beta, discount, fade), atol=1e-4, rtol=1e-5)
+
+
+def test_laws_of_the_coupling():
+    """Without a past, without another player, without beta, without differences: the plain advantage."""
+    rng = np.random.default_rng(0)
+    advantage, parent, turn, valid = forest(rng, 3)
+    plain = np.where(valid[:, None], advantage, 0.0)
+    run = partial(align, max_turns=5, discount=0.9)
+    np.testing.assert_array_equal(run(advantage, parent, turn, valid, beta=0.0), plain)
+    np.testing.assert_array_equal(run(advantage[:, :1], parent, turn, valid, beta=2.0), plain[:, :1])
+    flat_ = run(advantage, np.full_like(parent, -1), np.zeros_like(turn), valid, beta=2.0)  # ends at its first turn
+    np.testing.assert_array_equal(flat_, plain)
+    assert not credited(np.full((4, 8, 2), 3.0)).any()  # all rewards equal
+    assert not credited(PAIR[:, :1]).any()  # a group of one
+    np.testing.assert_allclose(credited(PAIR[:1]), credited(PAIR[:1], coupling=0.0))
+
+
+@quick
+@given(rng=seeds)
+def test_joint_values_are_taken_back_by_step_returns(rng):
+    moves, seats, roles = 9, 2, 3
+    steps = rng.permutation(moves * seats).reshape(moves, seats).astype(np.int32)
+    role = np.zeros(moves * seats, np.int32)
+    for pair in steps:  # two different roles a transition
+        role[pair] = rng.permutation(roles)[:seats]
+    steps[rng.random(steps.shape) < 0.2] = -1
+    valid, values = rng.random(moves * seats) < 0.8, rng.normal(size=moves * seats).astype(np.float32)
+    got = np.asarray(joint_values(steps, role, values, valid, num_roles=roles))
+    want = np.zeros((moves, roles), np.float32)
+    for j, pair in enumerate(steps):
+        for c in pair[pair >= 0]:
+            want[j, role[c]] = values[c] if valid[c] else 0.0
+    np.testing.assert_array_equal(got, want)
+    back, has = step_returns(steps, role, got, np.ones(moves, bool), num_steps=len(role))
+    np.testing.assert_array_equal(back, np.where(has & valid, values, 0.0))
+
+
+@quick
+@given(rng=seeds, beta=st.sampled_from([0.5, 2.0]))
+def test_credit_of_ragged_matches_equals_the_slow_twin(rng, beta):
+    """Matches that end early or whose rewards are lost: returns, leave-one-out, coupling, all by loops."""
+    turns, n = 4, 6
+    payoff = rng.normal(size=(turns, n, 2)).astype(np.float32)
+    tree = jax.device_get(claims.tree_of(jnp.asarray(payoff)))
+    moves = tree.transitions
+    ends = rng.integers(1, turns + 1, n)
+    played = moves.turn < ends[np.arange(turns * n) % n]
+    valid = played & (rng.random(turns * n) < 0.9)
+    steps = np.where(played[:, None], moves.steps, -1)
+    parent = np.where(played, moves.parent, -1)
+    spoken = np.repeat(played, 2)
+    tree = tree.replace(
+        transitions=moves.replace(valid=valid, played=played, steps=steps, parent=parent),
+        steps=tree.steps.replace(valid=spoken),
+    )
+    rule = Credit(0.96, "task_role_turn", "loo", "none", coupling=beta)
+    got = assign(rule, tree, weights=(("payoff", 1.0),), max_turns=turns, num_tasks=1, num_roles=2)
+    returns, ok = reference.returns_to_go(payoff.reshape(-1, 2), parent, valid, 0.96)
+    role, turn = tree.nodes.role, tree.nodes.turn
+    value, has = reference.step_returns(steps, role, returns, ok, "mean")
+    plain, _ = reference.group_advantage(value, role * turns + turn, has, 2 * turns, "loo", "none")
+    want = twin(plain.reshape(-1, 2), parent, moves.turn, ok, beta, 0.96, False).reshape(-1)
+    np.testing.assert_array_equal(got.valid, has)
+    np.testing.assert_allclose(got.advantage, np.where(has, want, 0.0), atol=1e-4)
+
+
+# Past policies
+
+
+def agents(value):
+    return {"a": {"params": {"w": jnp.full(2, float(value))}}, "b": {"params": {"w": jnp.full(3, -float(value))}}}
+
+
+def test_the_ring_keeps_the_newest_and_starts_with_the_current_policy():
+    ring = past.init(agents(0), 3)
+    got = past.draw(ring, agents(7), KEY)
+    assert set(got) == {"a", "b", "a-past", "b-past"} and got["a-past"]["params"]["w"][0] == 7
+    for step in range(1, 6):
+        ring = past.push(ring, agents(step))
+        seen = set()
+        for k in range(40):
+            got = past.draw(ring, agents(9), jax.random.key(k))
+            assert got["a"]["params"]["w"][0] == 9
+            assert got["a-past"]["params"]["w"][0] == -got["b-past"]["params"]["w"][0]  # of one moment
+            seen.add(int(got["a-past"]["params"]["w"][0]))
+        assert seen == set(range(max(1, step - 2), step + 1))
+
+
+def test_at_most_one_seat_of_a_task_is_cast_anew():
+    for share in (0.0, 0.5, 1.0):
+        got = np.asarray(past.cast(KEY, 2000, 3, share))
+        assert got.max(initial=0) <= 1 and got.sum(1).max(initial=0) <= 1
+        assert abs(got.sum(1).mean() - share) < 0.05
+        assert not share or np.ptp(got.mean(0)) < 0.05
+
+
+def config(**changes):
+    small = dict(
+        steps=1,
+        batch=4,
+        group=3,
+        env=EnvConfig("dilemma", {"rounds": 1}, eval_tasks=2),
+        sft=SFT(steps=0),
+        past=Past(size=2, every=1, share=0.7),
+        run=RunConfig(checkpoint_every=2, eval_every=0, tensorboard=False),
+    )
+    return dataclasses.replace(tiny(), **{**small, **changes})
+
+
+@functools.cache
+def made(share="shared"):
+    cfg = config(team=dataclasses.replace(tiny().team, share=share))
+    return cfg, recipe_of.make(cfg)
+
+
+def logger(path):
+    return Logger(path, resume_step=None, total_steps=1, tensorboard=False)
+
+
+def rolled(recipe, params, cast, key=KEY):
+    team = with_past(recipe.team) if cast is not None else recipe.team
+    out = recipe.arena.play(team, params, {}, range(4), flat(3), key, Sampling(), None, version=0, cast=cast)
+    return out.tree
+
+
+def test_understudies_play_what_the_cast_says():
+    """Each node's samples are those of the model that speaks there, whoever else is cast."""
+    _, recipe = made("separate")
+    now, before = (recipe.init(0).params["agents"], jax.tree.map(lambda x: 1.7 * x, recipe.init(0).params["agents"]))
+    params = {"shared": {}, "agents": {**now, **{past.understudy(k): v for k, v in before.items()}}}
+    cast = jnp.array([[0, 0], [1, 0], [0, 1], [1, 1]])
+    mixed = rolled(recipe, params, cast)
+    alone = {0: rolled(recipe, params, None), 1: rolled(recipe, {"shared": {}, "agents": before}, None)}
+    names = [m.name for m in with_past(recipe.team).models]
+    of_step = np.asarray(cast)[mixed.nodes.task, mixed.nodes.role][mixed.steps.node]
+    np.testing.assert_array_equal(mixed.steps.source, np.where(of_step > 0, FROZEN, POLICY))
+    for n, (task, role) in enumerate(zip(mixed.nodes.task, mixed.nodes.role)):
+        name = names[mixed.nodes.model[n]]
+        assert name.endswith("-past") == bool(cast[task, role])
+        assert name.split("-")[0] == recipe.team.roles[role].model
+    for who, tree in alone.items():
+        rows = of_step == who
+        np.testing.assert_array_equal(mixed.steps.tokens[rows], tree.steps.tokens[rows])
+        np.testing.assert_allclose(mixed.steps.logprobs[rows], tree.steps.logprobs[rows], atol=1e-5)
+    assert not np.allclose(alone[0].steps.logprobs, alone[1].steps.logprobs, atol=1e-3)
+
+
+def test_a_cast_of_nobody_is_the_plain_rollout():
+    _, recipe = made()
+    own = recipe.init(0).params["agents"]
+    params = {"shared": {}, "agents": {**own, "team-past": own["team"]}}
+    plain, cast = rolled(recipe, params, None), rolled(recipe, params, jnp.zeros((4, 2), int))
+    for part in ("nodes", "steps", "transitions"):
+        assert digests(getattr(plain, part)) == digests(getattr(cast, part))
+
+
+def test_what_past_policies_played_is_not_trained(tmp_path):
+    """With every first seat past, the first model stays as it was, the second is updated."""
+    cfg, recipe = made("separate")
+    state = recipe.init(0)
+    play_, seen = recipe.arena.play, []
+
+    def first(*args, cast, **kwargs):
+        seen.append(play_(*args, cast=jnp.array([[1, 0]] * 4), **kwargs))
+        return seen[-1]
+
+    recipe.arena.play = first
+    try:
+        before = digests(state.params["agents"]), digests(state.opt_state)
+        with logger(tmp_path) as log:
+            after, _ = recipe.step(state, log)
+    finally:
+        recipe.arena.play = play_
+    changed = {
+        name
+        for old, new in zip(before, (digests(after.params["agents"]), digests(after.opt_state)))
+        for name in ("first", "second")
+        if any(old[k] != new[k] for k in old if f"['{name}']" in k)
+    }
+    assert changed == {"second"} and (seen[0].tree.steps.source == FROZEN).any()
+    ring = after.params["past"]
+    assert int(ring["count"]) == 1  # the snapshot is of the policy after the step
+    np.testing.assert_array_equal(
+        jax.tree.leaves(ring["ring"]["second"])[0][0], jax.tree.leaves(after.params["agents"]["second"])[0]
+    )
+
+
+@pytest.mark.slow
+def test_runs_with_past_policies_resume_to_the_bit(tmp_path):
+    cfg = config(steps=4)
+    straight = loop.fit(cfg, recipe_of.make(cfg), tmp_path / "straight")
+    part = dataclasses.replace(cfg, steps=2)
+    loop.fit(part, recipe_of.make(part), tmp_path / "parts")
+    again = loop.fit(cfg, recipe_of.make(cfg), tmp_path / "parts")
+    assert digests(again) == digests(straight) and int(again.params["past"]["count"]) == 4
+    assert set(again.params) == {"shared", "agents", "reference", "past"}
+
+
+def text_game():
+    """The prisoner's dilemma of two rounds through text, for the host engine."""
+    table = np.array(matrix.GAMES["prisoners"], float).reshape(2, 2, 2)
+
+    def observe(state):
+        def prompt(seat):
+            history = "".join(f"{m[seat]}{m[1 - seat]}" for m in state)
+            return (Message("raw", "", tuple(BYTES.encode(f"{1 + seat}{history}>"))),)
+
+        return {role: prompt(seat) for seat, role in enumerate(matrix.ROLES)}
+
+    def step(seed, state, actions):
+        said = [(actions[r].text[:1] or "?") for r in matrix.ROLES]
+        said = [x if x in "CD" else "?" for x in said]
+        payoff = table["CD".index(said[0]), "CD".index(said[1])] if "?" not in said else np.zeros(2)
+        new = (*state, tuple(said))
+        return new, {r: {"payoff": float(payoff[i])} for i, r in enumerate(matrix.ROLES)}, len(new) == 2
+
+    return HostEnv("game", matrix.ROLES, 2, ("payoff",), lambda s, t: (), observe, step)
+
+
+def test_both_engines_cast_alike():
+    recipe = recipe_of.make(config(env=EnvConfig("dilemma", {"rounds": 2})))
+    own = recipe.init(0).params["agents"]["team"]
+    params = {"shared": {}, "agents": {"team": own, "team-past": jax.tree.map(lambda x: 1.7 * x, own)}}
+    cast = jnp.array([[0, 0], [1, 0], [0, 1], [1, 1]])
+    array = rolled(recipe, params, cast)
+    with EnvPool(text_game, workers=0) as pool:
+        team = with_past(recipe.team)
+        host = play(team, params, pool, range(4), flat(3), KEY, Sampling(), max_prompt=16, cast=np.asarray(cast)).tree
+
+    def table(tree):
+        rows = np.flatnonzero(tree.steps.valid)
+        n, s = tree.nodes, tree.steps
+        prompt = lambda c: tuple(n.tokens[s.node[c], : n.length[s.node[c]]].tolist())
+        return sorted(
+            (*map(int, (n.task[s.node[c]], n.turn[s.node[c]], n.model[s.node[c]], s.source[c])), prompt(c),
+             s.tokens[c, : s.length[c]].tolist())
+            for c in rows
+        )  # fmt: skip
+
+    assert table(array) == table(host) and len(table(host)) == 4 * 3 * 2 * 2
+
+
+# The recipe
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"group": 1}, "config.group"),
+        ({"credit": {"group": "node"}}, "config.credit.group"),
+        ({"credit": {"group": "task_role_turn", "scale": "std"}}, "config.credit.scale"),
+        ({"credit": {"group": "task_role_turn", "scale": "none", "coupling": float("nan")}}, "config.credit.coupling"),
+        ({"past": {"size": -1}}, "config.past"),
+        ({"past": {"size": 2}, "team": {"critic": "head"}}, "config.past.size"),
+    ],
+)
+def test_bad_configurations_name_the_key(changes, message):
+    with pytest.raises(ConfigError) as error:
+        from_dict(recipe_of.Config, changes)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_past_policies_are_refused_where_there_are_none():
+    cfg = config(loss=dataclasses.replace(tiny().loss, kl_coef=0.0))
+    with pytest.raises(ConfigError, match=r"config\.past\.size"):
+        make_program(cfg, flat(2))
+    with pytest.raises(ConfigError, match="'a-past'"):
+        with_past(make_team(TeamConfig(), ("a", "a-past")))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_configurations(variant):
+    cfg = from_dict(recipe_of.Config, get_config(variant).to_dict())
+    assert (cfg.credit.coupling == 0) == (variant == "naive") and cfg.team.max_new >= cfg.env.build().max_new
+
+
+def test_the_tabular_game_needs_the_coupling():
+    """A short form of the claim: 250 updates of two seeds."""
+    rule = recipe_of.Config().credit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(claims, "UPDATES", 250)
+        on, off = (claims.tabular(jnp.arange(2), r) for r in (rule, dataclasses.replace(rule, coupling=0.0)))
+    assert min(on["cooperation"]) > 0.4 > 0.1 > max(off["cooperation"])
