@@ -4,8 +4,8 @@ Tabular: a policy that remembers one round (P(C) at the start and after CC, CD, 
 rounds, 600 updates of 128 matches in groups of 8, rewards / 5, Adam at 0.05. Thresholds 0.6 and 0.05 of moves; on seeds
 100 to 104 it measured 0.76 to 0.77 with beta 2 and 0.00 with beta 0, at rates 0.02 and 0.1 alike (0.01 at 0.02).
 
-Transformer: the recipe's ``tiny`` configuration without its KL term; its margin was set before it was run at these
-settings. The same credit in both: `credit.assign` under the recipe's ``Config().credit``.
+Transformer: the recipe's ``tiny`` configuration; its margin was set before it was run at these settings. The same
+credit in both: `credit.assign` under the recipe's ``Config().credit``.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ def transformer(seeds: list[int], coupling: float, steps: int | None = None) -> 
         cfg,
         steps=steps or cfg.steps,
         credit=dataclasses.replace(cfg.credit, coupling=coupling),
-        loss=dataclasses.replace(cfg.loss, kl_coef=0.0),  # a run compiled as a whole has no reference policy
     )
     run = jax.jit(jax.vmap(make_program(cfg, make_plan(cfg)).run))
     return np.asarray(run(jnp.array(seeds))[1]["cooperation"][:, -LATE:].mean(1))
