@@ -96,7 +96,7 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     return [
         Finding(
             "L",
-            f"self-play takes Kuhn poker to an exploitability of at most {EXPLOITABILITY} in every seed (uniform: 0.92)",
+            f"self-play takes Kuhn poker to an exploitability of at most {EXPLOITABILITY} in every seed (uniform .92)",
             figures,
             max(figures["exploitability after"]) <= EXPLOITABILITY,
         ),
