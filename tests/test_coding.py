@@ -8,6 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from programs import AUX, GUARDED, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
+from test_coding_rewards import needs_sandbox
+from toys import params, team
 
 from jaxmarl_llm import arena, sandbox
 from jaxmarl_llm.config import from_dict, to_dict
@@ -17,9 +20,6 @@ from jaxmarl_llm.envs.expert import ExpertError
 from jaxmarl_llm.plans import product
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.text import Action, ConfigError, Message
-from tests.programs import AUX, GUARDED, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
-from tests.test_coding_rewards import needs_sandbox
-from tests.toys import params, team
 
 DATA = Path(os.environ.get("JAXMARL_DATA", "data"))
 HONEST = "def sq(n):\n    return aux(n) + aux(0)\n"

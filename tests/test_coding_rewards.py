@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import AUX, GUARDED, HONEST, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
 
 from jaxmarl_llm import sandbox
 from jaxmarl_llm.envs import code_ast, coding_parity
@@ -20,7 +21,6 @@ from jaxmarl_llm.envs.coding_rewards import (
     works,
 )
 from jaxmarl_llm.sandbox import Report, Verdict
-from tests.programs import AUX, GUARDED, HONEST, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
 
 
 def sandboxed(program, tests):

@@ -7,10 +7,10 @@ import threading
 import time
 
 import pytest
+from programs import AUX, TASK, WRAPPER
 
 from jaxmarl_llm.envs.expert import MAX_ANSWER, MAX_EDIT, ExpertError, consult, resolve
 from jaxmarl_llm.text import ConfigError
-from tests.programs import AUX, TASK, WRAPPER
 
 
 def advise(task, helper, main):
