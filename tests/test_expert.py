@@ -27,7 +27,7 @@ def test_a_function_by_name():
     "expert, message",
     [("", "module:function"), (3, "module:function"), ("tests.nowhere:f", "tests.nowhere"),
      ("tests.test_expert:no_such", "no_such"), ("tests.test_expert", "module:function"), (":", "module:function"),
-     ("tests.programs:AUX", "not a function"), ("http://127.0.0.1:1/v1", "expert_model")],
+     ("programs:AUX", "not a function"), ("http://127.0.0.1:1/v1", "expert_model")],
 )  # fmt: skip
 def test_bad_experts_are_refused(expert, message):
     with pytest.raises(ConfigError) as error:
