@@ -18,15 +18,15 @@ def advise(task, helper, main):
 
 
 def test_a_function_by_name():
-    expert = resolve("tests.test_expert:advise")
+    expert = resolve("test_expert:advise")
     assert consult(expert, TASK, AUX, WRAPPER) == {"aux": f"# sq\n{AUX}".strip(), "main": WRAPPER.strip()}
     assert consult(advise, TASK, AUX, WRAPPER) == consult(expert, TASK, AUX, WRAPPER)
 
 
 @pytest.mark.parametrize(
     "expert, message",
-    [("", "module:function"), (3, "module:function"), ("tests.nowhere:f", "tests.nowhere"),
-     ("tests.test_expert:no_such", "no_such"), ("tests.test_expert", "module:function"), (":", "module:function"),
+    [("", "module:function"), (3, "module:function"), ("nowhere:f", "nowhere"),
+     ("test_expert:no_such", "no_such"), ("test_expert", "module:function"), (":", "module:function"),
      ("programs:AUX", "not a function"), ("http://127.0.0.1:1/v1", "expert_model")],
 )  # fmt: skip
 def test_bad_experts_are_refused(expert, message):
