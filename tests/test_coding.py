@@ -157,14 +157,14 @@ def refuse(task, helper, main):
 
 
 def test_expert_feedback():
-    helper, main = told("expert", AUX, UNUSED, expert="tests.test_coding:advise")
+    helper, main = told("expert", AUX, UNUSED, expert="test_coding:advise")
     assert "def aux(n):\n    return -n" in helper and "Revise your aux" in helper
     assert "return -n" not in main and "no change" in main
     assert told("expert", AUX, UNUSED, expert=advise) == (helper, main)
     with pytest.raises(ExpertError, match="aux and main"):
         told("expert", AUX, UNUSED, expert=refuse)
     with pytest.raises(ConfigError, match=r"tests\.nowhere"):
-        coding.Config(feedback="expert", expert="tests.nowhere:f")
+        coding.Config(feedback="expert", expert="nowhere:f")
 
 
 # -- configuration, tasks, demonstrations ------------------------------------------------------------------------------
