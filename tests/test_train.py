@@ -90,11 +90,12 @@ def test_padding_and_masked_tokens_change_nothing(played):
 
 
 def test_ratio_is_exactly_one_at_the_first_inner_step(played):
+    """Figures are of the last epoch: the first, or one whose parameters a rate of 0 has left as they were."""
     team, params, tree, credited = played
-    for epochs in (1, 2):
+    for epochs, rate in ((1, 1e-3), (2, 0.0)):
         loss = Loss(epochs=epochs)
         own = jax.tree.map(jnp.copy, params["agents"]["a"])
-        kit = learner(loss)
+        kit = learner(loss, Optimizer(learning_rate=rate))
         got = update(kit, loss, own, None, kit.init(own), batches_of(played, loss=loss))
         assert got.metrics["ratio"] == pytest.approx(1.0, abs=1e-6) and got.metrics["clip_fraction"] == 0.0
         assert got.metrics["approx_kl"] == 0.0
