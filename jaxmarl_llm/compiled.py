@@ -115,7 +115,7 @@ def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.
         moves, node = tree.transitions, tree.steps.node
         trained, episode = credited.valid, None
         if learns is not None:
-            trained &= learns(index)[tree.nodes.role[node]]
+            trained &= jnp.asarray(learns(index))[tree.nodes.role[node]]
         if cfg.loss.aggregate == "trajectory":
             episode = step_episodes(moves.steps, moves.parent, num_steps=len(node))
         for m, model in enumerate(team.models):
