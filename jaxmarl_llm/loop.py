@@ -88,7 +88,7 @@ def make_recipe(
     plan.check(arena.env)
     if cfg.past.size and memory_config is not None:
         raise ConfigError("config.past.size: expected 0 with a memory: past policies have none")
-    cast_of = with_past(team) if cfg.past.size else team
+    company = with_past(team) if cfg.past.size else team
     playing = {role.model for role in team.roles}
     chosen = {m.name: cfg.optimizer if m.name in playing else critic_optimizer or cfg.optimizer for m in team.models}
     learners = {m.name: make_learner(m.policy, cfg.loss, chosen[m.name], cfg.sampling) for m in team.models}
@@ -154,7 +154,7 @@ def make_recipe(
                 params = {**params, "agents": past.draw(params["past"], params["agents"], own)}
                 cast = past.cast(seats, len(tasks), len(team.roles), cfg.past.share)
             played = arena.play(
-                cast_of, params, state.memory, tasks, plan, key, cfg.sampling, memory_config, version=now, cast=cast
+                company, params, state.memory, tasks, plan, key, cfg.sampling, memory_config, version=now, cast=cast
             )
         done = improve(run, state, played, len(tasks), logger)
         if cfg.past.size and (now - cfg.sft.steps + 1) % cfg.past.every == 0:

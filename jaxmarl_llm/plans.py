@@ -3,7 +3,7 @@
 A plan is a few pure functions of a place in the tree. It knows nothing of models or environments, and the engines know
 no plan by name. What it decides is static (independent of what is sampled), so that array rollouts compile and the
 number of samples can be told before anything runs; only *which* sample goes on (``rank``) and whether any does
-(``stop_above``) may depend on rewards. Equal arguments give the same plan: what was compiled for it is found again.
+(``stop_above``) may depend on rewards. Equal arguments give equal plans: what was compiled for one is found again.
 
 Samples of one agent for a trajectory of k turns with G per branching node:
 
@@ -140,7 +140,6 @@ def node_wise(group: int | tuple[int, ...], continuation: str = "continue") -> P
     return Plan(f"node_wise({group}, {continuation})", width, follow, local)
 
 
-@functools.cache
 def single() -> Plan:
     """One episode a task, for evaluation."""
     return flat(1)._replace(name="single")

@@ -1,7 +1,8 @@
 """Worker processes for host environments: parallel steps, a timeout each, and failures as values.
 
 Every worker builds the environment once from a picklable factory, so only states and actions cross the pipe. A call
-that raises, hangs or kills its process gives a `Failure` in its place; the pool goes on.
+that raises, hangs or kills its process gives a `Failure` in its place; the pool goes on. Calls are functions of their
+arguments (see `text.HostEnv`), so one whose worker was lost to another call is made again.
 """
 
 from __future__ import annotations
@@ -45,19 +46,42 @@ class EnvPool:
     def __init__(self, factory: Callable[[], HostEnv], *, workers: int = 2, timeout: float = 20.0):
         self.env = factory()  # errors of construction show here, not in a worker
         self.timeout = timeout
-        self._pool = None
-        if workers:
+        self._factory, self._workers = factory, workers
+        self._pool: ProcessPool | None = None
+
+    def _live(self) -> ProcessPool:
+        """The processes; new ones after the last pool broke."""
+        if self._pool is None or not self._pool.active:
+            self.close()
             # spawn: forking a process that runs XLA's threads can deadlock.
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPool(workers, initializer=_build, initargs=(factory,), context=context)
+            self._pool = ProcessPool(self._workers, initializer=_build, initargs=(self._factory,), context=context)
+        return self._pool
 
     def map(self, method: str, calls: Sequence[tuple]) -> list[Any]:
         """``env.method(*args)`` for each args, in order; a `Failure` where a call has no result."""
-        if self._pool is None:
+        if not self._workers:
             return [self._inline(method, args) for args in calls]
-        # The first call of a fresh worker pays for its imports; pebble's clock starts when the call does.
-        futures = [self._pool.schedule(_call, args=(method, args), timeout=self.timeout) for args in calls]
+        return [self._alone(method, args) if r is None else r for args, r in zip(calls, self._try(method, calls))]
+
+    def _try(self, method: str, calls: Sequence[tuple]) -> list[Any]:
+        """As `map`, with None where the whole pool broke before the call was answered."""
+        pool = self._live()
+        try:
+            # The first call of a fresh worker pays for its imports; pebble's clock starts when the call does.
+            futures = [pool.schedule(_call, args=(method, args), timeout=self.timeout) for args in calls]
+        except RuntimeError:  # the pool is broken: what was scheduled is void with it
+            return [None] * len(calls)
         return [self._result(f) for f in futures]
+
+    def _alone(self, method: str, args: tuple) -> Any:
+        """A call made again after its pool broke, by itself: if the new pool breaks too, it is this call that does it.
+
+        A worker that dies is replaced, but the pool breaks if pebble sees the death before it has read which call that
+        worker had begun, or if the worker had none.
+        """
+        (result,) = self._try(method, [args])
+        return Failure("died", "worker exited") if result is None else result
 
     def _inline(self, method: str, args: tuple) -> Any:
         try:
@@ -70,6 +94,8 @@ class EnvPool:
             return pickle.loads(future.result())
         except concurrent.futures.TimeoutError:
             return Failure("timeout", f"no answer within {self.timeout:g} s")
+        except concurrent.futures.BrokenExecutor:
+            return None
         except ProcessExpired as error:
             return Failure("died", f"worker exited with code {error.exitcode}")
         except Exception as error:  # whatever the environment raised in the worker

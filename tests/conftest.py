@@ -32,6 +32,14 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
+@pytest.fixture(scope="module")
+def numpy_tables():
+    """For modules whose tables are numpy arrays, which the executed annotations do not know."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """Between modules, before a worker holds as many memory maps as Linux allows; see loop.release_programs."""

@@ -6,10 +6,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import reference
+import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,22 +30,16 @@ from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import TeamConfig, make_team, with_past
-from jaxmarl_llm.text import ConfigError, HostEnv, Message
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import FROZEN, POLICY
 from jaxmarl_llm.workers import EnvPool
 
-BYTES, KEY = ByteTokenizer(), jax.random.key(3)
+pytestmark = pytest.mark.usefixtures("numpy_tables")
+
+KEY = jax.random.key(3)
+PRISONERS = matrix.Config(game="prisoners", rewards="individual", rounds=2)
 quick = settings(max_examples=40, deadline=None, database=None)
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shapes_off():
-    """Tables are numpy here, which the executed annotations do not know."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 align = jax.jit(advantages.advantage_alignment, static_argnames=("max_turns", "beta", "discount", "fade"))
@@ -68,24 +62,6 @@ def twin(advantage, parent, turn, valid, beta, discount, fade):
             others = sum(advantage[j, o] for o in range(advantage.shape[1]) if o != i)
             out[j, i] = (advantage[j, i] + beta * sum_ * others) * (discount ** turn[j] if fade else 1.0)
     return out
-
-
-def forest(rng, roles, rows=24, turns=5):
-    """Rows in any order, some invalid with garbage, every child one turn after its parent, the last rows padding."""
-    used = int(rng.integers(1, rows + 1))
-    turn, parent = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
-    for j in range(1, used):
-        above = [i for i in range(j) if turn[i] < turns - 1]
-        if above and rng.random() < 0.8:
-            parent[j] = rng.choice(above)
-            turn[j] = turn[parent[j]] + 1
-    valid = (rng.random(rows) < 0.8) & (np.arange(rows) < used)
-    advantage = rng.normal(size=(rows, roles)).astype(np.float32)
-    advantage[~valid] = rng.choice([np.nan, np.inf, 1e30], size=(int((~valid).sum()), roles))
-    order = rng.permutation(rows)
-    place = np.argsort(order)
-    parent = np.where(parent >= 0, place[parent], -1)[order].astype(np.int32)
-    return advantage[order], parent, turn[order], valid[order]
 
 
 # The rule
@@ -124,7 +100,7 @@ def test_golden_credit():
     fade=st.booleans(),
 )
 def test_coupling_equals_the_slow_twin(rng, roles, beta, discount, fade):
-    advantage, parent, turn, valid = forest(rng, roles)
+    advantage, parent, turn, valid = toys.random_forest(rng, turns=5, roles=roles)
     got = align(advantage, parent, turn, valid, max_turns=5, beta=beta, discount=discount, fade=fade)
     np.testing.assert_allclose(got, twin(advantage, parent, turn, valid, beta, discount, fade), atol=1e-4, rtol=1e-5)
 
@@ -132,7 +108,7 @@ def test_coupling_equals_the_slow_twin(rng, roles, beta, discount, fade):
 def test_laws_of_the_coupling():
     """Without a past, without another player, without beta, without differences: the plain advantage."""
     rng = np.random.default_rng(0)
-    advantage, parent, turn, valid = forest(rng, 3)
+    advantage, parent, turn, valid = toys.random_forest(rng, turns=5, roles=3)
     plain = np.where(valid[:, None], advantage, 0.0)
     run = partial(align, max_turns=5, discount=0.9)
     np.testing.assert_array_equal(run(advantage, parent, turn, valid, beta=0.0), plain)
@@ -325,34 +301,13 @@ def test_runs_with_past_policies_resume_to_the_bit(tmp_path):
     assert set(again.params) == {"shared", "agents", "reference", "past"}
 
 
-def text_game():
-    """The prisoner's dilemma of two rounds through text, for the host engine."""
-    table = np.array(matrix.GAMES["prisoners"], float).reshape(2, 2, 2)
-
-    def observe(state):
-        def prompt(seat):
-            history = "".join(f"{m[seat]}{m[1 - seat]}" for m in state)
-            return (Message("raw", "", tuple(BYTES.encode(f"{1 + seat}{history}>"))),)
-
-        return {role: prompt(seat) for seat, role in enumerate(matrix.ROLES)}
-
-    def step(seed, state, actions):
-        said = [(actions[r].text[:1] or "?") for r in matrix.ROLES]
-        said = [x if x in "CD" else "?" for x in said]
-        payoff = table["CD".index(said[0]), "CD".index(said[1])] if "?" not in said else np.zeros(2)
-        new = (*state, tuple(said))
-        return new, {r: {"payoff": float(payoff[i])} for i, r in enumerate(matrix.ROLES)}, len(new) == 2
-
-    return HostEnv("game", matrix.ROLES, 2, ("payoff",), lambda s, t: (), observe, step)
-
-
 def test_both_engines_cast_alike():
     recipe = recipe_of.make(config(env=EnvConfig("dilemma", {"rounds": 2})))
     own = recipe.init(0).params["agents"]["team"]
     params = {"shared": {}, "agents": {"team": own, "team-past": jax.tree.map(lambda x: 1.7 * x, own)}}
     cast = jnp.array([[0, 0], [1, 0], [0, 1], [1, 1]])
     array = rolled(recipe, params, cast)
-    with EnvPool(text_game, workers=0) as pool:
+    with EnvPool(functools.partial(toys.text_game, PRISONERS), workers=0) as pool:
         team = with_past(recipe.team)
         host = play(team, params, pool, range(4), flat(3), KEY, Sampling(), max_prompt=16, cast=np.asarray(cast)).tree
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+import toys
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -38,24 +39,6 @@ def returns(rewards, parent, turn, valid=None, **kwargs):
     valid = jnp.ones(len(parent), bool) if valid is None else jnp.asarray(valid)
     out, ok = returns_to_go(rewards, jnp.asarray(parent), jnp.asarray(turn), valid, **kwargs)
     return np.asarray(out[:, 0]), np.asarray(ok)
-
-
-def random_forest(rng, rows=24, turns=4, roles=2):
-    """Rows in any order, some invalid with garbage for rewards, the last few of them padding."""
-    used = int(rng.integers(1, rows + 1))
-    turn, parent = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
-    for j in range(1, used):
-        candidates = [i for i in range(j) if turn[i] < turns - 1]
-        if candidates and rng.random() < 0.8:
-            parent[j] = rng.choice(candidates)
-            turn[j] = turn[parent[j]] + 1
-    valid = (rng.random(rows) < 0.8) & (np.arange(rows) < used)
-    rewards = rng.normal(size=(rows, roles)).astype(np.float32)
-    rewards[~valid] = rng.choice([np.nan, np.inf, 1e30], size=(int((~valid).sum()), roles))
-    order = rng.permutation(rows)  # row order[i] of the table moves to place i
-    place = np.argsort(order)
-    parent = np.where(parent >= 0, place[parent], -1)[order].astype(np.int32)
-    return rewards[order], parent, turn[order], valid[order]
 
 
 def random_groups(rng, members=20, groups=6):
@@ -132,7 +115,7 @@ def test_variances_of_joyagents():
 @quick
 @given(seeds)
 def test_returns_equal_the_recursion(rng):
-    rewards, parent, turn, valid = random_forest(rng)
+    rewards, parent, turn, valid = toys.random_forest(rng)
     expected, expected_valid = reference.returns_to_go(rewards, parent, valid, 0.9)
     args = map(jnp.asarray, (rewards, parent, turn, valid))
     out, ok = returns_to_go(*args, max_turns=4, discount=0.9)
@@ -197,7 +180,7 @@ def test_members_outside_the_statistics_equal_the_loop(centre, scale, rng):
 @given(rng=seeds)
 def test_episodes_equal_the_climb(rng):
     """Forests with padding, empty seats, completions of several joint actions and of none."""
-    _, parent, _, _ = random_forest(rng)
+    _, parent, _, _ = toys.random_forest(rng)
     steps = rng.integers(-1, 12, (len(parent), 2)).astype(np.int32)
     out = _step_episodes(jnp.asarray(steps), jnp.asarray(parent), num_steps=12)
     np.testing.assert_array_equal(out, reference.step_episodes(steps, parent, 12))
@@ -230,7 +213,7 @@ _step_episodes = jax.jit(advantages.step_episodes, static_argnames="num_steps")
 @quick
 @given(seeds)
 def test_order_of_rows_does_not_matter(rng):
-    rewards, parent, turn, valid = random_forest(rng)
+    rewards, parent, turn, valid = toys.random_forest(rng)
     order = rng.permutation(len(parent))
     moved = np.where(parent >= 0, np.argsort(order)[parent], -1)[order]
     one, one_ok = returns_to_go(*map(jnp.asarray, (rewards, parent, turn, valid)), max_turns=4)

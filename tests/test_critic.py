@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmarl_llm import advantages, loop, losses
+from jaxmarl_llm import team as team_lib
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.compiled import make_program
@@ -265,15 +266,17 @@ def test_a_team_says_what_is_wrong_with_its_critic():
         make_team(TeamConfig(critic="separate"), ("first", "first-critic"))
 
 
-def test_a_separate_critic_is_shaped_like_its_own_policy():
+def test_a_separate_critic_starts_as_a_copy_of_its_own_policys_backbone(monkeypatch):
     """Roles may end in "-critic" too; an override is of the role itself, and its critic follows it."""
     small = dataclasses.replace(TINY, hidden_size=32)
     cfg = TeamConfig(backbone=TINY, overrides={"film-critic": small}, critic="separate", max_new=1)
+    asked, init = [], team_lib.init_backbone
+    recorded = lambda backbone, *rest: asked.append(backbone) or init(backbone, *rest)
+    monkeypatch.setattr(team_lib, "init_backbone", recorded)
     team = make_team(cfg, ("author", "film-critic"))
-    agents = init_params(cfg, team, jax.random.key(0))["agents"]
-    width = {name: tree["params"]["norm"]["scale"].shape[0] for name, tree in agents.items()}
-    assert width["film-critic"] == width["film-critic-critic"] == 32
-    assert width["author"] == width["author-critic"] == TINY.hidden_size
+    init_params(cfg, team, jax.random.key(0))
+    of = dict(zip([m.name for m in team.models], asked, strict=True))
+    assert of == {"author": TINY, "author-critic": TINY, "film-critic": small, "film-critic-critic": small}
 
 
 def test_the_clipped_value_loss_reaches_every_kind_of_critic(tmp_path):

@@ -5,10 +5,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import reference
+import toys
 from absl import logging
 
 from jaxmarl_llm import qwen
@@ -24,23 +24,17 @@ from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT
 from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.text import ConfigError, HostEnv, Message
+from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.train import Loss, Optimizer
 from jaxmarl_llm.types import Model, Role, Team
 from jaxmarl_llm.workers import EnvPool
 
+pytestmark = pytest.mark.usefixtures("numpy_tables")
+
 BYTES, KEY, B = ByteTokenizer(), jax.random.key(5), 3
 GAME = matrix.Config(game="chicken", rewards="joint", rounds=2)
 REWARD = (("payoff", 1.0),)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings():
-    """Tables are numpy here, which the executed annotations do not know."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @functools.cache
@@ -76,30 +70,8 @@ def rollout(plan, env=None, **kwargs):
     return jax.device_get(ROLLOUTS[key](params(), {}, matrix.make_tasks(GAME, n=B), KEY, 0))
 
 
-def text_game(config=GAME):
-    """The same game through text, for the host engine."""
-    table = np.zeros((3, 3, 2))
-    table[:2, :2] = np.array(matrix.GAMES[config.game]).reshape(2, 2, 2)
-
-    def observe(state):
-        def prompt(seat):
-            history = "".join(f"{m[seat]}{m[1 - seat]}" for m in state)
-            return (Message("raw", "", tuple(BYTES.encode(f"{1 + seat}{history}>"))),)
-
-        return {role: prompt(seat) for seat, role in enumerate(matrix.ROLES)}
-
-    def step(seed, state, actions):
-        said = [actions[r].text[:1] if actions[r].text[:1] in "CD" else "?" for r in matrix.ROLES]
-        payoff = table["CD?".index(said[0] or "?"), "CD?".index(said[1] or "?")]
-        social = float(payoff.sum())
-        new = (*state, tuple(x or "?" for x in said))
-        return new, {r: {"payoff": social, "social": social} for r in matrix.ROLES}, len(new) >= config.rounds
-
-    return HostEnv("game", matrix.ROLES, config.rounds, matrix.COMPONENTS, lambda s, t: (), observe, step)
-
-
 def hosted(plan, shared=False, key=KEY):
-    with EnvPool(text_game, workers=0) as pool:
+    with EnvPool(functools.partial(toys.text_game, GAME), workers=0) as pool:
         t = team(shared)
         return play(t, both() if shared else params(), pool, range(B), plan, key, Sampling(), max_prompt=16)
 
@@ -244,7 +216,7 @@ def test_a_level_at_once_says_what_one_node_at_a_time_says():
     whole = hosted(product(2)).tree
     moves = whole.transitions
     for task in range(B):
-        with EnvPool(text_game, workers=0) as pool:
+        with EnvPool(functools.partial(toys.text_game, GAME), workers=0) as pool:
             # the place of a task in the batch is part of its key: play tasks 0..task, look at the last
             part = play(team(), params(), pool, range(task + 1), product(2), KEY, Sampling(), max_prompt=16).tree
         tokens = lambda t, task: t.steps.tokens[t.steps.valid & (t.nodes.task[t.steps.node] == task)]

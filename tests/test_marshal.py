@@ -5,7 +5,6 @@ import types
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,16 +22,10 @@ from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Optimizer
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
+pytestmark = pytest.mark.usefixtures("numpy_tables")
+
 TURNS, ROWS = 5, 32
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def arrays_of_numpy():
-    """Tables are numpy here, which the executed annotations do not know."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def table(episodes):

@@ -5,7 +5,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -20,18 +19,12 @@ from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import Model, Role, Team
 from jaxmarl_llm.workers import EnvPool
 
+pytestmark = pytest.mark.usefixtures("numpy_tables")
+
 KEY = jax.random.key(3)
 BYTES = ByteTokenizer()
 EOS = BYTES.EOS
 CONFIG = qwen.Config(264, 16, 24, 1, 2, 1, 8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def settings():
-    """Tables are numpy here, which the executed annotations do not know."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Small things that several tests play with: a tiny team, and an array environment of four turns."""
+"""Small things that several tests play with: a tiny team, an array environment of four turns, a game through text,
+forests of transitions."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
+from jaxmarl_llm.envs import matrix
 from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.text import HostEnv, Message
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team
 
@@ -98,3 +102,48 @@ class Compiles:
 
     def _listen(self, event, duration, **_):
         self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+def random_forest(rng, rows=24, turns=4, roles=2):
+    """Rows in any order, some invalid with garbage for rewards, the last few of them padding."""
+    used = int(rng.integers(1, rows + 1))
+    turn, parent = np.zeros(rows, np.int32), np.full(rows, -1, np.int32)
+    for j in range(1, used):
+        candidates = [i for i in range(j) if turn[i] < turns - 1]
+        if candidates and rng.random() < 0.8:
+            parent[j] = rng.choice(candidates)
+            turn[j] = turn[parent[j]] + 1
+    valid = (rng.random(rows) < 0.8) & (np.arange(rows) < used)
+    rewards = rng.normal(size=(rows, roles)).astype(np.float32)
+    rewards[~valid] = rng.choice([np.nan, np.inf, 1e30], size=(int((~valid).sum()), roles))
+    order = rng.permutation(rows)  # row order[i] of the table moves to place i
+    place = np.argsort(order)
+    parent = np.where(parent >= 0, place[parent], -1)[order].astype(np.int32)
+    return rewards[order], parent, turn[order], valid[order]
+
+
+def text_game(config):
+    """The game of a `matrix` configuration through text, for the host engine."""
+    table = np.zeros((3, 3, 2))
+    table[:2, :2] = np.array(matrix.GAMES[config.game]).reshape(2, 2, 2)
+
+    def observe(state):
+        def prompt(seat):
+            history = "".join(f"{m[seat]}{m[1 - seat]}" for m in state)
+            return (Message("raw", "", tuple(TOKENIZER.encode(f"{1 + seat}{history}>"))),)
+
+        return {role: prompt(seat) for seat, role in enumerate(matrix.ROLES)}
+
+    def step(seed, state, actions):
+        said = [actions[r].text[:1] if actions[r].text[:1] in "CD" else "?" for r in matrix.ROLES]
+        payoff = table["CD?".index(said[0] or "?"), "CD?".index(said[1] or "?")]
+        social = float(payoff.sum())
+        earned = [social, social] if config.rewards == "joint" else payoff.tolist()
+        new = (*state, tuple(x or "?" for x in said))
+        return (
+            new,
+            {r: {"payoff": earned[i], "social": social} for i, r in enumerate(matrix.ROLES)},
+            len(new) >= config.rounds,
+        )
+
+    return HostEnv("game", matrix.ROLES, config.rounds, matrix.COMPONENTS, lambda s, t: (), observe, step)

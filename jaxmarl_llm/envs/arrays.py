@@ -36,3 +36,14 @@ def pack(rows: Sequence[Sequence[int]], size: int) -> tuple[Int[np.ndarray, "N T
     for row, ids in zip(packed, rows, strict=True):
         row[: len(ids)] = list(ids)
     return packed, np.array([len(ids) for ids in rows], np.int32)
+
+
+def samples(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], prompt: int, completion: int
+) -> dict[str, np.ndarray]:
+    """Demonstrations of one role as `arena` takes them: tokens [n P] and completion [n R], padded to P = ``prompt`` and
+    R = ``completion``, with length and completion_length [n].
+    """
+    tokens, length = pack(prompts, prompt)
+    said, size = pack(completions, completion)
+    return {"tokens": tokens, "length": length, "completion": said, "completion_length": size}

@@ -37,7 +37,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.envs.arrays import encoded, join, pack
+from jaxmarl_llm.envs.arrays import encoded, join, pack, samples
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv, Observation
@@ -256,17 +256,15 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
     are ``lenient`` and ``strict``; hints are misplanned (plus for minus) and ``hasty``. Prompts are those of play by
     such demonstrators, at turns drawn evenly from those at which the role may act.
     """
-    samples = {}
+    out = {}
     for index, role in enumerate(ROLES[config.protocol]):
         rng, prompts, completions = np.random.default_rng([seed, 2, index]), [], []
         for _ in range(n):
             asked, reply = _META[role](rng, config) if config.protocol == "meta" else _show(rng, config, role)
             prompts.append([*asked.encode()])
             completions.append([*reply.encode(), EOS])
-        tokens, length = pack(prompts, prompt_length(config))
-        completion, size = pack(completions, config.max_new)
-        samples[role] = dict(tokens=tokens, length=length, completion=completion, completion_length=size)
-    return samples
+        out[role] = samples(prompts, completions, prompt_length(config), config.max_new)
+    return out
 
 
 def _answer(rng: np.random.Generator, config: Config, numbers: list[int], signs: str) -> int:

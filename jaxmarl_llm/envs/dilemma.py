@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.envs.arrays import encoded, join, pack
+from jaxmarl_llm.envs.arrays import encoded, join, samples
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv, Observation
@@ -238,7 +238,5 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
                 reply = claim()
             prompts.append([*f"{asked}>".encode()])
             completions.append([*reply.encode(), EOS][: config.max_new])
-        tokens, length = pack(prompts, prompt_length(config))
-        completion, size = pack(completions, config.max_new)
-        out[role] = dict(tokens=tokens, length=length, completion=completion, completion_length=size)
+        out[role] = samples(prompts, completions, prompt_length(config), config.max_new)
     return out

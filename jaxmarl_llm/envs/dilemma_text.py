@@ -12,7 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxmarl_llm.envs.dilemma import COINS, HIGH, LOW, ROLES, Config
+import numpy as np
+
+from jaxmarl_llm.envs.dilemma import COINS, ILLEGAL, ROLES, Config, payoffs
 from jaxmarl_llm.envs.matrix import COMPONENTS, GAMES, MOVES
 from jaxmarl_llm.text import Action, HostEnv, Message, Prompt
 
@@ -85,10 +87,8 @@ def host(config: Config) -> HostEnv:
         if ipd and NONE not in (one, two):
             paid = GAMES["prisoners"][2 * MOVES.index(one) + MOVES.index(two)]
         elif not ipd:
-            p = [0 if m == NONE else int(m) for m in (one, two)]
-            own, other = state.hands[len(state.moves)]
-            value = (HIGH, LOW) if (own - other) % 3 == 1 else (LOW, HIGH)
-            paid = tuple(COINS * p[i] / max(COINS, sum(p)) * value[i] for i in (0, 1))
+            claims = [ILLEGAL if m == NONE else int(m) for m in (one, two)]
+            paid = tuple(np.asarray(payoffs(np.array(state.hands[len(state.moves)]), np.array(claims))).tolist())
         rewards = {r: {"payoff": float(paid[i]), "social": float(sum(paid))} for i, r in enumerate(ROLES)}
         if ipd:
             for role, move in zip(ROLES, (one, two)):

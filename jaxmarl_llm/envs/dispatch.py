@@ -26,7 +26,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.envs.arrays import encoded, join, pack
+from jaxmarl_llm.envs.arrays import encoded, join, pack, samples
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv, Observation
@@ -208,7 +208,7 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 2, noise
     Entries, 1 to ``context`` before a share ``memory`` of the prompts, are without mistakes. The secret table is never
     used: each sample invents one, so that looked-up values are random, or repeat an entry of the same key.
     """
-    samples = {}
+    out = {}
     for role, name in enumerate(ROLES):
         rng, prompts, completions = np.random.default_rng([seed, 2, role]), [], []
         p = np.eye(len(KINDS))[role - 1] if role else np.array(config.mixture) / sum(config.mixture)
@@ -227,7 +227,7 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 2, noise
             asked, reply = _show(role, kind, query, said, late)
             prompts.append([*prompt, *asked])
             completions.append([*reply, EOS])
-        tokens, length = pack(prompts, prompt_length(config) + context * entry_length(config))
-        completion, size = pack(completions, config.response)
-        samples[name] = dict(tokens=tokens, length=length, completion=completion, completion_length=size)
-    return samples
+        out[name] = samples(
+            prompts, completions, prompt_length(config) + context * entry_length(config), config.response
+        )
+    return out

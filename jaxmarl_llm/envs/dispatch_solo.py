@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.envs import dispatch
-from jaxmarl_llm.envs.arrays import encoded, join, pack
+from jaxmarl_llm.envs.arrays import encoded, join, samples
 from jaxmarl_llm.envs.dispatch import COMPONENTS, EOS, KINDS, Config, make_tasks
 from jaxmarl_llm.types import ArrayEnv, Observation
 
@@ -72,6 +72,4 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0, noise
         query, _, said = dispatch.draw(rng, config, kind, values, noise)
         prompts.append([*f"S{query}>".encode()])
         completions.append([*said.encode(), EOS])
-    tokens, length = pack(prompts, P)
-    completion, size = pack(completions, config.response)
-    return {"solo": {"tokens": tokens, "length": length, "completion": completion, "completion_length": size}}
+    return {"solo": samples(prompts, completions, P, config.response)}

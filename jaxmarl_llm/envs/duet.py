@@ -32,7 +32,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.envs.arrays import encoded, join, pack
+from jaxmarl_llm.envs.arrays import encoded, join, samples
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv, Observation
@@ -188,7 +188,7 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
 
     Lengths are 1 to 5 and 2 to 8 letters, drawn apart. All protocols are shown writing of the same quality.
     """
-    samples, tasks = {}, make_tasks(config, seed + 1, n)
+    out, tasks = {}, make_tasks(config, seed + 1, n)
     topics = [bytes(row.tolist()).decode() for row in tasks["topic"]]
     roles = ("solo",) if config.protocol == "solo" else ("concise", "detailed")
     for seat, role in enumerate(roles):
@@ -207,7 +207,5 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
                 asked, reply = f"{1 + seat}{topic}>", said[seat]
             prompts.append([*asked.encode()])
             completions.append([*reply.encode(), EOS])
-        tokens, length = pack(prompts, prompt_length(config))
-        completion, size = pack(completions, config.max_new)
-        samples[role] = dict(tokens=tokens, length=length, completion=completion, completion_length=size)
-    return samples
+        out[role] = samples(prompts, completions, prompt_length(config), config.max_new)
+    return out
