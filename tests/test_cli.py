@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from experiments import cli
 
 ROOT = Path(__file__).parents[1]
 
@@ -197,3 +200,20 @@ def test_interrupt_ends_with_130_and_one_line(folder):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=20)
     assert (process.returncode, err) == (130, "interrupted\n")
+
+
+SHIPPED = [
+    f"{path}:{variant}"
+    for path in sorted((ROOT / "experiments" / "configs").glob("[!_]*.py"))
+    for variant in importlib.import_module(f"experiments.configs.{path.stem}").VARIANTS
+]
+
+
+@pytest.mark.parametrize("spec", SHIPPED, ids=[Path(spec).name for spec in SHIPPED])
+def test_every_variant_that_ships_is_a_configuration(spec):
+    cfg = cli.load(spec)
+    cfg.check("config")
+    env = cfg.env.build()
+    assert cfg.team.max_new >= getattr(env, "max_new", 0), "the longest completion does not fit"
+    for name in cfg.reward:
+        assert name in getattr(env, "components", cfg.reward)

@@ -139,14 +139,14 @@ roles_played = st.lists(st.integers(0, 1), min_size=1, max_size=TURNS)
 episode = st.tuples(st.integers(0, 2), roles_played, st.sampled_from([0.0, 1.0, 0.5]), st.integers(0, 2**TURNS - 1))
 
 
-@pytest.mark.parametrize("norm", dr_mas.NORMS)
+@pytest.mark.parametrize("by", dr_mas.GROUPS)
 @pytest.mark.parametrize("over", ["steps", "episodes"])
 @settings(max_examples=25, deadline=None, database=None)
 @given(episodes=st.lists(episode, min_size=8, max_size=8))
-def test_ragged_teams_equal_the_slow_twin(norm, over, episodes):
+def test_ragged_teams_equal_the_slow_twin(by, over, episodes):
     """By lists: every agent's returns with its penalties to go, its statistics, groups of one, equal rewards."""
     played = [(t, a, r, [0.1 * (bits >> i & 1) for i in range(len(a))]) for t, a, r, bits in episodes]
-    cfg = dr_mas.with_norm(dr_mas.Config(norm=norm, credit=dataclasses.replace(NORM, over=over)))
+    rule = dataclasses.replace(NORM, group=by, over=over)
     tree = tree_of(played)
     rows = 1 + 8 * TURNS - len(tree.steps.node)
     extra = tree_of([*played, (0, [0] * rows, 0.0, [0.0] * rows)]) if rows else tree  # one shape, one program
@@ -155,13 +155,13 @@ def test_ragged_teams_equal_the_slow_twin(norm, over, episodes):
         steps=extra.steps.replace(valid=extra.steps.valid & keep),
         transitions=extra.transitions.replace(valid=extra.transitions.valid & keep),
     )
-    got = credited(cfg.credit, tree, tasks=3)
+    got = credited(rule, tree, tasks=3)
     value, group, counted = [], [], []
     for task, acts, final, penalties in played:
         met = set()
         for t, who in enumerate(acts):
             value.append(final - sum(p for p, w in zip(penalties[t:], acts[t:]) if w == who))
-            group.append(2 * task + who if norm == "agent" else task)
+            group.append(2 * task + who if by == "task_role" else task)
             counted.append(over == "steps" or group[-1] not in met)
             met.add(group[-1])
     value, group = np.array(value, np.float32), np.array(group)
@@ -199,10 +199,10 @@ def config(**changes):
     return dataclasses.replace(base, **changes)
 
 
-@pytest.mark.parametrize("norm", dr_mas.NORMS)
-def test_a_step_of_the_recipe_is_normalised_as_it_says(norm, tmp_path):
+@pytest.mark.parametrize("by", dr_mas.GROUPS)
+def test_a_step_of_the_recipe_is_normalised_as_it_says(by, tmp_path):
     """A whole step on random models: every malformed action is penalised, so returns differ; advantages by the twin."""
-    cfg = config(norm=norm)
+    cfg = config(credit=dataclasses.replace(NORM, group=by))
     cfg.check("config")
     recipe = dr_mas.make(cfg)
     with Logger(tmp_path, resume_step=None, total_steps=1, tensorboard=False) as logger:
@@ -211,14 +211,13 @@ def test_a_step_of_the_recipe_is_normalised_as_it_says(norm, tmp_path):
     assert {line["role"] for line in lines} == {"solver", "verifier"}
     for role in ("solver", "verifier"):
         assert metrics[f"agent/{role}/grad_norm"] >= 0 and metrics[f"agent/{role}/updated"] == 1
-    if norm == "agent":  # both attempts of the solver are alike malformed, or not at all
+    if by == "task_role":  # both attempts of the solver are alike malformed, or not at all
         assert {"agent/solver/variance", "agent/verifier/variance"} <= set(metrics)
 
 
 BAD = [
-    ({"norm": "team"}, "config.norm"),
     ({"group": 1}, "config.group: expected >= 2"),
-    ({"credit": Credit(group="node")}, "config.credit.group: expected 'task_role'"),
+    ({"credit": Credit(group="node")}, "config.credit.group: unknown value 'node'"),
 ]
 
 

@@ -15,34 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims import Finding
-from jaxmarl_llm.arena import EnvConfig
+from experiments.configs.rema import tiny
 from jaxmarl_llm.compiled import make_evaluation, make_program
 from jaxmarl_llm.plans import flat
 from jaxmarl_llm.recipes.rema import ROLES, Config, learns
-from jaxmarl_llm.stages import SFT
-from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.train import Optimizer
 
 GOLDEN = "tests/test_rema.py"
 STATUS = "mechanism implemented"
 GAIN = 0.1  # of held-out accuracy over the untrained team
 
 
-def config(**changes) -> Config:
-    backbone = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
-    base = Config(
-        steps=80,
-        batch=8,
-        team=TeamConfig(backbone=backbone, max_new=5, remat=False),
-        env=EnvConfig("chain", {"protocol": "meta", "rounds": 2}),
-        optimizer=Optimizer(learning_rate=1e-3),
-        sft=SFT(steps=800, batch=64, samples=4096, optimizer=Optimizer(learning_rate=5e-3)),
-    )
-    return replace(base, **changes)
-
-
 def arms() -> dict[str, Config]:
-    base = config()
+    base = tiny()
     return {
         "untrained": replace(base, steps=0),
         "alternating": base,
@@ -53,7 +37,7 @@ def arms() -> dict[str, Config]:
 
 def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     which, accuracy, clipped = jnp.array(seeds), {}, {}
-    evaluate = jax.jit(jax.vmap(make_evaluation(config())))
+    evaluate = jax.jit(jax.vmap(make_evaluation(tiny())))
     for name, cfg in arms().items():
         cfg.check("config")
         params, seen = jax.jit(jax.vmap(make_program(cfg, flat(cfg.group), learns(cfg)).run))(which)

@@ -14,10 +14,12 @@ from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.train import Optimizer
 
+VARIANTS = ("tiny",)
+
 
 def get_config(variant: str = "tiny") -> ConfigDict:
-    one_of("variant", variant or "tiny", ("tiny",))
-    return ConfigDict(to_dict(tiny()))
+    one_of("variant", variant or "tiny", VARIANTS)
+    return ConfigDict(to_dict(globals()[variant or "tiny"]()))
 
 
 def tiny() -> Config:

@@ -1,6 +1,6 @@
 """ReMA (arXiv 2503.09501). Variants:
 
-tiny        `chain`, a meta-thinker and a reasoner of 0.1 M parameters each, at most two turns each; CPU, some minutes
+tiny        `chain`, a meta-thinker and a reasoner of 30 thousand parameters each, two turns each; CPU, minutes
 shared      the same with one model for both roles
 single      one turn each, shaped
 
@@ -15,10 +15,11 @@ from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.recipes.rema import Config
 from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import TeamConfig
+from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Optimizer
 
 VARIANTS = ("tiny", "shared", "single")
+TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -28,18 +29,18 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=120,
-        batch=16,
-        team=TeamConfig(max_new=5, remat=False),
+        steps=80,
+        batch=8,
+        team=TeamConfig(backbone=TINY, max_new=5, remat=False),
         env=EnvConfig("chain", {"protocol": "meta", "rounds": 2}),
         optimizer=Optimizer(learning_rate=1e-3),
-        sft=SFT(steps=300, batch=64, samples=4096, optimizer=Optimizer(learning_rate=3e-3)),
-        run=RunConfig(eval_every=40, checkpoint_every=120),
+        sft=SFT(steps=800, batch=64, samples=4096, optimizer=Optimizer(learning_rate=5e-3)),
+        run=RunConfig(eval_every=40, checkpoint_every=80),
     )
 
 
 def shared() -> Config:
-    return dataclasses.replace(tiny(), team=TeamConfig(share="shared", max_new=5, remat=False))
+    return dataclasses.replace(tiny(), team=dataclasses.replace(tiny().team, share="shared"))
 
 
 def single() -> Config:

@@ -5,7 +5,7 @@ gets
 
     A = (R - mu_k) / (sigma_k + 1e-6)        statistics over all steps of agent k in the task's group
 
-with torch's sample standard deviation; a group of one keeps its value (mean 0, std 1). ``norm="global"`` is the
+with torch's sample standard deviation; a group of one keeps its value (mean 0, std 1). ``credit.group="task"`` is the
 control, GRPO as it is commonly spread over a team: one mu and sigma for all steps of the task. The paper's lemma says
 what that costs: the squared gradient norm of agent k is that of its score times
 
@@ -20,13 +20,13 @@ penalty reaches the earlier steps of the same role too, by the return-to-go (the
 alone); equal returns give exactly 0; all tokens of a batch are averaged alike; no KL unless ``loss.kl_coef`` is set;
 one learning rate for all models.
 
-Expected: on `chain` with a solver and a verifier, both norms learn; how their gradient norms and successes differ is
-measured by experiments/claims/dr_mas.py.
+Expected: on `chain` with a solver and a verifier, both learn; how their gradient norms and successes differ is what
+experiments/claims/dr_mas.py measures.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -38,29 +38,21 @@ from jaxmarl_llm.plans import flat
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
 
-NORMS = {"agent": "task_role", "global": "task"}  # whose steps make the statistics
+GROUPS = ("task_role", "task")  # whose steps make the statistics: the agent's (Dr. MAS), or all (the control)
 
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
     recipe: str = "dr_mas"
     group: int = 8  # G episodes of each task
-    norm: str = "agent"  # agent or global: sets credit.group
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "invalid": 1.0})
     credit: Credit = Credit(group="task_role", ddof=1, singleton="raw")
 
     def check(self, path: str) -> None:
         super().check(path)
-        one_of(f"{path}.norm", self.norm, tuple(NORMS))
+        one_of(f"{path}.credit.group", self.credit.group, GROUPS)
         if self.group < 2:
             raise ConfigError(f"{path}.group: expected >= 2 (a group compares samples), got {self.group}")
-        if self.credit.group != "task_role":
-            raise ConfigError(f"{path}.credit.group: expected 'task_role', got {self.credit.group!r}; set {path}.norm")
-
-
-def with_norm(cfg: Config) -> Config:
-    """The configuration whose ``credit.group`` is that of ``cfg.norm``."""
-    return replace(cfg, credit=replace(cfg.credit, group=NORMS[cfg.norm]))
 
 
 def inflation(returns: Float[Array, "C"], mine: Bool[Array, "C"]) -> Float[Array, ""]:
@@ -73,5 +65,4 @@ def inflation(returns: Float[Array, "C"], mine: Bool[Array, "C"]) -> Float[Array
 
 
 def make(cfg: Config) -> loop.Recipe:
-    cfg = with_norm(cfg)
     return loop.make_recipe(cfg, flat(cfg.group), loop.improve_groups(cfg))
