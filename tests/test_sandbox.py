@@ -78,7 +78,8 @@ def host(tmp_path, monkeypatch):
                 listener.setblocking(False)
                 with pytest.raises(BlockingIOError):
                     listener.accept() if listener is server else listener.recv(1)
-            deadline = time.monotonic() + 1
+            # experiments.sandbox_check measures how soon; a busy machine takes its time to bury the dead.
+            deadline = time.monotonic() + 10
             left = set(hostile.survivors(os.getpid()))
             while left and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -688,7 +689,7 @@ sandbox.judge("while True: pass", [], sandbox.Limits(cpu=60, total=60))
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while (left := hostile.survivors(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
