@@ -198,7 +198,7 @@ def test_interrupt_ends_with_130_and_one_line(folder):
         assert process.stdout is not None
         process.stdout.readline()  # main has begun
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, "interrupted\n")
 
 

@@ -220,8 +220,9 @@ def test_the_compiled_run_freezes_and_repeats_epochs():
     start, none = program(dataclasses.replace(cfg, steps=0))
     params, seen = program(cfg)
     assert none["accuracy"].shape == (0,) and seen["accuracy"].shape == (2,)
-    assert digests(start["agents"]["reasoner"]) == digests(params["agents"]["reasoner"])
-    assert digests(start["agents"]["meta"]) != digests(params["agents"]["meta"])
+    # Two programs may compile the same stage 0 to results an ulp apart; Adam moves what learns by some 3e-2 a step.
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), start["agents"], params["agents"])
+    assert max(jax.tree.leaves(moved["reasoner"])) < 1e-5 and min(jax.tree.leaves(moved["meta"])) > 1e-2
     assert seen["clip_fraction/meta"].max() > 0 and not seen["clip_fraction/reasoner"].any()
     held_out = jax.jit(make_evaluation(cfg))(params, jnp.int32(0))
     assert 0 <= held_out["accuracy"] <= 1 and held_out["accuracy"].shape == ()
