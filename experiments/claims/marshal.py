@@ -2,7 +2,8 @@
 
 A random model of 13 thousand parameters is taught legal play (bet and pass with even chances: exploitability 0.92) and
 then plays itself. Exploitability (NashConv, `envs/kuhn.py`) is computed from its probabilities at all 12 information
-sets, renormalised over the two legal actions; what it leaves to illegal ones is a figure of its own.
+sets, renormalised over the two legal actions; what it leaves to illegal ones is a figure of its own. Calibrated on
+seeds 100 to 107: 0.132 to 0.206.
 
     python -c "from experiments.claims import marshal; print(marshal.run([0, 1, 2], print))"
 """
