@@ -133,5 +133,6 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     return [
         Finding("L", "tabular players with beta 2 cooperate in at least 0.6 of moves", table, min(with_it) >= 0.6),
         Finding("X", "tabular players with beta 0 cooperate in at most 0.05 of moves", table, max(without) <= 0.05),
-        Finding("X", "a transformer cooperates in 0.3 of moves more with beta 2 than 0", tokens, min(gain) >= 0.3),
+        Finding("X", "a transformer cooperates more with beta 2 than 0 in every seed", tokens, min(gain) > 0),
+        Finding("X", "a transformer cooperates in 0.3 of moves more in every seed", tokens, min(gain) >= 0.3),
     ]
