@@ -2,69 +2,84 @@
 
 import dataclasses
 import importlib
-import json
-import math
 import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm import arena, loop
+from jaxmarl_llm import arena
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs import chain, chain_text, dilemma, dilemma_text
 from jaxmarl_llm.envs.arrays import pack
-from jaxmarl_llm.plans import flat
-from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.train import task_order
 
 KEY = jax.random.key(0)
-SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "tie_embeddings": False,
+}
 BOARDS = {"chain_text": chain, "dilemma_text": dilemma}
-RUNS = {
-    "rema": ("chain_text", {"protocol": "meta"}, 5),
-    "dr_mas": ("chain_text", {"protocol": "verify"}, 2),
-    "advantage_alignment": ("dilemma_text", {"rounds": 3}, 2),
+RUNS = {  # recipe -> environment, its arguments, max_new, what the model mostly says
+    "rema": ("chain_text", {"protocol": "meta", "rounds": 1, "terms": 2, "modulus": 2, "shaping": 0.25}, 5, "01 "),
+    "advantage_alignment": ("dilemma_text", {"rounds": 2}, 2, "CD "),
 }
 
 
 def config(recipe, **changes):
-    env, args, max_new = RUNS[recipe]
+    env, args, max_new, _ = RUNS[recipe]
     small = {
         "steps": 1,
         "batch": 4,
         "group": 4,
         "team": {"share": "shared", "max_new": max_new, "remat": False, "backbone": SHAPE},
         "env": {"name": env, "args": {"tasks": 32, **args}, "workers": 0, "max_prompt": 320, "eval_tasks": 4},
-        # Enough of stage 0 that replies are in form and rewards differ.
-        "sft": {"steps": 30, "batch": 8, "samples": 32, "optimizer": {"learning_rate": 0.02}},
+        "sft": {"steps": 1, "batch": 2, "samples": 32},
         "run": {"checkpoint_every": 100, "eval_every": 0, "log_every": 100, "tensorboard": False},
     }
     module = importlib.import_module(f"jaxmarl_llm.recipes.{recipe}")
     return from_dict(module.Config, {**small, **changes}), module
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=[pytest.param("rema", marks=pytest.mark.slow), "advantage_alignment"])
 def trained(request, tmp_path_factory):
-    """A recipe of one RL step after stage 0, its final state, its log."""
+    """A recipe's configuration, the recipe, its states (at first, after stage 0, after one RL step), what was played,
+    the metrics of the RL step.
+    """
     cfg, module = config(request.param)
-    workdir = tmp_path_factory.mktemp(request.param)
     recipe = module.make(cfg)
-    state = loop.fit(cfg, recipe, workdir)
-    yield cfg, recipe, state, [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    play, played = recipe.arena.play, []
+    recipe.arena.play = lambda *args, **kwargs: played.append(play(*args, **kwargs)) or played[-1]
+    with Logger(tmp_path_factory.mktemp(request.param), resume_step=None, total_steps=2, tensorboard=False) as log:
+        first = recipe.init(0)
+        taught, _ = recipe.step(jax.tree.map(jnp.copy, first), log)
+        # A model that says well-formed things and others at random, as after a longer stage 0.
+        head = taught.params["agents"]["team"]["params"]["lm_head"]
+        wanted = jnp.array([*RUNS[request.param][3].encode(), ByteTokenizer.EOS])
+        head["kernel"] = head["kernel"].at[:, wanted].set(80 * head["kernel"][:, wanted[-1:]])
+        copied = jax.tree.map(jnp.copy, taught)
+        after, metrics = recipe.step(taught.replace(step=jnp.int32(1)), log)
+    yield cfg, recipe, (first, copied, after), played[0], metrics
     recipe.arena.close()
 
 
 def test_a_recipe_trains_a_team_through_text(trained):
-    cfg, recipe, state, rows = trained
-    last = rows[-1]
-    assert [r["step"] for r in rows] == list(range(1, cfg.sft.steps + 2)) and int(state.counters["skipped"]) == 0
-    assert last["count/invalid"] == 0 and last["logprob_gap"] <= 1e-4
-    norms = [v for k, v in last.items() if k.startswith("grad_norm")]
-    assert norms and all(math.isfinite(v) for v in norms)
-    before, after = (jax.tree.leaves(s.params["agents"]) for s in (recipe.init(0), state))
-    assert any(not np.array_equal(a, b) for a, b in zip(before, after))
+    cfg, _, (first, taught, after), _, metrics = trained
+    assert int(after.counters["skipped"]) == 0 and metrics["count/invalid"] == 0
+    assert metrics["logprob_gap"] <= 1e-4 and any(0 < v < np.inf for k, v in metrics.items() if "grad_norm" in k)
+    for old, new in ((first, taught), (taught, after)):
+        leaves = (jax.tree.leaves(s.params["agents"]) for s in (old, new))
+        assert any(not np.array_equal(a, b) for a, b in zip(*leaves))
 
 
 def replayed(arena, played, tasks):
@@ -86,22 +101,22 @@ def replayed(arena, played, tasks):
 
 
 def test_the_host_engine_pays_what_the_array_game_pays(trained):
-    cfg, recipe, state, _ = trained
-    got = recipe.arena.play(recipe.team, state.params, {}, range(8), flat(4), KEY, Sampling(), None, held_out=False)
+    cfg, recipe, _, got, _ = trained
     moves, seen = got.tree.transitions, 0
     assert not got.failures
-    for j, rewards, done in replayed(recipe.arena, got, recipe.arena.tasks):
+    tasks = [recipe.arena.tasks[i] for i in task_order(cfg.seed, recipe.arena.size, 0, cfg.batch)]
+    for j, rewards, done in replayed(recipe.arena, got, tasks):
         assert done == moves.done[j] and moves.valid[j]
         assert set(rewards) == set(moves.rewards)
         for component, values in rewards.items():
             np.testing.assert_array_equal(moves.rewards[component][j], values, err_msg=component)
         seen += 1
-    earned = moves.rewards[next(iter(cfg.reward))][moves.played]
-    assert seen == moves.played.sum() >= 32 and (earned > 0).any() and np.ptp(earned) > 0
+    assert seen == moves.played.sum() == 32
+    assert any(np.ptp(moves.rewards[c][moves.played]) > 0 for c in cfg.reward)  # it was no empty comparison
 
 
 def test_states_and_factories_go_to_workers_and_back(trained):
-    cfg, recipe, _, _ = trained
+    cfg, recipe, *_ = trained
     play, env = pickle.loads(pickle.dumps(arena.make_arena(cfg.env).module.make)), recipe.arena.env
     state = env.reset(3, recipe.arena.tasks[0])
     again = pickle.loads(pickle.dumps(state))
@@ -109,8 +124,7 @@ def test_states_and_factories_go_to_workers_and_back(trained):
 
 
 def test_a_memory_entry_has_the_score_of_the_player_itself(trained):
-    cfg, recipe, state, _ = trained
-    got = recipe.arena.play(recipe.team, state.params, {}, range(4), flat(2), KEY, Sampling(), None)
+    cfg, recipe, _, got, _ = trained
     rows = np.flatnonzero(got.tree.steps.valid)
     _, _, texts = recipe.arena.lessons(recipe.team, got, rows)
     if cfg.env.name != "dilemma_text":
@@ -130,7 +144,7 @@ def test_a_memory_entry_has_the_score_of_the_player_itself(trained):
     [
         ("rema", {"env": {"name": "chain_text", "args": {"protocol": "verify"}}}, "roles meta, reasoner"),
         ("rema", {"env": {"name": "chain_txt"}}, "did you mean 'chain_text'"),
-        ("dr_mas", {"reward": {"payoff": 1.0}}, "environment 'chain_text' pays no 'payoff'"),
+        ("rema", {"reward": {"payoff": 1.0}}, "environment 'chain_text' pays no 'payoff'"),
         ("advantage_alignment", {"team": {"max_new": 1, "backbone": SHAPE}}, "max_new: none of the 32 demonstrations"),
         ("advantage_alignment", {"reward": {"accuracy": 1.0}}, "environment 'dilemma_text' pays no 'accuracy'"),
     ],
