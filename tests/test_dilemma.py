@@ -290,6 +290,7 @@ def test_what_a_text_player_reads():
     state, _, _ = host.step(0, state, spoken(host, "I have paper", "rock here" + "!" * 600))
     heard = f"The other player said: rock here{'!' * 491}"  # 500 characters
     assert asked()[0].endswith(f"You said: I have paper\n{heard}\nHow many coins do you claim?")
+    assert "You said: rock here!" in asked()[1] and "The other player said: I have paper\nHow" in asked()[1]
     state, paid, _ = host.step(0, state, spoken(host, "10", "none"))
     assert paid["first"]["payoff"] == 100.0
     assert asked()[1].startswith("Earlier, with rock against paper: you chose nothing legal, the other player 10.\n")
