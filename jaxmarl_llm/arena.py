@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.config import from_dict, nearest, one_of
+from jaxmarl_llm.envs.arrays import HELD_OUT
 from jaxmarl_llm.envs.prompts import asked
 from jaxmarl_llm.envs.protocols import PROTOCOLS, wrap
 from jaxmarl_llm.generate import bucket
@@ -38,8 +39,10 @@ KNOWN = (
     "dispatch_solo",
     "matrix",
     "dilemma",
+    "dilemma_text",
     "duet",
     "chain",
+    "chain_text",
     "games",
     "games_text",
     "assistant",
@@ -48,7 +51,6 @@ KNOWN = (
 )
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
-HELD_OUT = 1_000_003  # seed offset of evaluation tasks
 
 
 @dataclass(frozen=True)
@@ -294,10 +296,10 @@ class HostArena(Arena):
         tree = played.tree
         move_of = _final_move(tree)
         for k, row in enumerate(rows):
-            record = played.records.records[row]
-            accuracy = {c: float(v[move_of[row], 0]) for c, v in tree.transitions.rewards.items()}
-            text = self.module.strategy(record.role, record.prompt, record.action, accuracy)
-            model = team.models[tree.nodes.model[tree.steps.node[row]]]
+            record, node = played.records.records[row], tree.steps.node[row]
+            own = {c: float(v[move_of[row], tree.nodes.role[node]]) for c, v in tree.transitions.rewards.items()}
+            text = self.module.strategy(record.role, record.prompt, record.action, own)
+            model = team.models[tree.nodes.model[node]]
             entry = model.tokenizer.encode(text)[: self.entry_tokens]
             ids[k, : len(entry)], length[k] = entry, len(entry)
             texts.append(text)

@@ -1,15 +1,18 @@
 """Worker processes for host environments: parallel steps, a timeout each, and failures as values.
 
-Every worker builds the environment once from a picklable factory, so only states and actions cross the pipe. A call
-that raises, hangs or kills its process gives a `Failure` in its place; the pool goes on. Calls are functions of their
-arguments (see `text.HostEnv`), so one whose worker was lost to another call is made again.
+Every worker builds the environment once from a picklable factory, so only states and actions cross the pipe; one that
+computes with JAX does so on the CPU. A call that raises, hangs or kills its process gives a `Failure` in its place; the
+pool goes on. Calls are functions of their arguments (see `text.HostEnv`), so one whose worker was lost to another call
+is made again.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import os
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +32,10 @@ class Failure(NamedTuple):
 
 def _build(factory: Callable[[], HostEnv]) -> None:
     global _env
+    # Accelerators are the models': a worker that took one would find its memory taken, or be refused.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:  # loaded with what the factory is made of; it reads the variable when it is loaded
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
     _env = factory()
 
 

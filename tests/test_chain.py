@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.arena import EnvConfig, make_arena
 from jaxmarl_llm.envs import chain, chain_text
 from jaxmarl_llm.text import Action, ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
@@ -33,17 +33,32 @@ def compiled(name):
     return env, jax.jit(env.step), jax.jit(env.observe)
 
 
+@functools.cache
+def through_text(name):
+    config = CONFIGS[name]
+    return chain_text.make(chain_text.Config(**dataclasses.asdict(config)))
+
+
+def questions(config, seed, n):
+    """The questions and answers of `chain.make_tasks` as text and number."""
+    rows = chain.make_tasks(config, seed, n)
+    pairs = zip(rows["question"], rows["question_length"], rows["answer"])
+    return [(BYTES.decode(q[:size]), int(a)) for q, size, a in pairs]
+
+
 def row(text, ends, width):
     ids = ([*text.encode()] + [BYTES.EOS] * ends)[:width]
     return np.array([ids + [BYTES.PAD] * (width - len(ids))], np.int32), np.array([len(ids)], np.int32)
 
 
-def start(name, task):
-    env, _, _ = compiled(name)
-    question = np.array([*task[0].encode()], np.int32)
+def as_task(name, question, answer):
     padded = np.full(chain.question_length(CONFIGS[name]), BYTES.PAD, np.int32)
-    padded[: len(question)] = question
-    return env.reset(KEY, dict(question=padded, question_length=len(question), answer=task[1]))
+    padded[: len(question)] = [*question.encode()]
+    return dict(question=padded, question_length=len(question), answer=answer)
+
+
+def start(name, task):
+    return compiled(name)[0].reset(KEY, as_task(name, *task))
 
 
 def seen(name, state):
@@ -53,14 +68,49 @@ def seen(name, state):
     return env.roles[int(obs.role[0])], BYTES.decode(np.asarray(obs.tokens[0, : obs.length[0]])), bool(obs.active[0])
 
 
-def brief(state, role):
-    """What the docstring says this role sees."""
-    told = {
-        "verifier": lambda: "|" + state.answers[-1],
-        "meta": lambda: "".join("|" + a for a in state.answers),
-        "reasoner": lambda: "|" + state.hint,
-    }.get(role, lambda: "".join(f"|{a}{v}" for a, v in zip(state.answers, state.verdicts)))
-    return f"{chain.MARKS[role]}{state.question}{told()}>"
+class Twin:
+    """The game in Python, written from the docstring."""
+
+    def __init__(self, config, question, answer):
+        self.config, self.question, self.answer = config, question, answer
+        self.roles, self.turn, self.done, self.proper = chain.ROLES[config.protocol], 0, False, True
+        self.answers, self.verdicts, self.hint = [], [], ""
+
+    @property
+    def actor(self):
+        return self.roles[self.turn if self.config.protocol == "refine" else self.turn % 2]
+
+    def brief(self):
+        """What the docstring says the role that acts sees."""
+        role, told = self.actor, [a + v for a, v in zip(self.answers, self.verdicts)]
+        heard = {"verifier": self.answers[-1:], "meta": self.answers, "reasoner": [self.hint]}.get(role, told)
+        return f"{chain.MARKS[role]}{self.question}{''.join('|' + h for h in heard)}>"
+
+    def say(self, said, ends):
+        config, role = self.config, self.actor
+        open_ended = config.protocol == "meta" and config.rounds > 1
+        digits = f"[0-{config.modulus - 1}]"
+        form = {"verifier": "[yn]", "meta": r"[0-9+\-!]{1,4}"}.get(role, digits)
+        proper = ends and re.fullmatch(form, said) is not None
+        shown = said if proper else "?"
+        self.turn, self.proper = self.turn + 1, self.proper and proper
+        if role == "meta":
+            self.hint = shown
+        else:
+            (self.verdicts if role == "verifier" else self.answers).append(shown)
+        finished = not open_ended or (role == "reasoner" and self.hint.endswith("!"))
+        self.done = self.turn == config.max_turns
+        self.done |= config.protocol == "verify" and role == "verifier" and shown == "y"
+        self.done |= open_ended and finished
+        right = self.done and finished and self.answers[-1] == str(self.answer)
+        pay = {r: dict.fromkeys(chain.COMPONENTS, 0.0) for r in self.roles}
+        for paid in pay.values():
+            paid["accuracy"] = config.accuracy * right
+            paid["format"] = config.format * (self.done and finished and self.proper)
+        pay[role]["invalid"] = -config.invalid * (not proper)
+        leaks = re.fullmatch(digits, shown) is not None
+        pay[role]["shaping"] = config.shaping * (-leaks if role == "meta" else proper)
+        return pay
 
 
 words = st.one_of(
@@ -73,28 +123,32 @@ words = st.one_of(
 @games
 @settings(max_examples=60, deadline=None, database=None)
 @given(lines=st.lists(st.tuples(words, st.booleans() | st.just(True)), min_size=6, max_size=6), seed=st.integers(0, 99))
-def test_arrays_and_text_are_one_game(name, lines, seed):
+def test_arrays_text_and_twin_are_one_game(name, lines, seed):
     """Any completions: the same roles, views, rewards and ends, and nothing after the end."""
     config = CONFIGS[name]
-    task = chain_text.text_tasks(config, seed, 1)[0]
+    task = questions(config, seed, 1)[0]
     env, step, _ = compiled(name)
-    game = chain_text.host(config)
-    array, text = start(name, task), game.reset(0, task)
+    twin, array, text = Twin(config, *task), start(name, task), through_text(name)
+    state = text.reset(seed, as_task(name, *task))
     for said, ends in lines:
-        if text.done:
+        if twin.done:
             before = array
             array, rewards, done = step(KEY, array, *row("5", True, 6))
             assert bool(done) and not any(np.any(r) for r in rewards.values())
             assert jax.tree.all(jax.tree.map(np.array_equal, before, array)) and not seen(name, array)[2]
+            assert text.observe(state) == {}
             continue
-        ((role, prompt),) = game.observe(text).items()
-        assert seen(name, array) == (role, brief(text, role), True)
-        assert text.question in prompt[-1].text
-        text, want, over = game.step(0, text, {role: Action(said, (), not ends)})
+        assert seen(name, array) == (twin.actor, twin.brief(), True)
+        ((role, prompt),) = text.observe(state).items()
+        assert role == twin.actor and prompt == chain_text.prompt(config, role, twin.brief())
+        want = twin.say(said, ends)
         array, rewards, done = step(KEY, array, *row(said, ends, 6))
-        assert bool(done) == over
+        state, paid, over = text.step(0, state, {role: Action(said, (), not ends)})
+        assert bool(done) == over == twin.done
+        assert jax.tree.all(jax.tree.map(np.array_equal, array, state))
         for component, values in rewards.items():
             np.testing.assert_allclose(values, [want[r][component] for r in env.roles], atol=1e-7, err_msg=component)
+            assert [paid[r][component] for r in env.roles] == values.tolist()
 
 
 def play(name, task, *lines):
@@ -144,13 +198,13 @@ def test_single_turns_are_shaped():
 @games
 def test_tasks_are_worked_out(name):
     config = CONFIGS[name]
-    tasks = chain_text.text_tasks(config, 3, 200)
+    tasks = questions(config, 3, 200)
     for question, answer in tasks:
         bare = re.sub("[a-z]", "", question)
         assert len(question) - len(bare) == config.filler and len(re.findall(r"\d", bare)) == config.terms
         assert eval(bare) % config.modulus == answer
     assert {a for _, a in tasks} == set(range(config.modulus)) and any("-" in q for q, _ in tasks)
-    assert tasks == chain_text.text_tasks(config, 3, 200) != chain_text.text_tasks(config, 4, 200)
+    assert tasks == questions(config, 3, 200) != questions(config, 4, 200)
 
 
 @games
@@ -194,6 +248,78 @@ def test_without_mistakes_imitation_is_right():
         assert eval(question) % 10 == int(BYTES.decode(said[:1]))
 
 
+# Through text
+
+
+@pytest.mark.parametrize(
+    "role, shown, lines",
+    [
+        ("solver", "S3+4-2>", ["Question: 3+4-2"]),
+        (
+            "solver",
+            "S3+4-2|9n|?n>",
+            ["Question: 3+4-2", "Earlier answer: 9, verdict: n", "Earlier answer: ?, verdict: n"],
+        ),
+        ("refiner", "F3+4-2|9y>", ["Question: 3+4-2", "Earlier answer: 9, verdict: y"]),
+        ("verifier", "V3+xk4-2|9>", ["Question: 3+xk4-2", "Proposed answer: 9"]),
+        ("meta", "M3+4-2|7|5>", ["Question: 3+4-2", "Reply: 7", "Reply: 5"]),
+        ("reasoner", "R3+4-2|7-2!>", ["Question: 3+4-2", "Hint: 7-2!"]),
+    ],
+)
+def test_prompts_in_words(role, shown, lines):
+    rules, asked = chain_text.prompt(CONFIGS["mod 7"], role, shown)
+    assert (rules.speaker, asked.speaker) == ("system", "user") and rules.text.startswith(f"You are the {role}.")
+    assert asked.text.split("\n") == lines
+    assert ("modulo 7" in rules.text) == (role != "meta")
+
+
+@pytest.mark.parametrize(
+    "reply, ends, accuracy, invalid",
+    [
+        ("5", True, 1, 0),
+        ("3+4 is 7, and 7-2 is 5.\n\n  5 \n\n", True, 1, 0),
+        ("6\n", True, 0, 0),
+        ("The answer is 5", True, 0, -0.1),
+        ("5", False, 0, -0.1),  # cut off: the answer may have gone on
+        ("5\n5.", True, 0, -0.1),
+        ("", True, 0, -0.1),
+        ("\n", False, 0, -0.1),
+        ("\u0665", True, 0, -0.1),  # a digit elsewhere
+        ("\ud800", True, 0, -0.1),  # no character at all
+        ("55555", True, 0, -0.1),
+    ],
+)
+def test_the_last_line_of_a_reply_is_what_is_said(reply, ends, accuracy, invalid):
+    env = through_text("solo")
+    state = env.reset(0, as_task("solo", "3+4-2", 5))
+    _, paid, done = env.step(0, state, {"solver": Action(reply, (), not ends)})
+    assert done and paid["solver"]["accuracy"] == accuracy and paid["solver"]["invalid"] == pytest.approx(invalid)
+
+
+@games
+def test_demonstrations_in_words_are_those_of_chain(name):
+    config = chain_text.Config(**dataclasses.asdict(CONFIGS[name]), count=40)
+    tasks = chain_text.tasks(config)
+    rows, n = chain_text.demonstrations(config, tasks), 0
+    assert len(tasks) == 40 and len(rows) == 40 * len(through_text(name).roles)
+    for role, samples in chain.demonstrations(CONFIGS[name], config.seed, 40).items():
+        for ids, length, said, size in zip(*samples.values()):
+            shown = chain_text.prompt(config, role, BYTES.decode(ids[:length]))
+            assert rows[n] == (role, shown, BYTES.decode(said[: size - 1]))
+            assert chain_text.said(Action(rows[n][2], ())) == said[:size].tolist()
+            n += 1
+
+
+def test_both_forms_train_and_are_tested_on_the_same_questions():
+    array = make_arena(EnvConfig("chain", {"tasks": 12}, eval_tasks=8))
+    text = make_arena(EnvConfig("chain_text", {"tasks": 12}, workers=0, eval_tasks=8))
+    assert text.size == 12 and len(text.held_out) == 8
+    for own, other in ((array.tasks, text.tasks), (array.held_out, text.held_out)):
+        for i, task in enumerate(other):
+            assert set(task) == set(own) and all(np.array_equal(task[k], own[k][i]) for k in own)
+    assert not np.array_equal(text.held_out[0]["question"], text.tasks[0]["question"])
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [
@@ -212,3 +338,15 @@ def test_bad_configurations(bad, message):
         chain.Config(**bad)
     with pytest.raises(ConfigError):
         EnvConfig("chain", bad).check("config.env")
+    with pytest.raises(ConfigError, match=message):
+        EnvConfig("chain_text", bad).check("config.env")
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [({"split": "dev"}, "chain_text: split"), ({"count": -1}, "chain_text: count"), ({"rouns": 2}, "rounds")],
+)
+def test_bad_configurations_of_the_text_form(bad, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        EnvConfig("chain_text", bad).check("config.env")
+    assert "\n" not in str(error.value)

@@ -1,5 +1,7 @@
 """Trust-and-Split against a slow twin in words, the iterated prisoner's dilemma, their demonstrations."""
 
+import dataclasses
+import functools
 import re
 
 import jax
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.envs import dilemma, dilemma_text
 from jaxmarl_llm.text import Action, ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
@@ -207,49 +210,136 @@ def test_replies(game, reply, move):
     assert dilemma_text.move_of(game, reply) == move
 
 
+TEXTS = {(m, s): dilemma_text.Config(game="split", rounds=3, message=500 * min(1, m), shown=s) for m, s in SPLITS}
+TEXTS["ipd"] = dilemma_text.Config(rounds=3)
+through_text = functools.cache(lambda key: dilemma_text.make(TEXTS[key]))
+
+
+def task_of(config, seed=0):
+    return {k: v[0] for k, v in dilemma.make_tasks(config, seed, 1).items()}
+
+
+def spoken(host, one, two):
+    return dict(zip(host.roles, (Action(one, ()), Action(two, ()))))
+
+
+@pytest.mark.parametrize("key", [(0, 1), (1, 0), (1, 1)])
 @quick
 @given(seed=st.integers(0, 99), moves=st.lists(st.tuples(claims, claims), min_size=3, max_size=3))
-def test_text_pays_what_arrays_pay(seed, moves):
-    config = SPLITS[0, 1]
-    task = {k: v[0] for k, v in dilemma.make_tasks(config, seed, 1).items()}
-    host, state = dilemma_text.host(config), ENVS[0, 1].reset(KEY, task)
-    told = host.reset(0, task)
+def test_text_pays_what_arrays_and_the_twin_pay(key, seed, moves):
+    """Trust-and-Split, with and without messages: claims in sentences, every state on the way."""
+    task, host = task_of(SPLITS[key], seed), through_text(key)
+    twin, array, text = Twin(task["hands"], *key), ENVS[key].reset(KEY, task), host.reset(seed, task)
     for pair in moves:
-        state, rewards, done = move((0, 1), state, *pair)
-        words = [{"X": "10"}.get(x, x) for x in pair]
-        told, paid, over = host.step(0, told, {r: Action(w, ()) for r, w in zip(dilemma.ROLES, words)})
-        np.testing.assert_allclose([paid[r]["payoff"] for r in host.roles], rewards["payoff"], rtol=1e-6)
-        np.testing.assert_allclose([paid[r]["social"] for r in host.roles], rewards["social"], rtol=1e-6)
-    assert done and over
+        if key[0]:
+            twin.say("r", "p")
+            array, _, _ = move(key, array, "r", "p")
+            text, rewards, done = host.step(0, text, spoken(host, "It's rock, you know?", "paper: 5"))
+            assert not done and not any(v for paid in rewards.values() for v in paid.values())
+            assert text.words == ("It's rock, you know?", "paper: 5")
+        want = twin.say(*pair)
+        array, rewards, done = move(key, array, *pair)
+        words = [f"I claim {dilemma_text.NAMES.get(x, 'a lot')} coins." for x in pair]
+        text, paid, over = host.step(0, text, spoken(host, *words))
+        np.testing.assert_allclose([paid[r]["payoff"] for r in host.roles], want, rtol=1e-6)
+        for component, values in rewards.items():
+            assert [paid[r][component] for r in host.roles] == values.tolist()
+        assert text.words == () and np.array_equal(text.inner.claims, array.claims) and done == over
+    assert done and host.observe(text) == {}
 
 
 @quick
-@given(
-    game=st.sampled_from(dilemma.GAMES), message=st.integers(0, 1), lines=st.lists(st.text(), min_size=8, max_size=8)
-)
-def test_no_reply_breaks_the_text_game(game, message, lines):
-    config = dilemma.Config(game=game, rounds=2, message=message)
-    host = dilemma_text.host(config)
-    state, turns, done = host.reset(0, {k: v[0] for k, v in dilemma.make_tasks(config, 0, 1).items()}), 0, False
+@given(moves=st.lists(st.tuples(*[st.sampled_from(["C", "defect", "either C or D", ""])] * 2), min_size=3, max_size=3))
+def test_text_pays_the_prisoners_what_their_table_says(moves):
+    host = through_text("ipd")
+    state, table = host.reset(0, {"game": 0}), {"CC": (3, 3), "CD": (0, 5), "DC": (5, 0), "DD": (1, 1)}
+    for i, pair in enumerate(moves):
+        assert {r: len(p[-1].text.split("\n")) for r, p in host.observe(state).items()} == dict.fromkeys(
+            host.roles, i + 1
+        )
+        state, paid, done = host.step(0, state, spoken(host, *pair))
+        short = [{"C": "C", "defect": "D"}.get(x, "?") for x in pair]
+        for seat, role in enumerate(host.roles):
+            want = table.get("".join(short), (0, 0))
+            assert paid[role]["payoff"] == want[seat] and paid[role]["social"] == sum(want)
+            assert paid[role]["cooperation"] == pytest.approx((short[seat] == "C") / 3)
+    assert done and host.observe(state) == {}
+
+
+@pytest.mark.parametrize("key", ["ipd", (0, 1), (1, 1)])
+@quick
+@given(lines=st.lists(st.text(), min_size=12, max_size=12))
+def test_no_reply_breaks_the_text_game(key, lines):
+    config, host = TEXTS[key], through_text(key)
+    state, turns, done = host.reset(0, task_of(config)), 0, False
     while not done:
         prompts = host.observe(state)
         assert list(prompts) == list(host.roles) and all(m.text for p in prompts.values() for m in p)
-        said = {r: Action(lines[2 * turns + i], ()) for i, r in enumerate(host.roles)}
-        state, rewards, done = host.step(0, state, said)
+        state, rewards, done = host.step(0, state, spoken(host, *lines[2 * turns : 2 * turns + 2]))
         assert all(np.isfinite(v) for of in rewards.values() for v in of.values())
-        assert all(set(of) <= set(host.components) for of in rewards.values())
+        assert all(set(of) == set(host.components) for of in rewards.values())
         turns += 1
-    assert turns == host.max_turns == dilemma.make(config).max_turns
+    assert turns == host.max_turns == dilemma.make(config.board).max_turns
 
 
 def test_what_a_text_player_reads():
-    host = dilemma_text.host(dilemma.Config(game="split", rounds=2))
-    state = host.reset(0, {"hands": [[1, 0], [0, 2]]})
-    say = lambda one, two: {r: Action(w, ()) for r, w in zip(host.roles, (one, two))}
+    host = through_text((1, 1))
+    state = host.reset(0, {"hands": np.array([[1, 0], [0, 2], [0, 1]])})
     asked = lambda: [p[-1].text for p in host.observe(state).values()]
-    assert "Your hand is paper." in asked()[0] and "paper" not in asked()[1]
-    state, _, _ = host.step(0, state, say("I have paper", "rock here"))
-    assert asked()[1].endswith("You said: rock here\nThe other player said: I have paper\nHow many coins do you claim?")
-    state, paid, _ = host.step(0, state, say("10", "none"))
-    assert paid["first"]["payoff"] == 100.0 and "you chose nothing legal, the other player 10" in asked()[1]
-    assert "with rock against paper" in asked()[1] and "Send the other player" in asked()[1]
+    assert asked()[1] == "Now your hand is rock.\nSend the other player a short message." and "rock" not in asked()[0]
+    state, _, _ = host.step(0, state, spoken(host, "I have paper", "rock here" + "!" * 600))
+    heard = f"The other player said: rock here{'!' * 491}"  # 500 characters
+    assert asked()[0].endswith(f"You said: I have paper\n{heard}\nHow many coins do you claim?")
+    assert "You said: rock here!" in asked()[1] and "The other player said: I have paper\nHow" in asked()[1]
+    state, paid, _ = host.step(0, state, spoken(host, "10", "none"))
+    assert paid["first"]["payoff"] == 100.0
+    assert asked()[1].startswith("Earlier, with rock against paper: you chose nothing legal, the other player 10.\n")
+    for _ in range(2):
+        state, _, _ = host.step(0, state, spoken(host, "3", "4"))
+    assert asked()[0].startswith(
+        "Earlier, with rock against scissors: you chose 3, the other player 4.\nNow"
+    )  # shown=1
+    prisoners = through_text("ipd")
+    state, _, _ = prisoners.step(0, prisoners.reset(0, {"game": 0}), spoken(prisoners, "C", "D"))
+    rules, asked = prisoners.observe(state)["second"]
+    assert asked.text == "Round 1: you chose D, the other player C.\nNow round 2." and "3 rounds" in rules.text
+
+
+@pytest.mark.parametrize("key", TEXTS)
+def test_demonstrations_in_words_are_those_of_dilemma(key):
+    config = dataclasses.replace(TEXTS[key], count=30)
+    tasks = dilemma_text.tasks(config)
+    rows = dilemma_text.demonstrations(config, tasks, ["claim ten"])
+    assert len(tasks) == 30 and [role for role, _, _ in rows] == ["first"] * 30 + ["second"] * 30
+    array = dilemma.demonstrations(config.board, config.seed, 30)
+    said = np.concatenate([array[role]["completion"][:, 0] for role in dilemma.ROLES])
+    for (_, prompt, reply), byte in zip(rows, said):
+        assert prompt[0].text.endswith("\nStrategies that worked before:\n- claim ten")
+        if prompt[1].text.endswith("a short message."):
+            assert reply == {"r": "rock", "p": "paper", "s": "scissors"}[chr(byte)]
+        else:
+            assert dilemma_text.MOVES[dilemma_text.move_of(config.game, reply)] == chr(byte)
+    talks = [prompt[1].text.endswith("a short message.") for _, prompt, _ in rows]
+    assert any(talks) == (config.game == "split" and config.message > 0) and not all(talks)
+
+
+def test_what_stays_in_memory_is_a_players_own_payoff():
+    prompt = dilemma_text.prompt(TEXTS["ipd"], "2CD>")
+    line = dilemma_text.strategy("second", prompt, Action("D", ()), {"payoff": 5.0, "social": 5.0, "cooperation": 0.0})
+    assert line == "second (5.0) on 'Round 1: you chose C, the other player D. Now round 2.': D"
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"split": "dev"}, "dilemma_text: split"),
+        ({"count": -1}, "dilemma_text: count"),
+        ({"response": 2}, "dilemma_text: response"),
+        ({"game": "stag"}, "dilemma: game"),
+        ({"massage": 1}, "message"),
+    ],
+)
+def test_bad_configurations_of_the_text_form(bad, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        EnvConfig("dilemma_text", bad).check("config.env")
+    assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ import sys
 import time
 from unittest import mock
 
+import jax
 import pebble
 import pytest
 
@@ -168,6 +169,21 @@ def test_inline_runs_in_this_process():
     with EnvPool(make, workers=0) as inline:
         assert inline.map("reset", [(1, "t")]) == [(1, "t", os.getpid())]
         assert inline.env.name == "toy"
+
+
+def device_of(seed, state, actions):
+    return jax.devices()[0].platform, {"a": {"accuracy": float(jax.config.jax_platforms == "cpu")}}, True
+
+
+def make_with_jax():
+    return make()._replace(step=device_of)
+
+
+def test_workers_leave_accelerators_alone(monkeypatch):
+    """Whatever platform this process was told to use, and whether JAX came with the factory or not."""
+    monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
+    with EnvPool(make_with_jax, workers=1, timeout=60) as pool:
+        assert pool.map("step", [call("x")]) == [("cpu", {"a": {"accuracy": 1.0}}, True)]
 
 
 def test_close_leaves_no_process():

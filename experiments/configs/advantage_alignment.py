@@ -5,6 +5,7 @@ tiny        `dilemma`, the iterated prisoner's dilemma for 5 rounds: one random 
 split       `dilemma`, Trust-and-Split with one-byte messages
 past        as tiny, half of the tasks against one of 30 snapshots of itself
 naive       as tiny with beta 0, the control: independent learners
+text        as tiny through chat prompts (`dilemma_text`): what an instruct model plays, see team.backbone.path
 
     python -m experiments.train --config=experiments/configs/advantage_alignment.py:tiny --workdir=runs/alignment
 """
@@ -21,7 +22,7 @@ from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Optimizer
 
-VARIANTS = ("tiny", "split", "past", "naive")
+VARIANTS = ("tiny", "split", "past", "naive", "text")
 TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
 
 
@@ -58,3 +59,8 @@ def past() -> Config:
 
 def naive() -> Config:
     return dataclasses.replace(tiny(), credit=dataclasses.replace(tiny().credit, coupling=0.0))
+
+
+def text() -> Config:
+    team = TeamConfig(share="shared", backbone=TINY, max_new=2, remat=False)
+    return dataclasses.replace(tiny(), team=team, env=dataclasses.replace(tiny().env, name="dilemma_text"))

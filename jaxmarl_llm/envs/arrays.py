@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 from jaxmarl_llm.tokenizer import ByteTokenizer
 
 PAD = ByteTokenizer.PAD
+HELD_OUT = 1_000_003  # seed offset of evaluation tasks
 
 
 def encoded(text: str) -> Int[Array, "T"]:

@@ -1,107 +1,86 @@
-"""Chain through text: the game of `chain` as chat prompts and replies, for models that a host plays.
+"""Chain through chat prompts, for host models: the rules, roles, protocols, tasks and rewards of `chain`.
 
-The rules, protocols and rewards are those of `chain`. The last line of a reply is what a role says; one that is not in
-form is malformed as there (shown as ``?`` and penalised), as is a reply cut off by the length limit.
+The last line of a reply is what a role says, spaces around it left out; what comes before is for the model alone. One
+that is not in form is malformed, as is a reply cut off by the length limit.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from jaxmarl_llm.envs.chain import COMPONENTS, LONGEST_HINT, ROLES, Config, make_tasks
+from jaxmarl_llm.envs import chain
+from jaxmarl_llm.envs.array_text import board, check_tasks, task_rows
+from jaxmarl_llm.envs.chain import EOS, LONGEST_HINT, MARKS
+from jaxmarl_llm.envs.prompts import asked, entry, with_memory
 from jaxmarl_llm.text import Action, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.tokenizer import ByteTokenizer
 
-ASKED = {
-    "answer": "Work it out modulo {modulus}; letters mean nothing. End with a line that holds the answer: a digit.",
-    "verdict": "Is the proposed answer right, modulo {modulus}? End with a line that holds y or n.",
-    "hint": (
-        "Do not answer. Say what your partner should compute next, such as 3+4: at most "
-        f"{LONGEST_HINT} characters, alone on the last line, with ! at its end if the reply will be the final answer."
-    ),
+__all__ = ["Config", "demonstrations", "make", "prompt", "said", "strategy", "tasks", "with_memory"]
+ANSWER = "Work it out modulo {modulus}; letters mean nothing. End with a line that holds the answer: a digit."
+ASKED = {  # of the other roles
+    "verifier": "Is the proposed answer right, modulo {modulus}? End with a line that holds y or n.",
+    "meta": "Do not answer. Say what your partner should compute next, such as 3+4: at most "
+    f"{LONGEST_HINT} characters, alone on the last line, with ! at its end if the reply will be the final answer.",
 }
-TASKS = {"verifier": "verdict", "meta": "hint"}  # the other roles answer
 
 
 @dataclass(frozen=True)
-class State:
-    question: str
-    answer: int
-    turn: int = 0
-    answers: tuple[str, ...] = ()
-    verdicts: tuple[str, ...] = ()
-    hint: str = ""
-    proper: bool = True
-    done: bool = False
+class Config(chain.Config):
+    split: str = "train"  # train or test: other questions
+    count: int = 0  # 0: as many as ``tasks``
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_tasks("chain_text", self)
 
 
-def text_tasks(config: Config, seed: int | None = None, n: int | None = None) -> list[tuple[str, int]]:
-    """The questions and answers of `chain.make_tasks` as text and number."""
-    rows = make_tasks(config, seed, n)
-    pairs = zip(rows["question"], rows["question_length"], rows["answer"], strict=True)
-    return [(bytes(q[:size].tolist()).decode(), int(a)) for q, size, a in pairs]
+def prompt(config: Config, role: str, shown: str) -> Prompt:
+    """``shown`` as in `chain`: a mark, the question, behind bars what this role hears, ``>``."""
+    question, *heard = shown.removeprefix(MARKS[role]).removesuffix(">").split("|")
+    title = {"verifier": "Proposed answer", "meta": "Reply", "reasoner": "Hint"}.get(role)
+    lines = [f"{title}: {h}" if title else f"Earlier answer: {h[0]}, verdict: {h[1]}" for h in heard]
+    rule = ASKED.get(role, ANSWER).format(modulus=config.modulus)
+    return (
+        Message("system", f"You are the {role}. {rule}"),
+        Message("user", "\n".join([f"Question: {question}", *lines])),
+    )
 
 
-def host(config: Config) -> HostEnv:
-    """The environment of one task (question, answer); nothing is random."""
-    roles, protocol = ROLES[config.protocol], config.protocol
-    open_ended = protocol == "meta" and config.rounds > 1
+def said(action: Action) -> list[int]:
+    """The last line of a reply as tokens, ended unless the reply was cut off."""
+    line = action.text.rstrip("\n").rpartition("\n")[2].strip()
+    return [*ByteTokenizer().encode(line), *([] if action.truncated else [EOS])]
 
-    def actor(state: State) -> str:
-        return roles[state.turn if protocol == "refine" else state.turn % 2]
 
-    def reset(seed: int, task: Any) -> State:
-        question, answer = task
-        return State(question, answer)
+def make(config: Config) -> HostEnv:
+    env = chain.make(config)
+    # Nothing longer is well-formed, and what is cut is without its end.
+    play = board(env, config.max_new)
 
-    def observe(state: State) -> dict[str, Prompt]:
-        role = actor(state)
-        lines = [f"Question: {state.question}"]
-        if role == "verifier":
-            lines.append(f"Proposed answer: {state.answers[-1]}")
-        elif role == "meta":
-            lines += [f"Reply: {a}" for a in state.answers]
-        elif role == "reasoner":
-            lines.append(f"Hint: {state.hint}")
-        else:
-            lines += [f"Earlier answer: {a}, verdict: {v}" for a, v in zip(state.answers, state.verdicts)]
-        rule = ASKED[TASKS.get(role, "answer")].format(modulus=config.modulus)
-        return {role: (Message("system", f"You are the {role}. {rule}"), Message("user", "\n".join(lines)))}
+    def observe(state: chain.State) -> dict[str, Prompt]:
+        return {role: prompt(config, role, shown) for role, shown in play.look(state).items()}
 
-    def step(seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State, Rewards, bool]:
-        role = actor(state)
-        said = actions[role].text.rstrip("\n").rpartition("\n")[2].strip()
-        form = {"verdict": r"[yn]", "hint": rf"[0-9+\-!]{{1,{LONGEST_HINT}}}"}
-        digits = f"[0-{config.modulus - 1}]"
-        kind = TASKS.get(role, "answer")
-        proper = not actions[role].truncated and re.fullmatch(form.get(kind, digits), said) is not None
-        shown = said if proper else "?"
-        after = replace(state, turn=state.turn + 1, proper=state.proper and proper)
-        if kind == "answer":
-            after = replace(after, answers=(*state.answers, shown))
-        elif kind == "verdict":
-            after = replace(after, verdicts=(*state.verdicts, shown))
-        else:
-            after = replace(after, hint=shown)
-        finished = not open_ended or (role == "reasoner" and after.hint.endswith("!"))
-        done = after.turn == config.max_turns
-        if protocol == "verify":
-            done |= kind == "verdict" and shown == "y"
-        elif open_ended:
-            done |= finished
-        right = done and finished and after.answers[-1] == str(state.answer)
-        rewards = {r: dict.fromkeys(COMPONENTS, 0.0) for r in roles}
-        for paid in rewards.values():
-            paid["accuracy"] = config.accuracy * right
-            paid["format"] = config.format * (done and finished and after.proper)
-        own = rewards[role]
-        own["invalid"] = -config.invalid * (not proper)
-        if role == "meta":
-            own["shaping"] = -config.shaping * (re.fullmatch(digits, shown) is not None)
-        else:
-            own["shaping"] = config.shaping * proper
-        return replace(after, done=done), rewards, done
+    def step(seed: int, state: chain.State, actions: Mapping[str, Action]) -> tuple[chain.State, Rewards, bool]:
+        return play.step(state, [said(action) for action in actions.values()])
 
-    return HostEnv("chain", roles, config.max_turns, COMPONENTS, reset, observe, step)
+    return HostEnv("chain_text", env.roles, env.max_turns, env.components, play.reset, observe, step)
+
+
+def tasks(config: Config) -> list[dict[str, Any]]:
+    return task_rows(chain.make_tasks, config)
+
+
+def demonstrations(config: Config, tasks: Sequence, memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
+    """(role, prompt, completion): those of `chain`, as many for each role as there are tasks."""
+    decode, out = ByteTokenizer().decode, []
+    for role, samples in chain.demonstrations(config, config.seed, len(tasks)).items():
+        columns = (samples[k] for k in ("tokens", "length", "completion"))
+        for ids, length, reply in zip(*columns, strict=True):
+            out.append((role, with_memory(prompt(config, role, decode(ids[:length])), memory), decode(reply)))
+    return out
+
+
+def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
+    return entry(role, rewards["accuracy"], asked(shown), action)

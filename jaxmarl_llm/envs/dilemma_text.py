@@ -1,43 +1,69 @@
-"""The social dilemmas of `dilemma` as a game of chat: the same rounds and payoffs, for models that read and write.
+"""The social dilemmas of `dilemma` through chat prompts, for host models: the same rounds, payoffs and tasks.
 
 A reply's move is the only word of ``C``, ``D``, ``cooperate`` and ``defect`` in it (prisoner's dilemma), or the only
 whole number from 0 to 10 (Trust-and-Split), in any sentence; anything else is illegal, and pays as in `dilemma`:
 without two moves a round of the prisoner's dilemma pays nothing, an illegal claim claims nothing. Messages are heard
-as written, up to ``MESSAGE`` characters.
+as written, up to ``message`` characters.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
+from jaxmarl_llm.envs import dilemma
+from jaxmarl_llm.envs.array_text import board, check_tasks, task_rows
+from jaxmarl_llm.envs.dilemma import CLAIMS, COINS, HIGH, LOW, ROLES
+from jaxmarl_llm.envs.prompts import asked, entry, with_memory
+from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.tokenizer import ByteTokenizer
 
-from jaxmarl_llm.envs.dilemma import COINS, ILLEGAL, ROLES, Config, payoffs
-from jaxmarl_llm.envs.matrix import COMPONENTS, GAMES, MOVES
-from jaxmarl_llm.text import Action, HostEnv, Message, Prompt
-
-MESSAGE = 500  # characters, as in the paper
-HANDS = ("rock", "paper", "scissors")  # each beats the one before it
+__all__ = ["Config", "demonstrations", "make", "move_of", "prompt", "strategy", "tasks", "with_memory"]
+HANDS = dict(zip(dilemma.HANDS, ("rock", "paper", "scissors"), strict=True))
 NONE = "nothing legal"
+MOVES = {str(coins): CLAIMS[coins] for coins in range(COINS + 1)} | {
+    "C": "C",
+    "D": "D",
+    NONE: "?",
+}  # a reply's -> shown
+NAMES = {shown: move for move, shown in MOVES.items()}
+FIGURES = ("social", "cooperation")  # components to look at, which a player is not paid
 IPD = (
     "You play a repeated game with another player. In each of {rounds} rounds both of you choose C or D at once. "
     "You earn 3 each for C and C, 1 each for D and D; who plays D against C earns 5, the other one 0. "
     "Answer with C or D alone."
 )
 SPLIT = (
-    "You share {coins} coins with another player in each of {rounds} rounds. Each of you holds a different hand, rock, "
-    "paper or scissors, that only you see. A coin is worth 10 to the one whose hand wins and 1 to the other. You both "
-    "name how many coins you claim, 0 to {coins}, at once; if the claims add up to more than {coins} the coins are "
-    "split in proportion."
+    f"You share {COINS} coins with another player in each of {{rounds}} rounds. Each of you holds a different hand, "
+    "rock, paper or scissors, that only you see. "
+    f"A coin is worth {HIGH:g} to the one whose hand wins and {LOW:g} to the other. You both name how many coins you "
+    f"claim, 0 to {COINS}, at once; if the claims add up to more than {COINS} the coins are split in proportion."
 )
 
 
+@dataclass(frozen=True)
+class Config(dilemma.Config):
+    message: int = 500  # split: characters of a message that are heard; 0: no messages, one turn a round
+    split: str = "train"  # train or test: other hands
+    count: int = 0  # 0: as many as ``tasks``
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_tasks("dilemma_text", self)
+        if self.response != 1:
+            raise ConfigError(f"dilemma_text: response: expected 1 (replies are of any length), got {self.response}")
+
+    @property
+    def board(self) -> dilemma.Config:
+        """The array environment's configuration: a message is a turn there, its text is kept here."""
+        return replace(self, message=min(self.message, 1))
+
+
 class State(NamedTuple):
-    hands: tuple[tuple[int, int], ...]  # of each round; empty for the prisoner's dilemma
-    moves: tuple[tuple[str, str], ...] = ()  # of the rounds played
-    words: tuple[str, str] | None = None  # this round's messages
+    inner: Any  # of `dilemma`
+    words: tuple[str, ...] = ()  # this round's messages
 
 
 def move_of(game: str, text: str) -> str:
@@ -51,50 +77,72 @@ def move_of(game: str, text: str) -> str:
     return found.pop() if len(found) == 1 else NONE
 
 
-def host(config: Config) -> HostEnv:
-    """Tasks are those of `dilemma.make_tasks`, one by one: for Trust-and-Split {"hands": [rounds, 2]}."""
-    ipd = config.game == "ipd"
-    talks = not ipd and config.message > 0
+def prompt(config: Config, shown: str, words: Sequence[str] = ()) -> Prompt:
+    """``shown`` as in `dilemma`, but for the messages: what was said and heard this round, or nothing yet."""
+    seen = shown[1:-1].partition(":")[0]
+    if config.game == "ipd":
+        past = [seen[i : i + 2] for i in range(0, len(seen), 2)]
+        lines = [f"Round {i + 1}: {_chosen(*moves)}" for i, moves in enumerate(past)]
+        lines.append(f"Now round {len(past) + 1}.")
+        return _chat(IPD, config, lines)
+    *past, hand = seen.split(",")
+    lines = [f"Earlier, with {HANDS[p[0]]} against {HANDS[p[1]]}: {_chosen(*p[2:])}" for p in past]
+    lines.append(f"Now your hand is {HANDS[hand]}.")
+    if words:
+        lines.append(f"You said: {words[0]}\nThe other player said: {words[1]}")
+    talks = config.message > 0 and not words
+    lines.append("Send the other player a short message." if talks else "How many coins do you claim?")
+    return _chat(SPLIT, config, lines)
+
+
+def _chosen(own: str, other: str) -> str:
+    return f"you chose {NAMES[own]}, the other player {NAMES[other]}."
+
+
+def _chat(rules: str, config: Config, lines: Sequence[str]) -> Prompt:
+    return Message("system", rules.format(rounds=config.rounds)), Message("user", "\n".join(lines))
+
+
+def make(config: Config) -> HostEnv:
+    env = dilemma.make(config.board)
+    play, talks = board(env, 1), config.game == "split" and config.message > 0
 
     def reset(seed: int, task: Mapping[str, Any]) -> State:
-        return State(() if ipd else tuple((int(a), int(b)) for a, b in task["hands"]))
-
-    def asked(state: State, me: int) -> str:
-        lines = []
-        for at, moves in enumerate(state.moves):
-            held = "" if ipd else f" with {HANDS[state.hands[at][me]]} against {HANDS[state.hands[at][1 - me]]}"
-            lines.append(f"Round {at + 1}{held}: you chose {moves[me]}, the other player {moves[1 - me]}.")
-        lines.append(f"Now round {len(state.moves) + 1}.")
-        if not ipd:
-            lines.append(f"Your hand is {HANDS[state.hands[len(state.moves)][me]]}.")
-            if state.words is not None:
-                lines.append(f"You said: {state.words[me]}\nThe other player said: {state.words[1 - me]}")
-            silent = talks and state.words is None
-            lines.append("Send the other player a short message." if silent else "How many coins do you claim?")
-        return "\n".join(lines)
+        return State(play.reset(seed, task))
 
     def observe(state: State) -> dict[str, Prompt]:
-        rules = (IPD if ipd else SPLIT).format(rounds=config.rounds, coins=COINS)
-        return {r: (Message("system", rules), Message("user", asked(state, i))) for i, r in enumerate(ROLES)}
+        heard = {role: state.words[::order] for role, order in zip(ROLES, (1, -1), strict=True)}
+        return {role: prompt(config, shown, heard[role]) for role, shown in play.look(state.inner).items()}
 
-    def step(seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State, dict, bool]:
+    def step(seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State, Rewards, bool]:
         texts = [actions[role].text for role in ROLES]
-        if talks and state.words is None:
-            said = tuple(t[:MESSAGE] for t in texts)
-            return state._replace(words=(said[0], said[1])), {r: {} for r in ROLES}, False
-        one, two = (move_of(config.game, t) for t in texts)
-        paid: tuple[float, ...] = (0.0, 0.0)
-        if ipd and NONE not in (one, two):
-            paid = GAMES["prisoners"][2 * MOVES.index(one) + MOVES.index(two)]
-        elif not ipd:
-            claims = [ILLEGAL if m == NONE else int(m) for m in (one, two)]
-            paid = tuple(np.asarray(payoffs(np.array(state.hands[len(state.moves)]), np.array(claims))).tolist())
-        rewards = {r: {"payoff": float(paid[i]), "social": float(sum(paid))} for i, r in enumerate(ROLES)}
-        if ipd:
-            for role, move in zip(ROLES, (one, two)):
-                rewards[role]["cooperation"] = (move == "C") / config.rounds
-        after = State(state.hands, (*state.moves, (one, two)))
-        return after, rewards, len(after.moves) >= config.rounds
+        first = talks and not state.words
+        moves = [NONE if first else move_of(config.game, text) for text in texts]
+        inner, rewards, done = play.step(state.inner, [MOVES[move].encode() for move in moves])
+        return State(inner, tuple(text[: config.message] for text in texts) if first else ()), rewards, done
 
-    components = (*COMPONENTS, "cooperation") if ipd else COMPONENTS
-    return HostEnv("dilemma_text", ROLES, config.rounds * (1 + talks), components, reset, observe, step)
+    return HostEnv("dilemma_text", ROLES, env.max_turns, env.components, reset, observe, step)
+
+
+def tasks(config: Config) -> list[dict[str, Any]]:
+    return task_rows(dilemma.make_tasks, config)
+
+
+def demonstrations(config: Config, tasks: Sequence, memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
+    """(role, prompt, completion): those of `dilemma`, as many for each role as there are tasks. A message is a hand's
+    name.
+    """
+    decode, out = ByteTokenizer().decode, []
+    for role, samples in dilemma.demonstrations(config.board, config.seed, len(tasks)).items():
+        columns = (samples[k] for k in ("tokens", "length", "completion"))
+        for ids, length, reply in zip(*columns, strict=True):
+            shown, said = decode(ids[:length]), decode(reply)
+            words = [HANDS[letter] for letter in shown.removesuffix(">").split(":")[1:]]
+            asking = with_memory(prompt(config, shown, words), memory)
+            out.append((role, asking, HANDS[said] if said in HANDS else NAMES[said]))
+    return out
+
+
+def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
+    own = sum(value for component, value in rewards.items() if component not in FIGURES)
+    return entry(role, own, asked(shown), action)

@@ -7,17 +7,14 @@ else. A reply without one, or with one that is not legal, is illegal and ends th
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from jaxmarl_llm.envs import games
+from jaxmarl_llm.envs.array_text import board, check_tasks, task_rows
 from jaxmarl_llm.envs.prompts import entry, with_memory
-from jaxmarl_llm.text import Action, HostEnv, Message, Prompt
+from jaxmarl_llm.text import Action, HostEnv, Message, Prompt, Rewards
 from jaxmarl_llm.tokenizer import ByteTokenizer
 
 __all__ = ["Config", "action_of", "demonstrations", "make", "prompt", "strategy", "tasks", "with_memory"]
@@ -37,6 +34,10 @@ ALONE = re.compile(r"(?<![A-Za-z])[a-z](?![A-Za-z])")
 class Config(games.Config):
     split: str = "train"  # train or test: games are dealt by the rollout's seed, the tasks differ in the game alone
     count: int = 0  # 0: as many as ``tasks``
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_tasks("games_text", self)
 
     @property
     def board(self) -> games.Config:
@@ -58,33 +59,25 @@ def action_of(text: str) -> str:
 
 
 def make(config: Config) -> HostEnv:
-    env, rules, decode = games.make(config.board), games.rules(config.board), ByteTokenizer().decode
-    start, see, move = jax.jit(env.reset), jax.jit(env.observe), jax.jit(env.step)
+    env, rules = games.make(config.board), games.rules(config.board)
+    play = board(env, 1)
 
-    def reset(seed: int, task: Any) -> Any:
-        return jax.device_get(start(jax.random.key(seed % 2**31), {"game": jnp.int32(task["game"])}))
+    def observe(state: games.State) -> dict[str, Prompt]:
+        game = int(state.game)
+        return {r: prompt(config.games[game], rules[game].letters, p) for r, p in play.look(state).items()}
 
-    def observe(state: Any) -> dict[str, Prompt]:
-        seen = jax.device_get(see(state))
-        if not seen.active[0]:
-            return {}
-        role, position = int(seen.role[0]), decode(seen.tokens[0, : seen.length[0]])
-        return {env.roles[role]: prompt(config.games[role // 2], rules[role // 2].letters, position)}
-
-    def step(seed: int, state: Any, actions: Any) -> tuple[Any, Any, bool]:
+    def step(seed: int, state: games.State, actions: Mapping[str, Action]) -> tuple[games.State, Rewards, bool]:
         ((role, action),) = actions.items()
         letter = action_of(action.text)
-        row = np.array([[ord(letter)]], np.int32)
-        after, rewards, done = jax.device_get(move(jax.random.key(0), state, row, np.ones(1, np.int32)))
-        paid = {r: {c: float(v[i]) for c, v in rewards.items()} for i, r in enumerate(env.roles)}
+        after, paid, done = play.step(state, [letter.encode()])
         paid[role]["format"] *= float(action.text.strip() == letter)
-        return after, paid, bool(done)
+        return after, paid, done
 
-    return HostEnv("games_text", env.roles, env.max_turns, games.COMPONENTS, reset, observe, step)
+    return HostEnv("games_text", env.roles, env.max_turns, games.COMPONENTS, play.reset, observe, step)
 
 
-def tasks(config: Config) -> list[dict[str, int]]:
-    return [{"game": i % len(config.games)} for i in range(config.count or config.tasks)]
+def tasks(config: Config) -> list[dict[str, Any]]:
+    return task_rows(games.make_tasks, config)
 
 
 def demonstrations(config: Config, tasks: Any, memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:

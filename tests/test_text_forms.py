@@ -1,0 +1,165 @@
+"""Array environments through text: a step of a recipe over each, and the engine's rewards against the array game's."""
+
+import dataclasses
+import importlib
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmarl_llm import arena
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.envs import chain, chain_text, dilemma, dilemma_text
+from jaxmarl_llm.envs.arrays import pack
+from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.train import task_order
+
+KEY = jax.random.key(0)
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "tie_embeddings": False,
+}
+BOARDS = {"chain_text": chain, "dilemma_text": dilemma}
+RUNS = {  # recipe -> environment, its arguments, max_new, what the model mostly says
+    "rema": ("chain_text", {"protocol": "meta", "rounds": 1, "terms": 2, "modulus": 2, "shaping": 0.25}, 5, "01 "),
+    "advantage_alignment": ("dilemma_text", {"rounds": 2}, 2, "CD "),
+}
+
+
+def config(recipe, **changes):
+    env, args, max_new, _ = RUNS[recipe]
+    small = {
+        "steps": 1,
+        "batch": 4,
+        "group": 4,
+        "team": {"share": "shared", "max_new": max_new, "remat": False, "backbone": SHAPE},
+        "env": {"name": env, "args": {"tasks": 32, **args}, "workers": 0, "max_prompt": 320, "eval_tasks": 4},
+        "sft": {"steps": 1, "batch": 2, "samples": 32},
+        "run": {"checkpoint_every": 100, "eval_every": 0, "log_every": 100, "tensorboard": False},
+    }
+    module = importlib.import_module(f"jaxmarl_llm.recipes.{recipe}")
+    return from_dict(module.Config, {**small, **changes}), module
+
+
+@pytest.fixture(scope="module", params=[pytest.param("rema", marks=pytest.mark.slow), "advantage_alignment"])
+def trained(request, tmp_path_factory):
+    """A recipe's configuration, the recipe, its states (at first, after stage 0, after one RL step), what was played,
+    the metrics of the RL step.
+    """
+    cfg, module = config(request.param)
+    recipe = module.make(cfg)
+    play, played = recipe.arena.play, []
+    recipe.arena.play = lambda *args, **kwargs: played.append(play(*args, **kwargs)) or played[-1]
+    with Logger(tmp_path_factory.mktemp(request.param), resume_step=None, total_steps=2, tensorboard=False) as log:
+        first = recipe.init(0)
+        taught, _ = recipe.step(jax.tree.map(jnp.copy, first), log)
+        # A model that says well-formed things and others at random, as after a longer stage 0.
+        head = taught.params["agents"]["team"]["params"]["lm_head"]
+        wanted = jnp.array([*RUNS[request.param][3].encode(), ByteTokenizer.EOS])
+        head["kernel"] = head["kernel"].at[:, wanted].set(80 * head["kernel"][:, wanted[-1:]])
+        copied = jax.tree.map(jnp.copy, taught)
+        after, metrics = recipe.step(taught.replace(step=jnp.int32(1)), log)
+    yield cfg, recipe, (first, copied, after), played[0], metrics
+    recipe.arena.close()
+
+
+def test_a_recipe_trains_a_team_through_text(trained):
+    cfg, _, (first, taught, after), _, metrics = trained
+    assert int(after.counters["skipped"]) == 0 and metrics["count/invalid"] == 0
+    assert metrics["logprob_gap"] <= 1e-4 and any(0 < v < np.inf for k, v in metrics.items() if "grad_norm" in k)
+    for old, new in ((first, taught), (taught, after)):
+        leaves = (jax.tree.leaves(s.params["agents"]) for s in (old, new))
+        assert any(not np.array_equal(a, b) for a, b in zip(*leaves))
+
+
+def replayed(arena, played, tasks):
+    """(transition, rewards, done) of every recorded joint action, played again in the array environment."""
+    text = importlib.import_module(f"jaxmarl_llm.envs.{arena.cfg.name}")
+    board = getattr(arena.config, "board", arena.config)
+    env = BOARDS[arena.cfg.name].make(board)
+    reset, step, width = jax.jit(env.reset), jax.jit(env.step), board.max_new
+    moves, after = played.tree.transitions, {}
+    for j in np.flatnonzero(moves.played):
+        state = after[int(moves.parent[j])] if moves.parent[j] >= 0 else reset(KEY, tasks[moves.task[j]])
+        actions = [played.records.records[s].action for s in moves.steps[j] if s >= 0]
+        if text is chain_text:
+            said = [chain_text.said(a)[:width] for a in actions]
+        else:
+            said = [dilemma_text.MOVES[dilemma_text.move_of("ipd", a.text)].encode() for a in actions]
+        after[int(j)], rewards, done = step(KEY, state, *pack(said, width))
+        yield j, {c: np.asarray(v) for c, v in rewards.items()}, bool(done)
+
+
+def test_the_host_engine_pays_what_the_array_game_pays(trained):
+    cfg, recipe, _, got, _ = trained
+    moves, seen = got.tree.transitions, 0
+    assert not got.failures
+    tasks = [recipe.arena.tasks[i] for i in task_order(cfg.seed, recipe.arena.size, 0, cfg.batch)]
+    for j, rewards, done in replayed(recipe.arena, got, tasks):
+        assert done == moves.done[j] and moves.valid[j]
+        assert set(rewards) == set(moves.rewards)
+        for component, values in rewards.items():
+            np.testing.assert_array_equal(moves.rewards[component][j], values, err_msg=component)
+        seen += 1
+    assert seen == moves.played.sum() == 32
+    assert any(np.ptp(moves.rewards[c][moves.played]) > 0 for c in cfg.reward)  # it was no empty comparison
+
+
+def test_states_and_factories_go_to_workers_and_back(trained):
+    cfg, recipe, *_ = trained
+    play, env = pickle.loads(pickle.dumps(arena.make_arena(cfg.env).module.make)), recipe.arena.env
+    state = env.reset(3, recipe.arena.tasks[0])
+    again = pickle.loads(pickle.dumps(state))
+    assert env.observe(state) == env.observe(again) == play(cfg.env.build()).observe(again)
+
+
+def test_a_memory_entry_has_the_score_of_the_player_itself(trained):
+    cfg, recipe, _, got, _ = trained
+    rows = np.flatnonzero(got.tree.steps.valid)
+    _, _, texts = recipe.arena.lessons(recipe.team, got, rows)
+    if cfg.env.name != "dilemma_text":
+        assert all(text.startswith(got.records.records[row].role) for row, text in zip(rows, texts))
+        return
+    tree, final = got.tree, arena._final_move(got.tree)
+    seats = tree.nodes.role[tree.steps.node[rows]]
+    own = tree.transitions.rewards["payoff"][final[rows], seats]
+    assert all(f"({paid:.1f})" in text for paid, text in zip(own, texts)) and set(seats) == {0, 1}
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "recipe, changes, message",
+    [
+        ("rema", {"env": {"name": "chain_text", "args": {"protocol": "verify"}}}, "roles meta, reasoner"),
+        ("rema", {"env": {"name": "chain_txt"}}, "did you mean 'chain_text'"),
+        ("rema", {"reward": {"payoff": 1.0}}, "environment 'chain_text' pays no 'payoff'"),
+        ("advantage_alignment", {"team": {"max_new": 1, "backbone": SHAPE}}, "max_new: none of the 32 demonstrations"),
+        ("advantage_alignment", {"reward": {"accuracy": 1.0}}, "environment 'dilemma_text' pays no 'accuracy'"),
+    ],
+)
+def test_a_team_that_does_not_fit_is_told_why(recipe, changes, message):
+    with pytest.raises(ConfigError) as error:
+        cfg, module = config(recipe, **changes)
+        module.make(cfg)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_the_test_split_is_that_of_the_array_form(name):
+    text = importlib.import_module(f"jaxmarl_llm.envs.{name}")
+    cfg = dataclasses.replace(EnvConfig(name).build(), **({"game": "split"} if name == "dilemma_text" else {}))
+    held = BOARDS[name].make_tasks(cfg, cfg.seed + arena.HELD_OUT, 5)
+    for i, task in enumerate(text.tasks(dataclasses.replace(cfg, split="test", count=5))):
+        assert all(np.array_equal(task[k], held[k][i]) for k in held)
