@@ -42,6 +42,7 @@ KNOWN = (
     "chain",
     "games",
     "games_text",
+    "safety",
     "assistant",
     "coding",
     "writing",
