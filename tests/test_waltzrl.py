@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jaxmarl_llm import loop
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.checkpoint import digests
-from jaxmarl_llm.compiled import make_evaluation
 from jaxmarl_llm.credit import assign
 from jaxmarl_llm.envs import safety
 from jaxmarl_llm.metrics import Logger
@@ -226,22 +225,16 @@ def test_stages_of_a_run(tmp_path, monkeypatch):
         role, task = tree.nodes.role[tree.steps.node], tree.nodes.task[tree.steps.node]
         pairs = list(zip(task[rows].tolist(), role[rows].tolist()))
         assert len(set(pairs)) == len(pairs) > 0 and {r for _, r in pairs} <= ({1} if step < 2 else {0, 1})
-    seen = recipe.evaluate(state)
-    assert {"eval/unsafe", "eval/overrefusal", "eval/success"} <= set(seen)
 
 
 def test_the_compiled_run_has_the_same_stages():
-    cfg = config(steps=2)
-    run = lambda c: jax.jit(waltzrl.program(c).run)(jnp.int32(0))
-    start, _ = run(dataclasses.replace(cfg, steps=0))
-    first, seen = run(cfg)
-    same = lambda role, a, b: digests(a["agents"][role]) == digests(b["agents"][role])
-    assert same("conversation", start, first) and same("judge", start, first) and not same("feedback", start, first)
+    """One program, in which the length of stage 1 is data; the reference is the policy after stage 0."""
+    cfg = config(steps=2, env=EnvConfig("safety", {"length": 3}, eval_tasks=4))
+    run = jax.jit(lambda stage: waltzrl.program(dataclasses.replace(cfg, stage_one=stage)).run(0))
+    moved = lambda p: {r for r, own in p["agents"].items() if digests(own) != digests(p["reference"][r])}
+    first, seen = run(2)
+    assert moved(first) == {"feedback"} and moved(run(1)[0]) == {"conversation", "feedback"}
     assert seen["unsafe"].shape == (2,) and seen["kl/feedback"][0] == pytest.approx(0, abs=1e-5)
-    second, _ = run(dataclasses.replace(cfg, stage_one=1))
-    assert same("judge", start, second) and not same("conversation", start, second)
-    held_out = jax.jit(make_evaluation(cfg))(first, jnp.int32(0))
-    assert 0 <= held_out["unsafe"] <= 1
 
 
 BAD = [

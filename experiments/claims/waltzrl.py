@@ -1,8 +1,10 @@
 """WaltzRL on `safety`: unsafe answers, over-refusals and needless feedback after two stages, and without the DIR.
 
-Arms, from the same parameters on the same tasks and keys: ``untrained`` (after stage 0), ``trained``, the same without
-the Dynamic Improvement Reward (alpha = 0), and with a judge that is a frozen role taught in stage 0 instead of the
-rule. Rates are shares of the held-out prompts (trigger: of the benign ones) and by the rule in every arm.
+Arms, from the same parameters on the same tasks and keys: ``trained``, the same without the Dynamic Improvement Reward
+(alpha = 0), and with a judge that is a frozen role taught in stage 0 instead of the rule. ``untrained`` is the team
+after stage 0. Rates are shares of the held-out prompts (trigger: of the benign ones) and by the rule in every arm.
+Precision, the share of right ones among flags raised, is of feedback on the answers of the untrained conversation
+agent: a trained one leaves hardly anything to flag, and each arm's another.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ def config(**changes) -> Config:
 def arms() -> dict[str, Config]:
     base = config()
     return {
-        "untrained": replace(base, steps=0),
         "trained": base,
         "without DIR": replace(base, reward={**base.reward, "improvement": 0.0}),
         "judge as a role": replace(base, env=replace(base.env, args={"judge": "role"})),
@@ -67,8 +68,15 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     for name, cfg in arms().items():
         cfg.check("config")
         params, _ = jax.jit(jax.vmap(program(cfg).run))(which)
-        got[name] = rates(cfg, jax.jit(jax.vmap(make_evaluation(cfg)))(params, which))
-        say(f"waltzrl, {name}: " + "; ".join(f"{k} {np.round(v, 3).tolist()}" for k, v in got[name].items()))
+        evaluate = jax.jit(jax.vmap(make_evaluation(cfg)))
+        measure = lambda agents: rates(cfg, evaluate({**params, "agents": agents}, which))
+        start, end = params["reference"], params["agents"]
+        if name == "trained":
+            got["untrained"] = measure(start)
+        got[name] = measure(end)
+        got[name]["precision"] = measure({**end, "conversation": start["conversation"]})["precision"]
+    for name, figures in got.items():
+        say(f"waltzrl, {name}: " + "; ".join(f"{k} {np.round(v, 3).tolist()}" for k, v in figures.items()))
     fall = lambda rate: float(np.median(1 - got["trained"][rate] / got["untrained"][rate]))
     ahead = float(np.median(got["trained"]["precision"] - got["without DIR"]["precision"]))
     table = lambda rate, *names: {f"{rate}, {name}": got[name][rate].tolist() for name in names}
@@ -89,8 +97,8 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
         ),
         Finding(
             "X",
-            "precision of the flags raised: the median of with minus without DIR is above 0",
-            table("precision", "trained", "without DIR"),
+            "precision of flags on the untrained agent's answers: the median of with minus without DIR is above 0",
+            table("precision", "untrained", "trained", "without DIR"),
             ahead > 0,
         ),
     ]
