@@ -32,6 +32,7 @@ from jaxmarl_llm.advantages import (
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Tree
 
+Weights = Mapping[str, float | Array] | tuple[tuple[str, float], ...]  # of reward components
 GROUPS = ("node", "task", "task_role", "task_role_turn", "role", "batch")
 
 
@@ -86,9 +87,6 @@ class Credited(struct.PyTreeNode):
     group_role: Int[Array, "K"]
     group_model: Int[Array, "K"]
     group_turn: Int[Array, "K"]
-
-
-Weights = Mapping[str, float | Array] | tuple[tuple[str, float], ...]
 
 
 def assign(cfg: Credit, tree: Tree, *, weights: Weights, max_turns: int, num_tasks: int, num_roles: int) -> Credited:

@@ -194,7 +194,6 @@ def improve_groups(
     whole reward use in any case). ``pick``: (key, tree, credited steps [C]) -> those of them that are trained [C]
     (None: all), as `selection.one_round`; the others stay in the statistics of their groups.
     """
-
     draw = None if pick is None else jax.jit(pick)
 
     def improve(run: Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> Improved:
