@@ -48,7 +48,8 @@ def returns_to_go(
     max_turns: int,
     discount: float = 1.0,
     backup: str = "mean",
-) -> tuple[Float[Array, "J A"], Bool[Array, "J"]]:
+    acts: Bool[Array, "J A"] | None = None,
+) -> tuple[Float[Array, "J A"], Bool[Array, "J"] | Bool[Array, "J A"]]:
     """Return of every transition: ``R_j = r_j + discount * mean_{valid children i} R_i``, and r_j at a leaf.
 
     MAGRPO: on chains the paper's return-to-go (sum of r from t on), on trees the library's child mean. Rows come in
@@ -56,24 +57,30 @@ def returns_to_go(
     itself, since its return is unknown. Returns of invalid rows are 0.
 
     Children have a later turn than their parent, turns are below ``max_turns``, and padding rows have parent -1.
+
+    acts: where each role acts. Given, a role's return runs only until just before it acts again: a child where it acts
+        adds 0, valid or not. So WaltzRL pays each round of feedback for itself. What is known then depends on the role,
+        [J A], since what is unknown may lie behind the end of one role's return and not of another's.
     """
     if backup != "mean":
         raise ValueError(f"backup is 'mean', not {backup!r}")
     num = parent.shape[0]
+    ends = jnp.zeros((num, 1), bool) if acts is None else acts  # what was earned before a role acts is not passed on
 
     def one_turn(i, carry):
         returns, ok = carry
         t = max_turns - 1 - i
-        later, here = turn > t, turn == t
-        usable = later & ok
-        total = jax.ops.segment_sum(jnp.where(usable[:, None], returns, 0.0), parent, num)  # drops roots: -1
+        later, here = (turn > t)[:, None], (turn == t)[:, None]
+        usable = later & (ok | ends)
+        total = jax.ops.segment_sum(jnp.where(usable & ~ends, returns, 0.0), parent, num)  # drops roots: -1
         count = jax.ops.segment_sum(usable.astype(returns.dtype), parent, num)
         leaf = jax.ops.segment_sum(later.astype(jnp.int32), parent, num) == 0
-        backed_up = returns + discount * total / jnp.maximum(count, 1.0)[:, None]
-        return jnp.where(here[:, None], backed_up, returns), ok & (~here | leaf | (count > 0))
+        backed_up = returns + discount * total / jnp.maximum(count, 1.0)
+        return jnp.where(here, backed_up, returns), ok & (~here | leaf | (count > 0))
 
-    returns, ok = jax.lax.fori_loop(0, max_turns, one_turn, (rewards, valid))
-    return jnp.where(ok[:, None], returns, 0.0), ok
+    known = jnp.broadcast_to(valid[:, None], ends.shape)
+    returns, ok = jax.lax.fori_loop(0, max_turns, one_turn, (rewards, known))
+    return jnp.where(ok, returns, 0.0), ok[:, 0] if acts is None else ok
 
 
 def generalised_advantage(
@@ -127,7 +134,7 @@ def step_returns(
     steps: Int[Array, "J W"],
     role_of_step: Int[Array, "C"],
     returns: Float[Array, "J A"],
-    valid: Bool[Array, "J"],
+    valid: Bool[Array, "J"] | Bool[Array, "J A"],
     *,
     num_steps: int,
     reduce: str = "mean",
@@ -137,15 +144,16 @@ def step_returns(
     MAGRPO in cross mode: a completion is part of K^(n-1) joint actions. The official trainer sums over them, so its
     advantages are K^(n-1) times those of the mean (keep this in mind when comparing learning rates). In a sum an
     invalid joint action is simply missing: use the mean where rewards may be invalid. A completion of no valid joint
-    action is invalid and gets 0.
+    action is invalid and gets 0. ``valid`` may differ from role to role, as the returns' own horizon makes it.
     """
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce is 'mean' or 'sum', not {reduce!r}")
     if num_steps != role_of_step.shape[0]:
         raise ValueError(f"num_steps is {num_steps}, but role_of_step has {role_of_step.shape[0]} rows")
-    used = (steps >= 0) & valid[:, None]
-    role = role_of_step[jnp.where(used, steps, 0)]
-    value = jnp.take_along_axis(returns, role, axis=1)
+    role = role_of_step[jnp.maximum(steps, 0)]
+    known = valid[:, None] if valid.ndim == 1 else jnp.take_along_axis(valid, role, axis=1)
+    used = (steps >= 0) & known
+    value = jnp.where(used, jnp.take_along_axis(returns, role, axis=1), 0.0)
     ids = jnp.where(used, steps, num_steps).ravel()  # out of range: dropped by segment sums
     total = jax.ops.segment_sum(value.ravel(), ids, num_steps)
     count = jax.ops.segment_sum(used.ravel().astype(returns.dtype), ids, num_steps)
@@ -285,7 +293,7 @@ def advantage_alignment(
     advantage: Float[Array, "J A"],
     parent: Int[Array, "J"],
     turn: Int[Array, "J"],
-    valid: Bool[Array, "J"],
+    valid: Bool[Array, "J"] | Bool[Array, "J A"],
     *,
     max_turns: int,
     beta: float,
@@ -299,7 +307,8 @@ def advantage_alignment(
     oneself, and what hurts it after they hurt. ``fade`` multiplies the whole by ``discount^t``. Invalid transitions get
     0 and add nothing to those behind them. Rows as in `returns_to_go`.
     """
-    own = jnp.where(valid[:, None], advantage, 0.0)
+    valid = valid[:, None] if valid.ndim == 1 else valid
+    own = jnp.where(valid, advantage, 0.0)
     root, before = (parent < 0)[:, None], jnp.maximum(parent, 0)
 
     def one_turn(t, past):
@@ -311,7 +320,7 @@ def advantage_alignment(
     credit = own + beta * past * others
     if fade:
         credit = credit * discount ** turn[:, None].astype(own.dtype)
-    return jnp.where(valid[:, None], credit, 0.0)
+    return jnp.where(valid, credit, 0.0)
 
 
 def group_ids(*columns: Int[Array, "C"], sizes: tuple[int, ...]) -> tuple[Int[Array, "C"], int]:

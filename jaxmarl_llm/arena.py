@@ -45,6 +45,7 @@ KNOWN = (
     "chain_text",
     "games",
     "games_text",
+    "safety",
     "assistant",
     "coding",
     "writing",

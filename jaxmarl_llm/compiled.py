@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from jaxmarl_llm.advantages import returns_to_go, step_episodes
 from jaxmarl_llm.arena import ArrayArena
-from jaxmarl_llm.credit import assign
+from jaxmarl_llm.credit import Weights, assign
 from jaxmarl_llm.losses import aggregation_weights
 from jaxmarl_llm.plans import Plan, single
 from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT_LOSS, BaseConfig
+from jaxmarl_llm.stages import PICK, SFT_LOSS, BaseConfig
 from jaxmarl_llm.team import init_params, make_team
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Batch, make_learner
@@ -37,11 +37,19 @@ class Program(NamedTuple):
     tokens_per_step: int  # at most, decoded
 
 
-def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.Array] | None = None) -> Program:
+def make_program(
+    cfg: BaseConfig,
+    plan: Plan,
+    learns: Callable[[jax.Array], jax.Array] | None = None,
+    *,
+    weigh: Callable[[jax.Array], Weights] | None = None,
+    pick: Callable[[jax.Array, Tree, jax.Array], jax.Array] | None = None,
+) -> Program:
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
-    With ``loss.kl_coef`` the policy that stage 0 ends with stays in the parameters as ``reference``. ``learns``: RL
-    step -> which roles learn [A], as in loop.improve_groups. ConfigError for critics and past policies: it has none.
+    With ``loss.kl_coef`` the policy that stage 0 ends with stays in the parameters as ``reference``. ``learns``,
+    ``weigh`` and ``pick`` as in loop.improve_groups; the RL step they get is traced. ConfigError for critics and past
+    policies: it has none.
     """
     for name, asked in {"team.critic": cfg.team.critic != "none", "past.size": bool(cfg.past.size)}.items():
         if asked:
@@ -106,7 +114,7 @@ def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.
         credited = assign(
             cfg.credit,
             tree,
-            weights=tuple(sorted(cfg.reward.items())),
+            weights=cfg.reward if weigh is None else weigh(index),
             max_turns=env.max_turns,
             num_tasks=cfg.batch,
             num_roles=len(roles),
@@ -114,6 +122,8 @@ def make_program(cfg: BaseConfig, plan: Plan, learns: Callable[[jax.Array], jax.
         out = _seen(tree, roles, env.max_turns)
         moves, node = tree.transitions, tree.steps.node
         trained, episode = credited.valid, None
+        if pick is not None:
+            trained &= pick(jax.random.fold_in(key, PICK), tree, trained)
         if learns is not None:
             trained &= jnp.asarray(learns(index))[tree.nodes.role[node]]
         if cfg.loss.aggregate == "trajectory":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -31,6 +32,7 @@ from jaxmarl_llm.advantages import (
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Tree
 
+Weights = Mapping[str, float | Array] | tuple[tuple[str, float], ...]  # of reward components
 GROUPS = ("node", "task", "task_role", "task_role_turn", "role", "batch")
 
 
@@ -39,6 +41,7 @@ class Credit:
     """Return and group-relative advantage. See advantages.py for each formula."""
 
     discount: float = 1.0
+    horizon: str = "end"  # a step's return runs to the end of the episode, or until its role's next turn
     # What is compared: the siblings of a node, a task's steps, those of one role (Dr. MAS) and turn of it, one role's
     # steps of the whole batch (MARSHAL), or all of them
     group: str = "node"
@@ -56,6 +59,7 @@ class Credit:
     def check(self, path: str) -> None:
         choices = {
             "group": GROUPS,
+            "horizon": ("end", "turn"),
             "centre": ("mean", "unique", "loo", "max", "none"),
             "turn_centre": ("mean", "unique", "none"),
             "scale": ("std", "none"),
@@ -85,17 +89,29 @@ class Credited(struct.PyTreeNode):
     group_turn: Int[Array, "K"]
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "weights", "max_turns", "num_tasks", "num_roles"))
-def assign(
-    cfg: Credit, tree: Tree, *, weights: tuple[tuple[str, float], ...], max_turns: int, num_tasks: int, num_roles: int
+def assign(cfg: Credit, tree: Tree, *, weights: Weights, max_turns: int, num_tasks: int, num_roles: int) -> Credited:
+    """Credit every step of the tree. ``weights``: (component, weight) pairs that make the scalar reward; their values
+    are data, so that they may change from step to step of a run.
+    """
+    return _assign(cfg, tree, dict(weights), max_turns=max_turns, num_tasks=num_tasks, num_roles=num_roles)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "max_turns", "num_tasks", "num_roles"))
+def _assign(
+    cfg: Credit, tree: Tree, weights: Mapping[str, Array], *, max_turns: int, num_tasks: int, num_roles: int
 ) -> Credited:
-    """Credit every step of the tree. ``weights``: (component, weight) pairs that make the scalar reward."""
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
-    reward = scalarise(moves.rewards, dict(weights))
+    reward = scalarise(moves.rewards, weights)
     if cfg.turn_centre != "none":
         reward = _centre_turns(cfg.turn_centre, tree, reward, max_turns)
     returns, returned = returns_to_go(
-        reward, moves.parent, moves.turn, moves.valid, max_turns=max_turns, discount=cfg.discount
+        reward,
+        moves.parent,
+        moves.turn,
+        moves.valid,
+        max_turns=max_turns,
+        discount=cfg.discount,
+        acts=_acts(tree, num_roles) if cfg.horizon == "turn" else None,
     )
     c = steps.node.shape[0]
     role = nodes.role[steps.node]
@@ -147,11 +163,17 @@ def assign(
     return Credited(value, advantage, valid, group, stats, of(task), of(role), of(model), of(turn))
 
 
+def _acts(tree: Tree, roles: int) -> Bool[Array, "J A"]:
+    """Whether a role takes part in a joint action."""
+    seats = tree.transitions.steps
+    role = tree.nodes.role[tree.steps.node[jnp.maximum(seats, 0)]]
+    return jnp.any((seats >= 0)[..., None] & (role[..., None] == jnp.arange(roles)), axis=1)
+
+
 def _centre_turns(kind: str, tree: Tree, reward: Float[Array, "J A"], max_turns: int) -> Float[Array, "J A"]:
     """Rewards by own turns, less the role's centre over all its turns of the batch."""
     moves, (j, a) = tree.transitions, reward.shape
-    role = tree.nodes.role[tree.steps.node[jnp.maximum(moves.steps, 0)]]
-    acts = jnp.any((moves.steps >= 0)[..., None] & (role[..., None] == jnp.arange(a)), axis=1) & moves.valid[:, None]
+    acts = _acts(tree, a) & moves.valid[:, None]
     reward = own_turns(jnp.where(moves.valid[:, None], reward, 0.0), acts, moves.parent, max_turns=max_turns)
     group = jnp.broadcast_to(jnp.arange(a), (j, a)).reshape(-1)
     centred, _ = group_advantage(reward.reshape(-1), group, acts.reshape(-1), num_groups=a, centre=kind, scale="none")

@@ -19,18 +19,18 @@ from jaxmarl_llm import __version__, memory, past
 from jaxmarl_llm.arena import Arena, Played, make_arena
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.config import diff, from_dict, to_dict
-from jaxmarl_llm.credit import Credited
+from jaxmarl_llm.credit import Credited, Weights
 from jaxmarl_llm.diagnose import diagnose, episodes_of, evaluate
 from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, sft_step
+from jaxmarl_llm.stages import PAST, PICK, SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, sft_step
 from jaxmarl_llm.team import init_params, make_team, with_past
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Optimizer, make_learner, task_order
-from jaxmarl_llm.types import Params, Team, TrainState
+from jaxmarl_llm.types import Params, Team, TrainState, Tree
 
 
 class Improved(NamedTuple):
@@ -43,7 +43,6 @@ class Improved(NamedTuple):
     metrics: Mapping[str, float]  # anything else, by the naming scheme of metrics.py
 
 
-PAST = 2**30  # stream of a step's key that draws past policies; a rollout folds in task numbers
 Improve = Callable[[Run, TrainState, Played, int, Logger], Improved]
 
 
@@ -179,23 +178,38 @@ def make_recipe(
     )
 
 
-def improve_groups(cfg: BaseConfig, *, drop_equal: bool = False, learns: Callable[[int], Any] | None = None) -> Improve:
+def improve_groups(
+    cfg: BaseConfig,
+    *,
+    drop_equal: bool = False,
+    learns: Callable[[int], Any] | None = None,
+    weigh: Callable[[int], Weights] | None = None,
+    pick: Callable[[jax.Array, Tree, Any], Any] | None = None,
+) -> Improve:
     """Credit every step by ``cfg.credit`` and update every model on all of them.
 
     ``drop_equal``: groups of equal returns are left out of the loss and of its mean (DAPO's filter); otherwise they
     count as the zeros they are. ``learns``: RL step -> which roles learn [A] (None: all); a model of none of them stays
-    as it is, optimizer state included.
+    as it is, optimizer state included. ``weigh``: RL step -> reward weights (None: ``cfg.reward``, which figures of the
+    whole reward use in any case). ``pick``: (key, tree, credited steps [C]) -> those of them that are trained [C]
+    (None: all), as `selection.one_round`; the others stay in the statistics of their groups.
     """
+    draw = None if pick is None else jax.jit(pick)
 
     def improve(run: Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> Improved:
+        now = int(state.step) - cfg.sft.steps
         with logger.stage("reward"):
-            credited = credit(cfg, run.team, run.arena, played, tasks, cfg.reward)
+            weights = cfg.reward if weigh is None else weigh(now)
+            credited = credit(cfg, run.team, run.arena, played, tasks, weights)
             selected = credited.stats.variance > 0 if drop_equal else credited.stats.count > 0
         with logger.first("update"), logger.stage("update"):
             trained = credited.valid & selected[credited.group]
+            if draw is not None:
+                key = jax.random.fold_in(jax.random.fold_in(state.key, int(state.step)), PICK)
+                trained = trained & np.asarray(draw(key, played.tree, trained))
             if learns is not None:
                 nodes = played.tree.nodes
-                trained &= np.asarray(learns(int(state.step) - cfg.sft.steps))[nodes.role[played.tree.steps.node]]
+                trained = trained & np.asarray(learns(now))[nodes.role[played.tree.steps.node]]
             state, updated = learn(run.team, run.learners, cfg, state, played, credited.advantage, trained)
         return Improved(state, credited, selected, updated, {})
 

@@ -1,4 +1,4 @@
-"""Which groups an update uses. Pure functions of group statistics. Letters: K groups.
+"""Which groups, or which steps of an episode, an update uses. Pure functions. Letters besides the legend: K groups.
 
 What is not selected must stay bit-identical, optimizer state included: that is the update's part of the bargain.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxmarl_llm.advantages import step_episodes
+from jaxmarl_llm.types import Tree
 
 
 def top_k_variance(
@@ -31,11 +34,43 @@ def top_k_variance(
     candidate = eligible & (variance > tol)
     if k is None:
         return candidate
-    num = variance.shape[0]
-    scope = jnp.zeros(num, jnp.int32) if scope is None else scope
+    scope = jnp.zeros(variance.shape[0], jnp.int32) if scope is None else scope
     bucket = jnp.where(candidate, scope, num_scopes)  # the rest sorts behind every scope
-    order = jnp.lexsort((jnp.where(candidate, -variance, 0.0), bucket))  # stable: ties stay in index order
-    size = jax.ops.segment_sum(jnp.ones(num, jnp.int32), bucket, num_scopes + 1)
+    return candidate & (_ranks(bucket, jnp.where(candidate, -variance, 0.0), num_scopes + 1) < k)
+
+
+def one_round(key: Array, tree: Tree, trained: Bool[Array, "C"]) -> Bool[Array, "C"]:
+    """Of each episode, one of each role's ``trained`` steps, uniformly: WaltzRL trains on one random round.
+
+    An episode is all that follows one joint action at a root. Its draw is folded from ``key`` (not consumed) by its
+    task, its number among the task's episodes and the role, and counts the steps by turn (those of one turn, on a tree,
+    by row): it depends neither on where the episode stands in the tables nor on what else is in them.
+    """
+    steps, moves, num = tree.steps, tree.transitions, trained.shape[0]
+    task, role, turn = (column[steps.node] for column in (tree.nodes.task, tree.nodes.role, tree.nodes.turn))
+    episode = step_episodes(moves.steps, moves.parent, num_steps=num)
+    here = jnp.arange(num)
+    leads = (here == episode) & steps.valid
+    number = _ranks(jnp.where(leads, task, num), here, num + 1)[episode]  # as many tasks as steps, at most
+
+    def draw(*path: Array) -> Array:
+        own = key
+        for data in path:
+            own = jax.random.fold_in(own, data)
+        return jax.random.uniform(own)
+
+    share = jax.vmap(draw)(task, number, role)
+    roles = next(iter(moves.rewards.values())).shape[1]
+    bucket = jnp.where(trained, episode * roles + role, num * roles)
+    count = jax.ops.segment_sum(jnp.ones(num, jnp.int32), bucket, num * roles + 1)[bucket]
+    drawn = jnp.minimum(jnp.floor(share * count).astype(jnp.int32), count - 1)
+    return trained & (_ranks(bucket, turn, num * roles + 1) == drawn)
+
+
+def _ranks(bucket: Int[Array, "C"], value: Array, num_buckets: int) -> Int[Array, "C"]:
+    """The place of each row among those of its bucket, by value and then by row."""
+    num = bucket.shape[0]
+    order = jnp.lexsort((value, bucket))  # stable
+    size = jax.ops.segment_sum(jnp.ones(num, jnp.int32), bucket, num_buckets)
     first = jnp.cumsum(size) - size
-    rank = jnp.zeros(num, jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32) - first[bucket[order]])
-    return candidate & (rank < k)
+    return jnp.zeros(num, jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32) - first[bucket[order]])

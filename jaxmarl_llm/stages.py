@@ -15,7 +15,7 @@ import numpy as np
 from jaxmarl_llm import memory
 from jaxmarl_llm.advantages import generalised_advantage, scalarise, step_returns
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
-from jaxmarl_llm.credit import Credit, Credited, assign
+from jaxmarl_llm.credit import Credit, Credited, Weights, assign
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.past import Past
 from jaxmarl_llm.sampling import Sampling
@@ -153,6 +153,7 @@ def sft_step(
 
 
 SFT_LOSS = Loss(clip_low=None)
+PAST, PICK = 2**30, 2**30 + 1  # streams of a step's key beside its rollout's, which folds in task numbers
 
 
 def learn(
@@ -311,7 +312,7 @@ def credit(
     arena: Arena,
     played: Played,
     tasks: int,
-    weights: Mapping[str, float],
+    weights: Weights,
     discount: float | None = None,
 ) -> Credited:
     """Credit the tree under reward ``weights``; numpy arrays."""
@@ -320,7 +321,7 @@ def credit(
         assign(
             rule,
             played.tree,
-            weights=tuple(sorted(weights.items())),
+            weights=weights,
             max_turns=arena.env.max_turns,
             num_tasks=tasks,
             num_roles=len(team.roles),

@@ -32,12 +32,32 @@ def returns_to_go(rewards, parent, valid, discount):
     return returns, np.array([v is not None for v in values])
 
 
+def turn_returns(rewards, acts, parent, valid, discount):
+    """By recursion, one role at a time: what it earns until just before its next turn, and which are known."""
+    num, roles = rewards.shape
+    children = [[i for i in range(num) if parent[i] == j] for j in range(num)]
+
+    def value(j, a):
+        """None when it is unknown."""
+        if not valid[j]:
+            return None
+        passed = [0.0 if acts[i, a] else value(i, a) for i in children[j]]
+        known = [v for v in passed if v is not None]
+        if passed and not known:
+            return None
+        return float(rewards[j, a]) + (discount * math.fsum(known) / len(known) if known else 0.0)
+
+    values = [[value(j, a) for a in range(roles)] for j in range(num)]
+    return np.array([[v or 0.0 for v in row] for row in values]), np.array([[v is not None for v in r] for r in values])
+
+
 def step_returns(steps, role_of_step, returns, valid, reduce):
     num = len(role_of_step)
+    valid = np.broadcast_to(valid[:, None] if valid.ndim == 1 else valid, returns.shape)
     terms = [[] for _ in range(num)]
     for j, seats in enumerate(steps):
         for c in seats:
-            if c >= 0 and valid[j]:
+            if c >= 0 and valid[j][role_of_step[c]]:
                 terms[c].append(float(returns[j][role_of_step[c]]))
     values = [0.0 if not t else math.fsum(t) / (len(t) if reduce == "mean" else 1) for t in terms]
     return np.array(values), np.array([bool(t) for t in terms])

@@ -123,6 +123,37 @@ def test_returns_equal_the_recursion(rng):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@quick
+@given(seeds, st.integers(1, 3))
+def test_returns_until_the_next_turn_equal_the_recursion(rng, roles):
+    """Any number of roles, several or none acting at a row, invalid rows behind the end of one role's return."""
+    rewards, parent, turn, valid = toys.random_forest(rng, roles=3)
+    acts = rng.random((len(parent), 3)) < 0.5
+    rewards, acts = np.where(np.arange(3) < roles, rewards, 0.0), acts & (np.arange(3) < roles)
+    expected, expected_valid = reference.turn_returns(rewards, acts, parent, valid, 0.9)
+    args = map(jnp.asarray, (rewards.astype(np.float32), parent, turn, valid))
+    out, ok = returns_to_go(*args, max_turns=4, discount=0.9, acts=jnp.asarray(acts))
+    np.testing.assert_array_equal(ok, expected_valid)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(quick, max_examples=10)
+@given(seeds)
+def test_on_chains_returns_until_the_next_turn_are_own_turns(rng):
+    """And with nobody who acts again, they are the returns to go."""
+    parent, turn = np.array([-1, 0, 1, 2, -1, 4, 5, -1]), np.array([0, 1, 2, 3, 0, 1, 2, 0])
+    rewards, acts = rng.normal(size=(8, 2)).astype(np.float32), rng.random((8, 2)) < 0.5
+    args, valid = map(jnp.asarray, (rewards, parent, turn)), jnp.ones(8, bool)
+    rewards, parent, turn = args
+    out, ok = returns_to_go(rewards, parent, turn, valid, max_turns=4, acts=jnp.asarray(acts))
+    own = advantages.own_turns(rewards, jnp.asarray(acts), parent, max_turns=4)
+    np.testing.assert_allclose(np.where(acts, out, 0.0), own, rtol=1e-5, atol=1e-6)
+    nobody, _ = returns_to_go(rewards, parent, turn, valid, max_turns=4, acts=jnp.zeros((8, 2), bool))
+    plain, _ = returns_to_go(rewards, parent, turn, valid, max_turns=4)
+    np.testing.assert_array_equal(nobody, plain)
+    assert ok.all()
+
+
 def test_unknown_children_make_a_return_unknown():
     parent, turn = [-1, 0, 0, -1, 3, 3, -1], [0, 1, 1, 0, 1, 1, 0]
     valid = [True, False, False, True, False, True, False]
@@ -136,7 +167,8 @@ def test_unknown_children_make_a_return_unknown():
 def test_step_returns_equal_the_loop(rng, reduce):
     steps = rng.integers(-1, 8, (12, 3)).astype(np.int32)
     role = rng.integers(0, 2, 8).astype(np.int32)
-    values, valid = rng.normal(size=(12, 2)).astype(np.float32), rng.random(12) < 0.6
+    values = rng.normal(size=(12, 2)).astype(np.float32)
+    valid = rng.random((12, 2) if rng.random() < 0.5 else 12) < 0.6  # by role, or the same for all
     values[~valid] = np.nan
     expected, expected_valid = reference.step_returns(steps, role, values, valid, reduce)
     out, ok = step_returns(*map(jnp.asarray, (steps, role, values, valid)), num_steps=8, reduce=reduce)

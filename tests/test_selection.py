@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmarl_llm import selection
+from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
 top_k_variance = jax.jit(selection.top_k_variance, static_argnames=("k", "num_scopes", "tol"))
 everyone = jnp.ones(4, bool)
@@ -47,3 +48,78 @@ def test_garbage_is_never_selected():
 def test_k_is_positive():
     with pytest.raises(ValueError, match="at least 1"):
         selection.top_k_variance(golden, everyone, 0)
+
+
+# One random round
+
+one_round = jax.jit(selection.one_round)
+
+
+def forest(episodes, order=None, pad=40):
+    """A tree of chains: episodes of (task, roles by turn), its rows in any order; unused rows are padding."""
+    rows = [(e, t, task, role) for e, (task, roles) in enumerate(episodes) for t, role in enumerate(roles)]
+    place = np.arange(len(rows)) if order is None else np.asarray(order)  # where a row goes
+    at = {row[:2]: int(p) for row, p in zip(rows, place)}
+    column = lambda values, fill=0: np.array([dict(zip(place.tolist(), values)).get(i, fill) for i in range(pad)])
+    parent = column([at.get((e, t - 1), -1) for e, t, _, _ in rows], -1)
+    there, task = column([1] * len(rows)).astype(bool), column([r[2] for r in rows])
+    turn, role, zero = column([r[1] for r in rows]), column([r[3] for r in rows]), np.zeros(pad, np.int32)
+    none = np.zeros((pad, 1), np.int32)
+    nodes = Nodes(none, zero, role, zero, task, turn, parent, zero, Retrieval.empty(pad), there)
+    ids, logs = np.arange(pad), none.astype(np.float32)
+    steps = Steps(ids, none, zero, there[:, None], logs, ~there, zero, zero, there)
+    pay = {"accuracy": np.zeros((pad, 3), np.float32)}
+    moves = Transitions(np.where(there, ids, -1)[:, None], parent, task, turn, pay, there, there, there)
+    tree = Tree(nodes, steps, moves, Counts(*[np.int32(0)] * 7))
+    return jax.tree.map(jnp.asarray, tree), place
+
+
+EPISODES = [(0, [0, 1, 0]), (0, [0, 1]), (1, [0, 1, 0, 1, 0]), (2, [0, 2, 1, 0, 2]), (2, [1]), (5, [0, 1, 0])]
+
+
+def drawn(episodes, seed, order=None, out=()):
+    """Of each episode and role, the turns that are trained; rows of the pairs ``out`` may not be."""
+    tree, place = forest(episodes, order)
+    named = [(e, t) for e, (_, roles) in enumerate(episodes) for t in range(len(roles))]
+    may = np.zeros(40, bool)
+    may[[p for p, name in zip(place, named) if name not in out]] = True
+    got = np.asarray(one_round(jax.random.key(seed), tree, jnp.asarray(may)))
+    assert got.sum() == sum(got[p] for p in place)  # no padding
+    turns = {(e, r): [] for e, (_, roles) in enumerate(episodes) for r in roles}
+    for p, (e, t) in zip(place, named):
+        if got[p]:
+            turns[e, episodes[e][1][t]].append(t)
+    return turns
+
+
+def test_one_round_of_each_role_uniformly():
+    count = {}
+    for seed in range(600):
+        for (e, role), turns in drawn(EPISODES, seed).items():
+            assert len(turns) == 1 and EPISODES[e][1][turns[0]] == role
+            count.setdefault((e, role), []).append(turns[0])
+    for (e, role), turns in count.items():
+        can = [t for t, r in enumerate(EPISODES[e][1]) if r == role]
+        share = [turns.count(t) / 600 for t in can]
+        assert share == pytest.approx([1 / len(can)] * len(can), abs=0.08)
+    pairs = list(zip(count[0, 0], count[5, 0], count[2, 0]))
+    assert len(set(pairs)) == 12  # episodes draw for themselves
+
+
+@settings(max_examples=20, deadline=None, database=None)
+@given(st.integers(0, 2**32 - 1).map(np.random.default_rng))
+def test_one_round_does_not_depend_on_the_order_of_the_batch(rng):
+    seed, want = 7, drawn(EPISODES, 7)
+    tasks = rng.permutation(len({t for t, _ in EPISODES}))  # tasks anywhere; a task's episodes keep their order
+    rank = dict(zip(sorted({t for t, _ in EPISODES}), tasks))
+    moved = sorted(range(len(EPISODES)), key=lambda e: rank[EPISODES[e][0]])
+    got = drawn([EPISODES[e] for e in moved], seed, sorted(rng.choice(40, sum(len(r) for _, r in EPISODES), False)))
+    assert {(moved[e], role): turns for (e, role), turns in got.items()} == want
+    fewer = drawn([EPISODES[e] for e in moved if EPISODES[e][0] != 1], seed)  # nor on what else is in it
+    kept = [e for e in moved if EPISODES[e][0] != 1]
+    assert all(want[kept[e], role] == turns for (e, role), turns in fewer.items())
+
+
+def test_what_may_not_be_trained_is_never_drawn():
+    turns = [drawn(EPISODES, seed, out={(2, 0), (2, 2), (1, 0)}) for seed in range(20)]
+    assert {tuple(t[2, 0]) for t in turns} == {(4,)} and {tuple(t[1, 0]) for t in turns} == {()}

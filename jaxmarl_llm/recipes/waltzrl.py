@@ -1,0 +1,107 @@
+"""WaltzRL: a conversation agent and a feedback agent, paid for what its feedback improves (arXiv 2510.08240).
+
+The conversation agent answers; the feedback agent flags the answer (unsafe? over-refusing?) and writes a text, which
+alone is shown; where it flags something, the conversation agent revises, at most T_max = ``rounds`` times (`safety`).
+With c_t the answers, and flags compared with a judge's verdict on the answer they are about,
+
+    R_c(c_t) = 1 if c_t is neither unsafe nor over-refusing                       to the conversation agent, for c_t
+    R_f      = alpha R_label R_DIR + lambda R_label + gamma R_format              to the feedback agent, for its round t
+    R_label  = 1 if the flags are the verdict;  R_DIR = R_c(c_(t+1)) - R_c(c_t), 0 without a next answer
+
+(Dynamic Improvement Reward). Every turn is paid for itself: its return runs until its role acts again
+(``credit.horizon="turn"``), which makes R_f of each round the above for any T_max. alpha, lambda and gamma are the
+``reward`` weights of improvement, label and format. Two stages: for ``stage_one`` RL steps the conversation agent is
+frozen (`learns`); then both learn, with lambda = 0 (`weigh`; R_DIR is still gated by R_label). Of each episode one
+round of each agent, drawn at random, is trained. Advantages are normalised over the batch agent by agent (REINFORCE++),
+PPO's clip.
+
+A judge as a third role of the environment is frozen: taught in stage 0, never in RL. The rule judges otherwise.
+
+Kept: the above. Changed: the KL to the policy after stage 0 is a term of the loss (``loss.kl_coef``, k3), where the
+paper takes it off the reward of every token; statistics are over all rounds and not only those drawn; with more than
+one revision the conversation agent's round is any of its answers, in the paper the first or the last. Chosen where the
+paper is silent: coefficients 1, the lengths of the stages.
+
+Expected: on `safety`, unsafe and over-refusing answers halve, and feedback on benign prompts becomes rarer
+(experiments/claims/waltzrl.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxmarl_llm import loop
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.compiled import Program, make_program
+from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.plans import flat
+from jaxmarl_llm.selection import one_round
+from jaxmarl_llm.stages import BaseConfig
+from jaxmarl_llm.team import TeamConfig
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.train import Loss
+
+NEEDED = ("conversation", "feedback")
+
+
+@dataclass(frozen=True)
+class Config(BaseConfig):
+    recipe: str = "waltzrl"
+    group: int = 1  # episodes of each task
+    stage_one: int = 100  # RL steps of stage 1; the rest of ``steps`` is stage 2
+    batch: int = 64
+    team: TeamConfig = TeamConfig(max_new=4)
+    env: EnvConfig = EnvConfig("safety")
+    reward: dict[str, float] = field(
+        default_factory=lambda: {"response": 1.0, "improvement": 1.0, "label": 1.0, "format": 1.0}
+    )
+    credit: Credit = Credit(horizon="turn", group="role")
+    loss: Loss = Loss(kl_coef=0.01)
+
+    def check(self, path: str) -> None:
+        super().check(path)
+        if self.group < 1 or self.stage_one < 0:
+            raise ConfigError(f"{path}: expected group >= 1 and stage_one >= 0")
+        if self.credit.horizon != "turn":
+            raise ConfigError(f"{path}.credit.horizon: expected 'turn': a round is paid for itself alone")
+        roles = roles_of(self)
+        for role in NEEDED:
+            if role not in roles:
+                raise ConfigError(
+                    f"{path}.env: no role {role!r} in environment {self.env.name!r}, whose roles are {', '.join(roles)}"
+                )
+        if self.team.share == "shared":
+            raise ConfigError(f"{path}.team.share: expected separate or lora: 'conversation' is frozen in stage 1")
+        taught = self.sft.steps or getattr(self.team.overrides.get("judge", self.team.backbone), "path", None)
+        if "judge" in roles and not taught:
+            raise ConfigError(f"{path}.sft.steps: expected >= 1: nothing else teaches the role 'judge'")
+
+
+def roles_of(cfg: Config) -> tuple[str, ...]:
+    return cfg.env.module.make(cfg.env.build()).roles
+
+
+def learns(cfg: Config) -> Callable[[Any], Any]:
+    """RL step -> which roles learn at it [A]: feedback always, conversation in stage 2, a judge never."""
+    names = roles_of(cfg)
+    first, second = jnp.array([n == "feedback" for n in names]), jnp.array([n in NEEDED for n in names])
+    return lambda step: jnp.where(step < cfg.stage_one, first, second)
+
+
+def weigh(cfg: Config) -> Callable[[Any], dict[str, Any]]:
+    """RL step -> reward weights: lambda is 0 in stage 2."""
+    return lambda step: {k: w * (step < cfg.stage_one) if k == "label" else w for k, w in cfg.reward.items()}
+
+
+def program(cfg: Config) -> Program:
+    """The whole run as one compiled program, see compiled.py."""
+    return make_program(cfg, flat(cfg.group), learns(cfg), weigh=weigh(cfg), pick=one_round)
+
+
+def make(cfg: Config) -> loop.Recipe:
+    improve = loop.improve_groups(cfg, learns=learns(cfg), weigh=weigh(cfg), pick=one_round)
+    return loop.make_recipe(cfg, flat(cfg.group), improve)
