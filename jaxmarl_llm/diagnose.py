@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jaxmarl_llm.arena import Arena, Played
 from jaxmarl_llm.credit import Credited
 from jaxmarl_llm.memory import MemoryConfig
-from jaxmarl_llm.plans import single
+from jaxmarl_llm.plans import Plan, flat, single
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.types import Team, TrainState
@@ -105,6 +106,39 @@ def episode_values(moves: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return total, valid & (moves.parent < 0)
 
 
+def held_out(
+    cfg: BaseConfig,
+    team: Team,
+    arena: Arena,
+    state: TrainState,
+    plan: Plan,
+    sampling: Sampling,
+    memory_config: MemoryConfig | None = None,
+) -> Iterator[tuple[int, Played]]:
+    """All held-out tasks in batches: the number of tasks, and how they were played. The same draws at every call."""
+    count = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
+    chunk = count if arena.array else min(count, 4 * cfg.batch)
+    for start in range(0, count, chunk):
+        indices = range(start, min(start + chunk, count))
+        key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 + start)
+        params, version = state.params, int(state.step)
+        yield (
+            len(indices),
+            arena.play(
+                team,
+                params,
+                state.memory,
+                indices,
+                plan,
+                key,
+                sampling,
+                memory_config,
+                version=version,
+                held_out=True,
+            ),
+        )
+
+
 def evaluate(
     cfg: BaseConfig,
     team: Team,
@@ -118,33 +152,46 @@ def evaluate(
     """
     samplings = samplings or {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
     out: dict[str, float] = {}
-    count = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
-    chunk = count if arena.array else min(count, 4 * cfg.batch)
     for suffix, sampling in samplings.items():
         totals: dict[str, list[float]] = {}
-        for start in range(0, count, chunk):
-            indices = range(start, min(start + chunk, count))
-            key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 + start)
-            played = arena.play(
-                team,
-                state.params,
-                state.memory,
-                indices,
-                single(),
-                key,
-                sampling,
-                memory_config,
-                version=int(state.step),
-                held_out=True,
-            )
+        count = 0
+        for tasks, played in held_out(cfg, team, arena, state, single(), sampling, memory_config):
+            count += tasks
             for name, values in played.tree.transitions.rewards.items():
                 mean = _episode_mean(played.tree.transitions, values.mean(1))
-                totals.setdefault(name, []).append(mean * len(indices))
+                totals.setdefault(name, []).append(mean * tasks)
         out |= {f"eval/{name}{suffix}": sum(v) / count for name, v in totals.items()}
         out[f"eval/return{suffix}"] = sum(w * out[f"eval/{name}{suffix}"] for name, w in cfg.reward.items())
         if "accuracy" in totals:
             out[f"eval/success{suffix}"] = out[f"eval/accuracy{suffix}"]
     return out
+
+
+def majority(cfg: BaseConfig, team: Team, arena: Arena, state: TrainState, votes: int) -> dict[str, float]:
+    """``eval/accuracy_majority@k``: held-out accuracy when each task's answer is the most frequent of k episodes'.
+
+    An episode's answer is the text of its last completion; ties go to the first episode.
+    """
+    scores: list[float] = []
+    for tasks, played in held_out(cfg, team, arena, state, flat(votes), cfg.sampling):
+        moves = played.tree.transitions
+        scored, roots = episode_values(moves, moves.rewards["accuracy"].mean(1))
+        last = np.arange(len(moves.parent))
+        for j in np.argsort(-moves.turn, kind="stable"):
+            if moves.played[j] and moves.parent[j] >= 0:
+                last[moves.parent[j]] = last[j]
+        for task in range(tasks):
+            episodes = np.flatnonzero(roots & (moves.task == task))
+            answers = [played.completion_text(int(moves.steps[last[j]].max())) for j in episodes]
+            if answers:
+                scores.append(float(scored[episodes[most_frequent(answers)]]))
+    return {f"eval/accuracy_majority@{votes}": float(np.mean(scores)) if scores else float("nan")}
+
+
+def most_frequent(answers: Sequence[Any]) -> int:
+    """Index of the first of the most frequent answers."""
+    counts = collections.Counter(answers)
+    return max(range(len(answers)), key=lambda i: (counts[answers[i]], -i))
 
 
 def episodes_of(team: Team, played: Played, credited: Credited, selected: np.ndarray, count: int) -> list[list[dict]]:

@@ -1,4 +1,4 @@
-"""Which groups an update uses. Pure functions of group statistics. Letters: K groups.
+"""Which groups an update uses, and which members of a group are compared. Pure functions. Letters: K groups or pairs.
 
 What is not selected must stay bit-identical, optimizer state included: that is the update's part of the bargain.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -39,3 +40,19 @@ def top_k_variance(
     first = jnp.cumsum(size) - size
     rank = jnp.zeros(num, jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32) - first[bucket[order]])
     return candidate & (rank < k)
+
+
+def same_parent_pairs(
+    parent: Int[np.ndarray, "C"], label: Bool[np.ndarray, "C"], valid: Bool[np.ndarray, "C"]
+) -> Int[np.ndarray, "K 2"]:
+    """Preference pairs among siblings (MALT): rows (labelled step, unlabelled step) of one ``parent``, all of them.
+
+    ``parent`` is what siblings share, their node. By the first step, then by the second, in the order of the rows.
+    Invalid steps are in no pair; a node whose steps all have one label has none.
+    """
+    better, worse = np.flatnonzero(valid & label), np.flatnonzero(valid & ~label)
+    worse = worse[np.argsort(parent[worse], kind="stable")]
+    first = np.searchsorted(parent[worse], parent[better], "left")
+    count = np.searchsorted(parent[worse], parent[better], "right") - first
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.stack([np.repeat(better, count), worse[np.repeat(first, count) + within]], axis=1)
