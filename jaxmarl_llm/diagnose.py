@@ -33,11 +33,10 @@ def diagnose(
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
     out = {f"count/{k}": float(v) for k, v in dataclasses.asdict(tree.counts).items()}
     ended = moves.valid & moves.done
-    starts = moves.valid & (moves.parent < 0)
     total = 0.0
     for name, values in moves.rewards.items():
         # Mean over roles and episodes; each transition counts by its share of the episodes through it.
-        mean = _episode_mean(moves, values.mean(1)) if starts.any() else float("nan")
+        mean = _episode_mean(moves, values.mean(1))
         out[f"reward/{name}"] = mean
         total += cfg.reward.get(name, 0.0) * mean
     out["reward/total"] = total
@@ -86,24 +85,32 @@ def diagnose(
 
 
 def _episode_mean(moves: Any, values: np.ndarray) -> float:
-    """Mean over tasks of the sum of ``values`` along an episode, siblings averaged: the root value without discount."""
+    """Mean over tasks of the sum of ``values`` along an episode, siblings averaged: the root value without discount.
+    NaN when none is known.
+    """
     total, roots = episode_values(moves, values)
-    return float(total[roots].mean())
+    return float(total[roots].mean()) if roots.any() else float("nan")
 
 
 def episode_values(moves: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of ``values`` from each transition on, siblings averaged [J], and which transitions are valid roots."""
-    valid = moves.valid
+    """The sum of ``values`` from each transition on, siblings averaged [J], and which transitions are valid roots.
+
+    As in `advantages.returns_to_go`, a transition none of whose continuations is valid is not valid either.
+    """
     order = np.argsort(-moves.turn, kind="stable")
-    below, count = np.zeros(len(values)), np.zeros(len(values))
-    total = np.zeros(len(values))
+    below, count, total = (np.zeros(len(values)) for _ in range(3))
+    known, ends = moves.valid.copy(), np.ones(len(values), bool)
     for j in order:
-        if valid[j]:
+        known[j] &= ends[j] or count[j] > 0
+        parent = moves.parent[j]
+        if parent >= 0 and moves.played[j]:
+            ends[parent] = False
+        if known[j]:
             total[j] = values[j] + (below[j] / count[j] if count[j] else 0.0)
-            if moves.parent[j] >= 0:
-                below[moves.parent[j]] += total[j]
-                count[moves.parent[j]] += 1
-    return total, valid & (moves.parent < 0)
+            if parent >= 0:
+                below[parent] += total[j]
+                count[parent] += 1
+    return total, known & (moves.parent < 0)
 
 
 def held_out(

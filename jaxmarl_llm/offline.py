@@ -69,7 +69,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def _read_table(path: Path, sha256: Mapping[str, str]) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; {_REMEDY}") from None

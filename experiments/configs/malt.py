@@ -20,6 +20,8 @@ from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.train import Optimizer
 
 VARIANTS = ("tiny", "random", "solo")
+# Sums and differences of two digits; most differences are taken for sums, verdicts are right in 4 of 5.
+QUESTIONS = {"terms": 2, "largest": 9, "slip": 0.6, "lenient": 0.2, "strict": 0.1}
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -33,9 +35,9 @@ def tiny() -> Config:
         batch=64,
         tasks=512,
         team=TeamConfig(max_new=2, remat=False),
-        env=EnvConfig("chain", {"protocol": "refine"}, eval_tasks=512),
+        env=EnvConfig("chain", {"protocol": "refine", **QUESTIONS}, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-4),
-        sft=SFT(steps=600, batch=64, samples=8192, optimizer=Optimizer(learning_rate=3e-3)),
+        sft=SFT(steps=500, batch=64, samples=8192, optimizer=Optimizer(learning_rate=3e-3)),
         imitation=Offline(steps=150, batch=64, optimizer=Optimizer(learning_rate=1e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=250),
     )

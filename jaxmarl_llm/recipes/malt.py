@@ -142,7 +142,7 @@ def labelled(cfg: Config, tables: offline.Tables) -> offline.Tables:
 
 def samples(table: Mapping[str, np.ndarray], rows: np.ndarray) -> Demonstrations:
     """``rows`` of a table's steps: [n], or [n G] where the G of a row share a prompt."""
-    node, said = table["node"][rows.reshape(len(rows), -1)[:, :1].ravel()], table["tokens"][rows]
+    node, said = table["node"][rows if rows.ndim == 1 else rows[:, 0]], table["tokens"][rows]
     return Demonstrations(table["prompt"][node], table["prompt_length"][node], said, table["length"][rows])
 
 
