@@ -1,8 +1,9 @@
 """MALT on `chain` (a generator, a verifier, a refiner): what training on its own labelled tree brings, and its labels.
 
 Arms of a seed: ``single`` (stage 0 of one model alone), ``untrained`` (stage 0 of the team), and from that very team
-``trained`` and ``random labels``, each also before its preferences (``imitation alone``). Accuracy on 512 held-out questions, one episode each, sampled as in training; beside
-it the vote of three. The settings are `experiments/configs/malt.py`.
+``trained`` and ``random labels``, each also before its preferences (``imitation alone``). Accuracy on 512 held-out
+questions, one episode each, sampled as in training; beside it the vote of three. The settings are those of
+`experiments/configs/malt.py`.
 """
 
 from __future__ import annotations

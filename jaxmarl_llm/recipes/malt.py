@@ -6,7 +6,7 @@ is right; so V of a step is the share of right leaves behind it. A step of V abo
 
     1. every role is fine-tuned on its positive steps (``imitation``)
     2. verifier and refiner learn by DPO from pairs of siblings, one positive and one not (``steps``); the policy that
-       the first part ends with is the reference, and the generator stays as it is, optimizer state included
+       the first part ends with is the reference, and the generator's model stays as it is, optimizer state included
 
 The labelled tree is a data set on disk (``data``), written once and verified when it is read; a run that is resumed
 uses the one that is there, and so does another run of the same sampling configuration. At inference the answer is the
@@ -182,6 +182,8 @@ def make(cfg: Config) -> loop.Recipe:
         raise ConfigError(
             f"config.env: environment {arena.env.name!r} has no role {missing[0]!r}; MALT needs {', '.join(ROLES)}"
         )
+    if "accuracy" not in arena.env.components:
+        raise ConfigError(f"config.env: environment {arena.env.name!r} pays no 'accuracy', which the vote is scored by")
     plan = product(cfg.group)
     learners_of = lambda loss, optimizer: {
         m.name: make_learner(m.policy, loss, optimizer, Sampling()) for m in team.models
