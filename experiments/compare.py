@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from typing import Any
 
@@ -35,16 +34,11 @@ def alone(cfg: Any) -> Any:
     return grpo.Config(**{name: getattr(base, name) for name in theirs})
 
 
-def most_frequent(texts: list[Any]) -> int:
-    """Index of the first of the most frequent texts."""
-    counts = collections.Counter(texts)
-    return max(range(len(texts)), key=lambda i: (counts[texts[i]], -i))
-
-
 def vote(cfg: Any, recipe: Any, state: Any, votes: int) -> tuple[np.ndarray, int]:
     """Return of each held-out task when every writer's most frequent text of ``votes`` is taken. One-turn tasks."""
     import jax
 
+    from jaxmarl_llm.diagnose import most_frequent
     from jaxmarl_llm.plans import flat
     from jaxmarl_llm.text import ConfigError
     from jaxmarl_llm.workers import Failure

@@ -91,12 +91,12 @@ class Played(NamedTuple):
 
 
 class Demonstrations(NamedTuple):
-    """Supervised samples of one role, padded."""
+    """Samples of one role, padded: prompts, and what was written there."""
 
     tokens: np.ndarray  # [n, P]
     length: np.ndarray
-    completions: np.ndarray  # [n, R], stop id included
-    completion_length: np.ndarray
+    completions: np.ndarray  # [n, R], stop id included; [n, G, R] where a prompt has a group of them
+    completion_length: np.ndarray  # [n], or [n, G]
 
 
 class Arena(ABC):

@@ -33,7 +33,7 @@ def digests(tree: PyTree) -> dict[str, str]:
     return out
 
 
-def _seal(meta: dict[str, Any]) -> str:
+def seal(meta: dict[str, Any]) -> str:
     """SHA-256 of the meta, but for the seal itself."""
     rest = {k: v for k, v in meta.items() if k != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
@@ -62,7 +62,7 @@ class Checkpointer:
             if floating and bool(jax.numpy.isnan(leaf).any()):
                 raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
         meta = {**meta, "sha256": digests(state)}
-        meta["seal"] = _seal(meta)
+        meta["seal"] = seal(meta)
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         )
@@ -80,7 +80,7 @@ class Checkpointer:
                     candidate,
                     args=ocp.args.Composite(state=ocp.args.StandardRestore(like), meta=ocp.args.JsonRestore()),
                 )
-                if got.meta["seal"] != _seal(got.meta):
+                if got.meta["seal"] != seal(got.meta):
                     problem = "checksum of meta differs"
                 else:
                     wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(k) != v]
@@ -102,7 +102,7 @@ class Checkpointer:
         for step in self.steps()[::-1]:
             try:
                 meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-                if meta["seal"] == _seal(meta):
+                if meta["seal"] == seal(meta):
                     return meta
             except Exception:  # as in restore
                 continue

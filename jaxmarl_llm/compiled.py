@@ -47,9 +47,9 @@ def make_program(
 ) -> Program:
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
-    With ``loss.kl_coef`` the policy that stage 0 ends with stays in the parameters as ``reference``. ``learns``,
-    ``weigh`` and ``pick`` as in loop.improve_groups; the RL step they get is traced. ConfigError for critics and past
-    policies: it has none.
+    A loss that refers to another policy refers to the one that stage 0 ends with, ``reference`` in the parameters.
+    ``learns``, ``weigh`` and ``pick`` as in loop.improve_groups; the RL step they get is traced. ConfigError for
+    critics and past policies: it has none.
     """
     for name, asked in {"team.critic": cfg.team.critic != "none", "past.size": bool(cfg.past.size)}.items():
         if asked:
@@ -137,7 +137,7 @@ def make_program(
             )
             learner, before = learners[model.name], (params["agents"][model.name], opt_state[model.name])
             batches = [_block(tree, credited.advantage, weights, b) for b in blocks_of[m]]
-            if cfg.loss.kl_coef:
+            if cfg.loss.refers:
                 reference = params["reference"][model.name], params["shared"].get(model.base)
                 batches = [b.replace(reference=learner.score(*reference, b)) for b in batches]
             params, opt_state, seen = apply(learner, params, opt_state, model, batches, cfg.loss.epochs)
@@ -146,10 +146,9 @@ def make_program(
                 own, kept = jax.tree.map(lambda new, old: jnp.where(mine.any(), new, old), after, before)
                 params = {**params, "agents": {**params["agents"], model.name: own}}
                 opt_state = {**opt_state, model.name: kept}
-            out[f"grad_norm/{model.name}"] = seen["grad_norm"][0]
-            out[f"clip_fraction/{model.name}"] = seen["clip_fraction"][-1]
-            if cfg.loss.kl_coef:
-                out[f"kl/{model.name}"] = seen["ref_kl"][0]
+            for name, epoch in (("grad_norm", 0), ("clip_fraction", -1), ("ref_kl", 0)):
+                if name in seen:
+                    out[f"{name.removeprefix('ref_')}/{model.name}"] = seen[name][epoch]
         return (params, opt_state), out
 
     def run(seed: jax.Array) -> tuple[Params, dict[str, jax.Array]]:
@@ -160,7 +159,7 @@ def make_program(
         if cfg.sft.steps:
             carry = params, fresh(tutors, params)
             (params, _), _ = jax.lax.scan(supervise, carry, jax.random.split(taught, cfg.sft.steps))
-        if cfg.loss.kl_coef:
+        if cfg.loss.refers:
             params = {**params, "reference": params["agents"]}
         steps = jax.random.split(played, cfg.steps), jnp.arange(cfg.steps)
         (params, _), seen = jax.lax.scan(improve, (params, fresh(learners, params)), steps)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jaxmarl_llm.arena import Arena, Played
 from jaxmarl_llm.credit import Credited
 from jaxmarl_llm.memory import MemoryConfig
-from jaxmarl_llm.plans import single
+from jaxmarl_llm.plans import Plan, flat, single
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.types import Team, TrainState
@@ -32,11 +33,10 @@ def diagnose(
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
     out = {f"count/{k}": float(v) for k, v in dataclasses.asdict(tree.counts).items()}
     ended = moves.valid & moves.done
-    starts = moves.valid & (moves.parent < 0)
     total = 0.0
     for name, values in moves.rewards.items():
         # Mean over roles and episodes; each transition counts by its share of the episodes through it.
-        mean = _episode_mean(moves, values.mean(1)) if starts.any() else float("nan")
+        mean = _episode_mean(moves, values.mean(1))
         out[f"reward/{name}"] = mean
         total += cfg.reward.get(name, 0.0) * mean
     out["reward/total"] = total
@@ -85,24 +85,65 @@ def diagnose(
 
 
 def _episode_mean(moves: Any, values: np.ndarray) -> float:
-    """Mean over tasks of the sum of ``values`` along an episode, siblings averaged: the root value without discount."""
+    """Mean over tasks of the sum of ``values`` along an episode, siblings averaged: the root value without discount.
+    NaN when none is known.
+    """
     total, roots = episode_values(moves, values)
-    return float(total[roots].mean())
+    return float(total[roots].mean()) if roots.any() else float("nan")
 
 
 def episode_values(moves: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of ``values`` from each transition on, siblings averaged [J], and which transitions are valid roots."""
-    valid = moves.valid
+    """The sum of ``values`` from each transition on, siblings averaged [J], and which transitions are valid roots.
+
+    As in `advantages.returns_to_go`, a transition none of whose continuations is valid is not valid either.
+    """
     order = np.argsort(-moves.turn, kind="stable")
-    below, count = np.zeros(len(values)), np.zeros(len(values))
-    total = np.zeros(len(values))
+    below, count, total = (np.zeros(len(values)) for _ in range(3))
+    known, ends = moves.valid.copy(), np.ones(len(values), bool)
     for j in order:
-        if valid[j]:
+        known[j] &= ends[j] or count[j] > 0
+        parent = moves.parent[j]
+        if parent >= 0 and moves.played[j]:
+            ends[parent] = False
+        if known[j]:
             total[j] = values[j] + (below[j] / count[j] if count[j] else 0.0)
-            if moves.parent[j] >= 0:
-                below[moves.parent[j]] += total[j]
-                count[moves.parent[j]] += 1
-    return total, valid & (moves.parent < 0)
+            if parent >= 0:
+                below[parent] += total[j]
+                count[parent] += 1
+    return total, known & (moves.parent < 0)
+
+
+def held_out(
+    cfg: BaseConfig,
+    team: Team,
+    arena: Arena,
+    state: TrainState,
+    plan: Plan,
+    sampling: Sampling,
+    memory_config: MemoryConfig | None = None,
+) -> Iterator[tuple[int, Played]]:
+    """All held-out tasks in batches: the number of tasks, and how they were played. The same draws at every call."""
+    count = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
+    chunk = count if arena.array else min(count, 4 * cfg.batch)
+    for start in range(0, count, chunk):
+        indices = range(start, min(start + chunk, count))
+        key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 + start)
+        params, version = state.params, int(state.step)
+        yield (
+            len(indices),
+            arena.play(
+                team,
+                params,
+                state.memory,
+                indices,
+                plan,
+                key,
+                sampling,
+                memory_config,
+                version=version,
+                held_out=True,
+            ),
+        )
 
 
 def evaluate(
@@ -118,33 +159,46 @@ def evaluate(
     """
     samplings = samplings or {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
     out: dict[str, float] = {}
-    count = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
-    chunk = count if arena.array else min(count, 4 * cfg.batch)
     for suffix, sampling in samplings.items():
         totals: dict[str, list[float]] = {}
-        for start in range(0, count, chunk):
-            indices = range(start, min(start + chunk, count))
-            key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 + start)
-            played = arena.play(
-                team,
-                state.params,
-                state.memory,
-                indices,
-                single(),
-                key,
-                sampling,
-                memory_config,
-                version=int(state.step),
-                held_out=True,
-            )
+        count = 0
+        for tasks, played in held_out(cfg, team, arena, state, single(), sampling, memory_config):
+            count += tasks
             for name, values in played.tree.transitions.rewards.items():
                 mean = _episode_mean(played.tree.transitions, values.mean(1))
-                totals.setdefault(name, []).append(mean * len(indices))
+                totals.setdefault(name, []).append(mean * tasks)
         out |= {f"eval/{name}{suffix}": sum(v) / count for name, v in totals.items()}
         out[f"eval/return{suffix}"] = sum(w * out[f"eval/{name}{suffix}"] for name, w in cfg.reward.items())
         if "accuracy" in totals:
             out[f"eval/success{suffix}"] = out[f"eval/accuracy{suffix}"]
     return out
+
+
+def majority(cfg: BaseConfig, team: Team, arena: Arena, state: TrainState, votes: int) -> dict[str, float]:
+    """``eval/accuracy_majority@k``: held-out accuracy when each task's answer is the most frequent of k episodes'.
+
+    An episode's answer is the text of its last completion; ties go to the first episode.
+    """
+    scores: list[float] = []
+    for tasks, played in held_out(cfg, team, arena, state, flat(votes), cfg.sampling):
+        moves = played.tree.transitions
+        scored, roots = episode_values(moves, moves.rewards["accuracy"].mean(1))
+        last = np.arange(len(moves.parent))
+        for j in np.argsort(-moves.turn, kind="stable"):
+            if moves.played[j] and moves.parent[j] >= 0:
+                last[moves.parent[j]] = last[j]
+        for task in range(tasks):
+            episodes = np.flatnonzero(roots & (moves.task == task))
+            answers = [played.completion_text(int(moves.steps[last[j]].max())) for j in episodes]
+            if answers:
+                scores.append(float(scored[episodes[most_frequent(answers)]]))
+    return {f"eval/accuracy_majority@{votes}": float(np.mean(scores)) if scores else float("nan")}
+
+
+def most_frequent(answers: Sequence[Any]) -> int:
+    """Index of the first of the most frequent answers."""
+    counts = collections.Counter(answers)
+    return max(range(len(answers)), key=lambda i: (counts[answers[i]], -i))
 
 
 def episodes_of(team: Team, played: Played, credited: Credited, selected: np.ndarray, count: int) -> list[list[dict]]:

@@ -26,11 +26,11 @@ from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import PAST, PICK, SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, sft_step
+from jaxmarl_llm.stages import PAST, PICK, SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, offline_step
 from jaxmarl_llm.team import init_params, make_team, with_past
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Optimizer, make_learner, task_order
-from jaxmarl_llm.types import Params, Team, TrainState, Tree
+from jaxmarl_llm.train import Learner, Optimizer, make_learner, task_order
+from jaxmarl_llm.types import Params, PyTree, Team, TrainState, Tree
 
 
 class Improved(NamedTuple):
@@ -60,6 +60,89 @@ class Recipe(NamedTuple):
     episodes: Callable[[], list[list[dict]]]
 
 
+class Phase(NamedTuple):
+    """Consecutive steps of a run, with one optimizer a model that is fresh at the first of them.
+
+    ``step(state, i, logger)`` takes the state one step on, i counted within the phase. ``begin(agents)`` is what the
+    parameters hold beside the agents from the phase's first step on.
+    """
+
+    steps: int
+    learners: Mapping[str, Learner]  # by model
+    step: Callable[[TrainState, int, Logger], tuple[TrainState, dict[str, float]]]
+    begin: Callable[[Params], Params] = lambda agents: {}
+
+
+def open_arena(cfg: BaseConfig) -> tuple[Arena, Team]:
+    """The environment and team of a configuration; ConfigError for a reward that the environment does not pay."""
+    arena = make_arena(cfg.env)
+    unknown = sorted(set(cfg.reward) - set(arena.env.components))
+    if unknown:
+        raise ConfigError(
+            f"config.reward: environment {arena.env.name!r} pays no {unknown[0]!r}; it pays "
+            f"{', '.join(arena.env.components)}"
+        )
+    return arena, make_team(cfg.team, arena.env.roles)
+
+
+def make_phases(
+    cfg: BaseConfig,
+    team: Team,
+    arena: Arena,
+    phases: Sequence[Phase],
+    *,
+    context: int = 0,
+    stores: Callable[[], PyTree] = dict,
+    evaluate: Callable[[TrainState], dict[str, float]],
+    episodes: Callable[[], list[list[dict]]] = list,
+) -> Recipe:
+    """Stage 0 for ``sft.steps``, then ``phases`` one after the other. ``stores()``: empty memories by role.
+
+    ``context``: memory entries in demonstrations.
+    """
+    tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
+    data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, context) if cfg.sft.steps else {}
+
+    def teach(state: TrainState, i: int, logger: Logger) -> tuple[TrainState, dict[str, float]]:
+        with logger.first("supervised update"), logger.stage("update"):
+            return offline_step(team, tutors, SFT_LOSS, data, cfg.sft, cfg.seed, state, i, name="sft")
+
+    phases = [Phase(cfg.sft.steps, tutors, teach), *phases]
+    starts = [sum(p.steps for p in phases[:k]) for k in range(len(phases))]
+
+    def phase_of(step: int) -> int:
+        """The phase of the step after ``step`` ones; the last phase beyond the end."""
+        return next((k for k, p in enumerate(phases) if starts[k] <= step < starts[k] + p.steps), len(phases) - 1)
+
+    def optimizers(phase: Phase, agents: Params) -> PyTree:
+        return {m.name: phase.learners[m.name].init(agents[m.name]) for m in team.models}
+
+    def init(step: int) -> TrainState:
+        params = init_params(cfg.team, team, jax.random.key(cfg.seed))
+        for phase in phases:
+            params |= phase.begin(params["agents"])
+        last = phases[phase_of(max(step - 1, 0))]  # a state is as its last step left it
+        return TrainState(
+            step=jnp.int32(0),
+            key=jax.random.key(cfg.seed),
+            params=params,
+            opt_state=optimizers(last, params["agents"]),
+            memory=stores(),
+            counters={"skipped": jnp.int32(0)},
+        )
+
+    def step(state: TrainState, logger: Logger) -> tuple[TrainState, dict[str, float]]:
+        now = int(state.step)
+        k = phase_of(now)
+        if now and now == starts[k]:
+            agents = state.params["agents"]
+            params = {**state.params, **phases[k].begin(agents)}
+            state = state.replace(params=params, opt_state=optimizers(phases[k], agents))
+        return phases[k].step(state, now - starts[k], logger)
+
+    return Recipe(team, arena, sum(p.steps for p in phases), init, step, evaluate, episodes)
+
+
 def make_recipe(
     cfg: BaseConfig,
     plan: Plan,
@@ -67,18 +150,11 @@ def make_recipe(
     memory_config: MemoryConfig | None = None,
     critic_optimizer: Optimizer | None = None,
 ) -> Recipe:
-    """Stage 0 for ``sft.steps``, then: play a batch of tasks by ``plan``, ``improve`` on it. One optimizer a stage.
+    """Stage 0, then for ``cfg.steps``: play a batch of tasks by ``plan``, ``improve`` on it.
 
-    With ``loss.kl_coef`` the policy that stage 0 ends with is kept as ``params["reference"]``.
+    A loss that refers to another policy refers to the one that stage 0 ends with, kept as ``params["reference"]``.
     """
-    arena = make_arena(cfg.env)
-    team = make_team(cfg.team, arena.env.roles)
-    unknown = sorted(set(cfg.reward) - set(arena.env.components))
-    if unknown:
-        raise ConfigError(
-            f"config.reward: environment {arena.env.name!r} pays no {unknown[0]!r}; it pays "
-            f"{', '.join(arena.env.components)}"
-        )
+    arena, team = open_arena(cfg)
     if cfg.credit.scale == "std" and cfg.credit.centre != "mean":
         logging.warning(
             "config.credit.centre=%s has no effect with credit.scale=std: standardised advantages have mean 0",
@@ -91,9 +167,6 @@ def make_recipe(
     playing = {role.model for role in team.roles}
     chosen = {m.name: cfg.optimizer if m.name in playing else critic_optimizer or cfg.optimizer for m in team.models}
     learners = {m.name: make_learner(m.policy, cfg.loss, chosen[m.name], cfg.sampling) for m in team.models}
-    tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
-    context = 0 if memory_config is None else memory_config.retrieve
-    data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, context) if cfg.sft.steps else {}
     run = Run(team, arena, learners)
     latest: dict[str, Any] = {}
 
@@ -110,41 +183,17 @@ def make_recipe(
             for i, role in enumerate(team.roles)
         }
 
-    def extra(agents: Params) -> Params:
-        """What RL starts with beside the agents: the reference policy, an empty ring of past ones."""
+    def begin(agents: Params) -> Params:
+        """The reference policy, an empty ring of past ones."""
         out: Params = {}
-        if cfg.loss.kl_coef:
+        if cfg.loss.refers:
             out["reference"] = jax.tree.map(jnp.copy, agents)
         if cfg.past.size:
             out["past"] = past.init({role.model: agents[role.model] for role in team.roles}, cfg.past.size)
         return out
 
-    def init(step: int) -> TrainState:
-        params = init_params(cfg.team, team, jax.random.key(cfg.seed))
-        makers = tutors if step < cfg.sft.steps else learners
-        params |= extra(params["agents"])
-        return TrainState(
-            step=jnp.int32(0),
-            key=jax.random.key(cfg.seed),
-            params=params,
-            opt_state={m.name: makers[m.name].init(params["agents"][m.name]) for m in team.models},
-            memory=stores(),
-            counters={"skipped": jnp.int32(0)},
-        )
-
-    def start_rl(state: TrainState) -> TrainState:
-        params = {**state.params, **extra(state.params["agents"])}
-        fresh = {m.name: learners[m.name].init(params["agents"][m.name]) for m in team.models}
-        return state.replace(params=params, opt_state=fresh)
-
-    def step(state: TrainState, logger: Logger) -> tuple[TrainState, dict[str, float]]:
-        now = int(state.step)
-        if now < cfg.sft.steps:
-            with logger.first("supervised update"), logger.stage("update"):
-                return sft_step(team, tutors, data, cfg.sft, cfg.seed, state)
-        if now == cfg.sft.steps and cfg.sft.steps:
-            state = start_rl(state)
-        tasks = list(task_order(cfg.seed, arena.size, (now - cfg.sft.steps) * cfg.batch, cfg.batch))
+    def step(state: TrainState, i: int, logger: Logger) -> tuple[TrainState, dict[str, float]]:
+        now, tasks = int(state.step), list(task_order(cfg.seed, arena.size, i * cfg.batch, cfg.batch))
         with logger.first(f"rollout {plan.name}"), logger.stage("rollout"):
             key = jax.random.fold_in(state.key, now)
             params, cast = state.params, None
@@ -156,7 +205,7 @@ def make_recipe(
                 company, params, state.memory, tasks, plan, key, cfg.sampling, memory_config, version=now, cast=cast
             )
         done = improve(run, state, played, len(tasks), logger)
-        if cfg.past.size and (now - cfg.sft.steps + 1) % cfg.past.every == 0:
+        if cfg.past.size and (i + 1) % cfg.past.every == 0:
             params = done.state.params
             ring = past.push(params["past"], {name: params["agents"][name] for name in params["past"]["ring"]})
             done = done._replace(state=done.state.replace(params={**params, "past": ring}))
@@ -164,17 +213,15 @@ def make_recipe(
         seen = diagnose(cfg, team, arena, played, done.credited, done.selected, done.updated)
         return done.state, {**seen, **done.metrics}
 
-    def episodes() -> list[list[dict]]:
-        return episodes_of(team, **latest, count=cfg.run.episodes) if latest else []
-
-    return Recipe(
+    return make_phases(
+        cfg,
         team,
         arena,
-        cfg.sft.steps + cfg.steps,
-        init,
-        step,
-        lambda state: evaluate(cfg, team, arena, state, memory_config),
-        episodes,
+        [Phase(cfg.steps, learners, step, begin)],
+        context=0 if memory_config is None else memory_config.retrieve,
+        stores=stores,
+        evaluate=lambda state: evaluate(cfg, team, arena, state, memory_config),
+        episodes=lambda: episodes_of(team, **latest, count=cfg.run.episodes) if latest else [],
     )
 
 

@@ -1,4 +1,4 @@
-"""Policy-gradient losses on token log-probabilities: ``loss = sum(weights * token_loss)``, minimised.
+"""Losses on token log-probabilities, minimised: policy gradients, ``sum(weights * token_loss)``, and preferences.
 
 All averaging lives in ``weights`` (``aggregation_weights`` of the whole batch), so losses, gradients and metrics of
 micro-batches are sums, whatever the split. A token of weight 0 is masked: whatever stands there, NaN included,
@@ -227,3 +227,39 @@ def policy_loss(
         loss = loss - entropy_coef * mean_entropy
         metrics["entropy"] = mean_entropy
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def dpo(
+    logprobs: Float[Array, "*batch G R"],
+    *,
+    ref_logprobs: Float[Array, "*batch G R"],
+    advantages: Float[Array, "*batch G R"],
+    weights: Float[Array, "*batch G R"],
+    beta: float,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Direct preference optimisation (Rafailov et al., arXiv 2305.18290, eq. 7) between the members of each group:
+
+        ``sum_(i, j) w_ij (-log sigmoid(beta (d_i - d_j)))``, ``d_i = sum_t log pi(i_t) - log pi_ref(i_t)``
+
+    over the pairs of a preferred i (a positive advantage) and a rejected j (a negative one) of one group, that is of
+    one prompt. A sequence weighs as much as its heaviest token and a pair as its two sequences together: with weights
+    of kind ``sum`` and groups of one pair each, the loss is the mean over pairs. Tokens of weight 0 are masked; a
+    sequence without others is in no pair.
+
+    Only ``logprobs`` carry gradient. Metrics are sums over pairs weighted by w_ij, with ``weight`` their sum:
+    ``accuracy`` (d_i > d_j) and ``margin`` (beta (d_i - d_j)).
+    """
+    if beta <= 0:
+        raise ValueError(f"beta is positive, not {beta}")
+    weights = jax.lax.stop_gradient(weights)
+    mask = weights > 0
+    clean = lambda x: jnp.where(mask, x.astype(jnp.float32), 0.0)
+    gain = jnp.sum(clean(logprobs) - jax.lax.stop_gradient(clean(ref_logprobs)), axis=-1)
+    side = jnp.sum(jax.lax.stop_gradient(clean(advantages)), axis=-1)
+    share = jnp.max(weights, axis=-1)
+    pair = (side > 0)[..., :, None] & (side < 0)[..., None, :]
+    weight = jnp.where(pair, share[..., :, None] + share[..., None, :], 0.0)
+    margin = beta * (gain[..., :, None] - gain[..., None, :])
+    weighted = lambda x: jnp.sum(weight * x)
+    metrics = {"weight": jnp.sum(weight), "accuracy": weighted(margin > 0), "margin": weighted(margin)}
+    return weighted(jax.nn.softplus(-margin)), jax.lax.stop_gradient(metrics)

@@ -51,7 +51,8 @@ class Logger:
     ``resume_step`` is the last step of the checkpoint that was restored: later lines, from steps that will run again,
     are dropped. None starts anew; a metrics file that is already there is kept as ``metrics.jsonl.old``. A backend
     that fails is named once and never stops training; lines of metrics.jsonl wait in memory until the disk takes them.
-    On several hosts only the first has ``primary=True``; the others measure stages and write nothing.
+    ``workdir`` is the run's folder. On several hosts only the first has ``primary=True``; the others measure stages and
+    write nothing.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Logger:
             raise ConfigError(
                 f"workdir: metrics are appended to a file, which {str(workdir)!r} cannot do; use a folder"
             )
-        self._workdir, self._primary = Path(workdir), primary
+        self.workdir, self._primary = Path(workdir), primary
         self._total, self._interval = total_steps, max(interval, 1)
         self._last = -1 if resume_step is None else resume_step
         self._stages: dict[str, float] = {}
@@ -87,8 +88,8 @@ class Logger:
         from rich.console import Console
 
         self._console = console or Console()
-        self._workdir.mkdir(parents=True, exist_ok=True)
-        self._file = _JsonLines(self._workdir / "metrics.jsonl", resume_step)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self._file = _JsonLines(self.workdir / "metrics.jsonl", resume_step)
         self._backends["metrics.jsonl"] = (self._file.write, self._file.flush)
         if tensorboard:
             self._guard("TensorBoard", lambda: self._open_tensorboard(resume_step))
@@ -168,7 +169,7 @@ class Logger:
     def _open_tensorboard(self, resume_step: int | None) -> None:
         from tensorboardX import SummaryWriter
 
-        folder = self._workdir / "tensorboard"
+        folder = self.workdir / "tensorboard"
         # Steps from purge_step on come again: TensorBoard hides what an earlier process wrote for them.
         purge = None if not folder.is_dir() else 0 if resume_step is None else resume_step + 1
         # tensorboardX names a file by the second: a quick restart would write over the file of the process before.
@@ -187,10 +188,10 @@ class Logger:
             import wandb
         except ImportError:
             raise ConfigError("wandb_project: wandb is not installed; pip install 'jaxmarl_llm[wandb]'") from None
-        stored = self._workdir / "wandb_id.txt"
+        stored = self.workdir / "wandb_id.txt"
         run_id = stored.read_text().strip() if stored.is_file() else run_id or uuid.uuid4().hex[:12]
         stored.write_text(run_id + "\n")
-        run = wandb.init(project=project, id=run_id, resume="allow", dir=str(self._workdir))
+        run = wandb.init(project=project, id=run_id, resume="allow", dir=str(self.workdir))
         # A metric of its own as the axis: W&B drops rows whose built-in step goes back, as it does on resume.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")

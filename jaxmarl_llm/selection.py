@@ -1,4 +1,4 @@
-"""Which groups, or which steps of an episode, an update uses. Pure functions. Letters besides the legend: K groups.
+"""Which groups, steps of an episode and pairs of siblings an update uses. Pure functions. Letters: K groups or pairs.
 
 What is not selected must stay bit-identical, optimizer state included: that is the update's part of the bargain.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.advantages import step_episodes
@@ -74,3 +75,19 @@ def _ranks(bucket: Int[Array, "C"], value: Array, num_buckets: int) -> Int[Array
     size = jax.ops.segment_sum(jnp.ones(num, jnp.int32), bucket, num_buckets)
     first = jnp.cumsum(size) - size
     return jnp.zeros(num, jnp.int32).at[order].set(jnp.arange(num, dtype=jnp.int32) - first[bucket[order]])
+
+
+def same_parent_pairs(
+    parent: Int[np.ndarray, "C"], label: Bool[np.ndarray, "C"], valid: Bool[np.ndarray, "C"]
+) -> Int[np.ndarray, "K 2"]:
+    """Preference pairs among siblings (MALT): rows (labelled step, unlabelled step) of one ``parent``, all of them.
+
+    ``parent`` is what siblings share, their node. By the first step, then by the second, in the order of the rows.
+    Invalid steps are in no pair; a node whose steps all have one label has none.
+    """
+    better, worse = np.flatnonzero(valid & label), np.flatnonzero(valid & ~label)
+    worse = worse[np.argsort(parent[worse], kind="stable")]
+    first = np.searchsorted(parent[worse], parent[better], "left")
+    count = np.searchsorted(parent[worse], parent[better], "right") - first
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.stack([np.repeat(better, count), worse[np.repeat(first, count) + within]], axis=1)

@@ -45,13 +45,19 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SFT:
-    """Stage 0: supervised fine-tuning of every role on its own demonstrations."""
+class Offline:
+    """Steps on samples that are there before the first of them."""
 
     steps: int = 0
     batch: int = 32  # samples of each role in a step
-    samples: int = 2048  # demonstrations of each role to draw from
     optimizer: Optimizer = Optimizer(learning_rate=3e-3)
+
+
+@dataclass(frozen=True)
+class SFT(Offline):
+    """Stage 0: supervised fine-tuning of every role on its own demonstrations."""
+
+    samples: int = 2048  # demonstrations of each role to draw from
 
 
 @dataclass(frozen=True)
@@ -121,33 +127,47 @@ class ActorCritic(BaseConfig):
             raise ConfigError(f"{path}.loss.value_coef: expected above 0: nothing would train the critic")
 
 
-def sft_step(
+def offline_step(
     team: Team,
     learners: Mapping[str, Learner],
+    loss: Loss,
     data: Mapping[str, Demonstrations],
-    cfg: SFT,
+    cfg: Offline,
     seed: int,
     state: TrainState,
+    step: int,
+    *,
+    name: str,
+    advantages: tuple[float, ...] = (1.0,),
 ) -> tuple[TrainState, dict[str, float]]:
-    """One step of maximum likelihood for every role on its own samples: the policy update with advantage 1."""
-    step = int(state.step)
+    """The ``step``-th step of every role on its own samples: the policy update on given completions.
+
+    Completions of a sample share its prompt: one with advantage 1 is maximum likelihood, two with advantages 1 and -1
+    are a preference (loss dpo). ``state`` has the optimizers of ``learners``. Metrics are under ``name``; a role
+    without samples is left out.
+    """
     batches: dict[str, list[Batch]] = {}
-    for index, role in enumerate(team.roles):
+    for role in team.roles:
         if role.name not in data or not len(data[role.name].length):
             continue
         d = data[role.name]
         rows = np.array(list(task_order(seed, len(d.length), step * cfg.batch, cfg.batch)))
-        size = d.completion_length[rows]
         # One shape a role where its prompts are all short, buckets of the batch where some are long.
         p = min(bucket(int(d.length[rows].max()), 64), bucket(int(d.length.max()), 8), d.tokens.shape[1])
-        mask = np.arange(d.completions.shape[1]) < size[:, None]
-        weights = np.asarray(token_weights(mask, np.ones(len(rows), np.float32), "token"))[:, None]
-        zeros = np.zeros_like(weights)
-        batch = Batch(d.tokens[rows, :p], d.length[rows], d.completions[rows][:, None], weights, zeros + 1, zeros)
-        batches.setdefault(team.roles[index].model, []).append(batch)
-    params, opt_state, metrics = update_models(team.models, learners, SFT_LOSS, state.params, state.opt_state, batches)
-    out = {f"sft/{name}/nll": m["nll"] for name, m in metrics.items()}
-    out["sft/nll"] = float(np.mean([m["nll"] for m in metrics.values()]))
+        completions = d.completions[rows].reshape(len(rows), len(advantages), -1)
+        size = d.completion_length[rows].reshape(len(rows), len(advantages), 1)
+        mask = np.arange(completions.shape[2]) < size
+        weights = np.asarray(token_weights(mask, np.ones(mask.shape[:2], np.float32), loss.aggregate))
+        gain = np.broadcast_to(np.array(advantages, np.float32)[:, None], weights.shape)
+        batch = Batch(d.tokens[rows, :p], d.length[rows], completions, weights, gain, np.zeros_like(weights))
+        batches.setdefault(role.model, []).append(batch)
+    params, opt_state, metrics = update_models(
+        team.models, learners, loss, state.params, state.opt_state, batches, state.params.get("reference")
+    )
+    shown = ("nll",) if loss.objective == "policy" else ("loss", "accuracy", "margin")
+    out = {f"{name}/{model}/{k}": m[k] for model, m in metrics.items() for k in shown}
+    if metrics:
+        out |= {f"{name}/{k}": float(np.mean([m[k] for m in metrics.values()])) for k in shown}
     out["bad"] = float(any(not m["ok"] for m in metrics.values()))
     return state.replace(params=params, opt_state=opt_state), out
 

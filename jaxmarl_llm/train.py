@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.advantages import step_episodes
 from jaxmarl_llm.generate import bucket
-from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, head_value, policy_loss, value_loss
+from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, dpo, head_value, policy_loss, value_loss
 from jaxmarl_llm.sampling import Sampling, score
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Model, Params, Policy, PyTree, Tree
@@ -75,8 +75,10 @@ def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
 
 @dataclass(frozen=True)
 class Loss:
-    """Token loss and its averaging; see losses.policy_loss and losses.aggregation_weights."""
+    """What is minimised and how it is averaged; see losses.policy_loss, losses.dpo and losses.aggregation_weights."""
 
+    objective: str = "policy"  # policy: the policy gradient; dpo: preferences between siblings, by sign of advantage
+    beta: float = 0.1  # of dpo
     clip_low: float | None = 0.2  # None: no clip (then clip_high is unused)
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -93,6 +95,12 @@ class Loss:
     epochs: int = 1  # optimizer steps on one batch; from the second on, ratios are to the policy of the first
 
     def check(self, path: str) -> None:
+        if self.objective not in ("policy", "dpo"):
+            raise ConfigError(f"{path}.objective: expected policy or dpo, got {self.objective!r}")
+        if self.objective == "dpo" and (self.aggregate != "sum" or self.beta <= 0):
+            raise ConfigError(f"{path}: expected aggregate='sum' and beta > 0 with objective='dpo'")
+        if self.objective == "dpo" and (self.kl_coef or self.entropy_coef or self.importance_cap is not None):
+            raise ConfigError(f"{path}: expected no kl_coef, entropy_coef or importance_cap with objective='dpo'")
         if self.level not in ("token", "sequence"):
             raise ConfigError(f"{path}.level: expected token or sequence, got {self.level!r}")
         if self.aggregate not in ("token", "sequence", "sum", "constant", "trajectory"):
@@ -109,6 +117,11 @@ class Loss:
             raise ConfigError(f"{path}: expected value_coef >= 0 and value_clip > 0 or None")
         if self.epochs < 1:
             raise ConfigError(f"{path}.epochs: expected >= 1, got {self.epochs}")
+
+    @property
+    def refers(self) -> bool:
+        """Whether a reference policy is needed."""
+        return bool(self.kl_coef) or self.objective == "dpo"
 
     @property
     def clip(self) -> tuple[float, float] | None:
@@ -248,23 +261,32 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
 
     def objective(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, tuple[dict, jax.Array]]:
         logprobs, entropy, prompt = scores(own, shared, batch)
-        value, metrics = policy_loss(
-            logprobs,
-            old_logprobs=batch.old,
-            advantages=batch.advantages,
-            weights=batch.weights,
-            clip=loss.clip,
-            dual_clip=loss.dual_clip,
-            level=loss.level,
-            max_log_ratio=loss.max_log_ratio,
-            kl_coef=loss.kl_coef,
-            kl_kind=loss.kl_kind,
-            behaviour_logprobs=None if loss.importance_cap is None else batch.behaviour,
-            importance_cap=loss.importance_cap,
-            ref_logprobs=batch.reference,
-            entropy=entropy,
-            entropy_coef=loss.entropy_coef,
-        )
+        if loss.objective == "dpo":
+            value, metrics = dpo(
+                logprobs,
+                ref_logprobs=batch.reference,
+                advantages=batch.advantages,
+                weights=batch.weights,
+                beta=loss.beta,
+            )
+        else:
+            value, metrics = policy_loss(
+                logprobs,
+                old_logprobs=batch.old,
+                advantages=batch.advantages,
+                weights=batch.weights,
+                clip=loss.clip,
+                dual_clip=loss.dual_clip,
+                level=loss.level,
+                max_log_ratio=loss.max_log_ratio,
+                kl_coef=loss.kl_coef,
+                kl_kind=loss.kl_kind,
+                behaviour_logprobs=None if loss.importance_cap is None else batch.behaviour,
+                importance_cap=loss.importance_cap,
+                ref_logprobs=batch.reference,
+                entropy=entropy,
+                entropy_coef=loss.entropy_coef,
+            )
         seen = batch.weights > 0
         metrics["nll"] = -jnp.sum(batch.weights * jnp.where(seen, logprobs, 0.0))
         gap = jnp.max(jnp.where(seen, jnp.abs(logprobs - batch.behaviour), 0.0))
@@ -306,8 +328,8 @@ CHUNK = 256  # tokens whose logits are alive at once in the update
 class Updated(NamedTuple):
     own: Params
     opt_state: PyTree
-    # Means over the trained tokens; grad_norm; logprob_gap; ok 1.0, or 0.0 when skipped. Of the first epoch, but
-    # ratio, clip_fraction and approx_kl of the last.
+    # Means over the trained tokens (dpo: pairs); grad_norm; logprob_gap; ok 1.0, or 0.0 when skipped. Of the first
+    # epoch, but ratio, clip_fraction and approx_kl of the last.
     metrics: dict[str, float]
 
 
@@ -322,12 +344,12 @@ def update(
 ) -> Updated:
     """One or several optimizer steps (``loss.epochs``) of one model on its micro-batches. Donates own and opt_state.
 
-    ``reference`` (a tree like own) is the policy of the KL term. A non-finite loss or gradient skips that optimizer
-    step: parameters and optimizer state come back as they were, ``ok`` is 0.
+    ``reference`` (a tree like own) is the policy of the KL term, or of dpo. A non-finite loss or gradient skips that
+    optimizer step: parameters and optimizer state come back as they were, ``ok`` is 0.
     """
-    if loss.kl_coef:
+    if loss.refers:
         if reference is None:
-            raise ValueError("loss.kl_coef needs the reference parameters")
+            raise ValueError("the loss needs the reference parameters: kl_coef is set, or it is dpo")
         batches = [b.replace(reference=learner.score(reference, shared, b)) for b in batches]
     if loss.epochs > 1:
         batches = [b.replace(old=learner.score(own, shared, b)) for b in batches]
@@ -347,7 +369,7 @@ def update(
         mean = {k: v / weight if weight and k not in ("loss", "value_loss") else v for k, v in total.items()}
         if epoch == 0:
             seen = mean | {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
-        seen |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl")}
+        seen |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
     return Updated(own, opt_state, {**seen, "ok": float(ok)})
 
 

@@ -236,3 +236,29 @@ def generalised_advantage(rewards, values, acts, parent, played, valid, discount
                 advantage[j, a] = gain(j, a)
                 target[j, a] = advantage[j, a] + (values[j, a] if acts[j, a] else bootstrapped(j, a))
     return advantage, target
+
+
+def same_parent_pairs(parent, label, valid):
+    """Every (labelled, unlabelled) pair of valid siblings, by the first and then the second."""
+    rows = range(len(parent))
+    good = [i for i in rows if valid[i] and label[i]]
+    return [(i, j) for i in good for j in rows if valid[j] and not label[j] and parent[i] == parent[j]]
+
+
+def dpo(logprobs, ref_logprobs, advantages, weights, beta):
+    """Loss, and {weight, accuracy, margin}; arrays [N G R], token by token."""
+    loss, totals = 0.0, {"weight": 0.0, "accuracy": 0.0, "margin": 0.0}
+    for n in range(len(logprobs)):
+        gains, sides, shares = [], [], []
+        for g in range(len(logprobs[n])):
+            seen = [t for t, w in enumerate(weights[n][g]) if w > 0]
+            gains.append(math.fsum(logprobs[n][g][t] - ref_logprobs[n][g][t] for t in seen))
+            sides.append(math.fsum(advantages[n][g][t] for t in seen))
+            shares.append(max((weights[n][g][t] for t in seen), default=0.0))
+        for i, j in [(i, j) for i in range(len(gains)) for j in range(len(gains)) if sides[i] > 0 > sides[j]]:
+            margin, weight = beta * (gains[i] - gains[j]), shares[i] + shares[j]
+            loss += weight * math.log1p(math.exp(-margin))
+            totals["weight"] += weight
+            totals["accuracy"] += weight * (margin > 0)
+            totals["margin"] += weight * margin
+    return loss, totals

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from experiments import budget, cli, compare
+from jaxmarl_llm import diagnose
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.plans import flat
 
@@ -49,9 +50,9 @@ def test_bootstrap_covers_seeds_and_tasks():
 
 
 def test_most_frequent_and_ties_to_the_first():
-    assert compare.most_frequent(["a", "b", "b", "a", "c"]) == 0
-    assert compare.most_frequent(["c", "b", "b"]) == 1
-    assert compare.most_frequent(["x"]) == 0
+    assert diagnose.most_frequent(["a", "b", "b", "a", "c"]) == 0
+    assert diagnose.most_frequent(["c", "b", "b"]) == 1
+    assert diagnose.most_frequent(["x"]) == 0
 
 
 def test_one_model_alone_has_the_teams_budget_and_its_own_algorithm():

@@ -30,6 +30,7 @@ LAYERS = {
         "workers",
         "train",
         "checkpoint",
+        "offline",
         "weights",
         "weight_files",
         "metrics",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import jax
@@ -335,3 +336,73 @@ def test_missing_inputs_are_refused():
         losses.aggregation_weights(x > 0, one, "mean")
     with pytest.raises(ValueError, match="trajectory of each sequence"):
         losses.aggregation_weights(x > 0, one, "trajectory")
+
+
+# Preferences
+
+
+def preferences(seed, groups=4, members=3, tokens=5):
+    """Groups of one prompt: some members are in no pair (advantage 0), some have no token, garbage under the mask."""
+    rng = np.random.default_rng(seed)
+    shape = (groups, members, tokens)
+    mask = (np.arange(tokens) < rng.integers(0, tokens + 1, shape[:2])[..., None]) & (rng.random(shape) < 0.8)
+    old, sides = rng.normal(-1.5, 0.6, shape), rng.choice([-1.0, 0.0, 2.0], shape[:2])
+    sides[0] = [1.0, -1.0, -1.0][:members]
+    mask[0] = np.arange(tokens) < 3
+    flat = mask.reshape(-1, tokens)
+    arrays = {
+        "logprobs": old + rng.normal(0, 0.5, shape),
+        "ref_logprobs": old,
+        "advantages": np.broadcast_to(sides[..., None], shape).copy(),
+        "weights": reference.aggregation_weights(flat, np.ones(len(flat)), "sum").reshape(shape),
+    }
+    for name in ("logprobs", "ref_logprobs", "advantages"):
+        arrays[name][~mask] = np.nan
+    return arrays
+
+
+@partial(jax.jit, static_argnames="beta")
+def dpo_and_grad(arrays, beta):
+    rest = {n: a for n, a in arrays.items() if n != "logprobs"}
+    function = jax.value_and_grad(lambda x: losses.dpo(x, **rest, beta=beta), has_aux=True)
+    return function(arrays["logprobs"])
+
+
+single = lambda arrays: {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
+
+
+@settings(max_examples=30, deadline=None, database=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.1, 1.0]))
+def test_dpo_equals_the_slow_twin(seed, beta):
+    arrays = preferences(seed)
+    (loss, metrics), gradient = dpo_and_grad(single(arrays), beta)
+    want, totals = reference.dpo(*arrays.values(), beta)
+    assert loss == pytest.approx(want, rel=1e-4, abs=1e-6)
+    for name, total in totals.items():
+        assert metrics[name] == pytest.approx(total, rel=1e-4, abs=1e-5), name
+    assert np.isfinite(gradient).all() and not gradient[arrays["weights"] == 0].any()
+
+
+def test_dpo_gradient_by_finite_differences():
+    arrays = preferences(3)
+    _, gradient = dpo_and_grad(single(arrays), 0.5)
+    for at in zip(*np.nonzero(arrays["weights"])):
+        ends = []
+        for shift in (1e-5, -1e-5):
+            moved = arrays["logprobs"].copy()
+            moved[at] += shift
+            ends.append(reference.dpo(*(arrays | {"logprobs": moved}).values(), 0.5)[0])
+        assert gradient[at] == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-3, abs=1e-6)
+
+
+def test_dpo_golden_numbers():
+    """log 2 where the policy is the reference; a pair of margin log 3 costs log(4/3); only sums of log-probs count."""
+    one = jnp.ones((1, 2, 2))
+    sides, weights = jnp.array([1.0, -1.0])[None, :, None] * one, one / 2
+    loss, metrics = losses.dpo(-one, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.1)
+    assert loss == pytest.approx(math.log(2)) and metrics["weight"] == 1 and metrics["accuracy"] == 0
+    better = -one + jnp.array([[[0.5, 0.5], [0.0, -1.0]]]) * math.log(3)
+    loss, metrics = losses.dpo(better, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.5)
+    assert loss == pytest.approx(math.log(4 / 3)) and metrics["margin"] == pytest.approx(math.log(3))
+    with pytest.raises(ValueError, match="beta is positive"):
+        losses.dpo(-one, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.0)

@@ -123,3 +123,23 @@ def test_one_round_does_not_depend_on_the_order_of_the_batch(rng):
 def test_what_may_not_be_trained_is_never_drawn():
     turns = [drawn(EPISODES, seed, out={(2, 0), (2, 2), (1, 0)}) for seed in range(20)]
     assert {tuple(t[2, 0]) for t in turns} == {(4,)} and {tuple(t[1, 0]) for t in turns} == {()}
+
+
+# Preference pairs
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(st.integers(0, 2**32 - 1).map(np.random.default_rng), st.sampled_from([0, 1, 2, 5, 17]))
+def test_pairs_equal_the_double_loop(rng, rows):
+    """Ragged nodes in any order, some of one step, invalid rows in between; every pair once and in order."""
+    parent = rng.integers(0, 5, rows).astype(np.int32)
+    label, valid = rng.random(rows) < rng.choice([0.2, 0.5, 0.8]), rng.random(rows) < 0.8
+    pairs = selection.same_parent_pairs(parent, label, valid)
+    assert pairs.shape[1:] == (2,)
+    assert [tuple(p) for p in pairs.tolist()] == reference.same_parent_pairs(parent, label, valid)
+
+
+def test_no_pairs_when_all_siblings_are_alike():
+    parent = np.array([0, 0, 1, 1], np.int32)
+    for label in ([1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]):
+        assert selection.same_parent_pairs(parent, np.array(label, bool), np.ones(4, bool)).shape == (0, 2)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    kind: str  # "L" or "X"
+    kind: str  # "U" (counted in the run), "L" or "X"
     claim: str  # one sentence with its threshold
     figures: dict[str, list[float]]  # label -> one value a seed
     holds: bool

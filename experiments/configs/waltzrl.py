@@ -1,6 +1,6 @@
 """WaltzRL (arXiv 2510.08240). Variants:
 
-tiny        `safety`, a conversation and a feedback agent of 30 thousand parameters each, one revision; CPU, some minutes
+tiny        `safety`, a conversation and a feedback agent of 30 thousand parameters each, one revision; CPU, minutes
 no_dir      the same without the Dynamic Improvement Reward
 judge       the same with a judge that is a third, frozen role, taught in stage 0
 

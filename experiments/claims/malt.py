@@ -1,0 +1,111 @@
+"""MALT on `chain` (a generator, a verifier, a refiner): what training on its own labelled tree brings, and its labels.
+
+Arms of a seed: ``single`` (stage 0 of one model alone), ``untrained`` (stage 0 of the team), and from that very team
+``trained`` and ``random labels``, each also before its preferences (``imitation alone``). Accuracy on 512 held-out
+questions, one episode each, sampled as in training; beside it the vote of three. The settings are those of
+`experiments/configs/malt.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.claims import Finding
+from experiments.configs import malt as configs
+from jaxmarl_llm import loop, offline
+from jaxmarl_llm.diagnose import majority
+from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.recipes import grpo, malt
+from jaxmarl_llm.types import TrainState
+
+GOLDEN = "tests/test_malt.py"
+STATUS = "mechanism implemented"
+GAIN = 0.1  # of held-out accuracy over the untrained team
+NOISE = 0.03  # what counts as no gain
+
+
+def advance(recipe: loop.Recipe, state: TrainState, steps: int, folder: Path) -> TrainState:
+    with Logger(folder, resume_step=None, total_steps=steps, primary=False) as logger:
+        for step in range(int(state.step), steps):
+            state, _ = recipe.step(state, logger)
+            state = state.replace(step=jnp.int32(step + 1))
+    return state
+
+
+def accuracies(recipe: loop.Recipe, cfg: malt.Config, state: TrainState) -> dict[str, float]:
+    """Of one episode, and of the vote."""
+    seen = recipe.evaluate(state) | majority(cfg, recipe.team, recipe.arena, state, cfg.votes)
+    return {"one": seen["eval/accuracy"], "vote": seen[f"eval/accuracy_majority@{cfg.votes}"]}
+
+
+def samples(folder: Path, cfg: malt.Config) -> set[tuple[int, ...]]:
+    """Numbers of generations, verdicts and refinements of a task that occur in a data set."""
+    tables = offline.load(folder, malt.source(cfg)).values()
+    return {*zip(*(np.bincount(t["task"][t["node"]], minlength=cfg.tasks).tolist() for t in tables), strict=True)}
+
+
+def arms_of(seed: int) -> tuple[dict[str, dict[str, float]], set[tuple[int, ...]]]:
+    """Accuracies of every arm, and the samples of a task."""
+    cfg = dataclasses.replace(configs.tiny(), seed=seed)
+    control = dataclasses.replace(cfg, labels="random")
+    alone = dataclasses.replace(configs.solo(), seed=seed)
+    out, recipe, solo = {}, malt.make(cfg), grpo.make(alone)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        single = advance(solo, solo.init(0), alone.sft.steps, root)
+        out["single"] = accuracies(solo, cfg, single)
+        start = advance(recipe, recipe.init(0), cfg.sft.steps, root)
+        out["untrained"] = accuracies(recipe, cfg, start)
+        for name, arm in (("trained", cfg), ("random labels", control)):
+            other, state = malt.make(arm), jax.tree.map(jnp.copy, start)  # a step donates what it updates
+            state = advance(other, state, cfg.sft.steps + cfg.imitation.steps, root / name)
+            out[f"{name}, imitation alone"] = accuracies(recipe, cfg, state)
+            out[name] = accuracies(recipe, cfg, advance(other, state, other.total_steps, root / name))
+        return out, samples(root / "trained" / "data", cfg)
+
+
+def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
+    one: dict[str, list[float]] = {}
+    vote: dict[str, list[float]] = {}
+    counted: list[bool] = []
+    for seed in seeds:
+        arms, sizes = arms_of(seed)
+        for name, seen in arms.items():
+            one.setdefault(name, []).append(seen["one"])
+            vote.setdefault(f"{name}, vote of 3", []).append(seen["vote"])
+        counted.append(sizes == {(3, 9, 27)})
+        shown = "; ".join(f"{name} {seen['one']:.3f} (vote {seen['vote']:.3f})" for name, seen in arms.items())
+        say(f"malt, seed {seed}: {shown}; samples of a task {sorted(sizes)}")
+    of = lambda *names: (
+        {f"held-out accuracy, {name}": one[name] for name in names}
+        | {f"held-out accuracy, {name}, vote of 3": vote[f"{name}, vote of 3"] for name in names}
+    )
+    median = lambda a, b: float(np.median(np.array(one[a]) - np.array(one[b])))
+    return [
+        Finding(
+            "U",
+            "every task of the data set has exactly 3, 9 and 27 samples",
+            {"seeds in which it has": [float(x) for x in counted]},
+            all(counted),
+        ),
+        Finding(
+            "L",
+            f"held-out accuracy: the trained team passes the untrained one by >= {GAIN}, and that one a single model "
+            "(medians over seeds)",
+            of("single", "untrained", "trained, imitation alone", "trained"),
+            median("trained", "untrained") >= GAIN and median("untrained", "single") > 0,
+        ),
+        Finding(
+            "X",
+            f"held-out accuracy: with random labels the gain over the untrained team is at most {NOISE} (median)",
+            of("untrained", "random labels"),
+            median("random labels", "untrained") <= NOISE,
+        ),
+    ]

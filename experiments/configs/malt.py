@@ -1,0 +1,54 @@
+"""MALT (arXiv 2412.01928). Variants:
+
+tiny        `chain`, a generator, a verifier and a refiner of 0.1 M parameters each; CPU, some minutes
+random      the control: as many positive labels, on steps drawn at random
+solo        stage 0 of one model alone, on the same questions
+
+    python -m experiments.train --config=experiments/configs/malt.py:tiny --workdir=runs/malt
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.recipes import grpo
+from jaxmarl_llm.recipes.malt import Config
+from jaxmarl_llm.stages import SFT, Offline, RunConfig
+from jaxmarl_llm.team import TeamConfig
+from jaxmarl_llm.train import Optimizer
+
+VARIANTS = ("tiny", "random", "solo")
+# Sums and differences of two digits; most differences are taken for sums, verdicts are right in 4 of 5.
+QUESTIONS = {"terms": 2, "largest": 9, "slip": 0.6, "lenient": 0.2, "strict": 0.1}
+
+
+def get_config(variant: str = "tiny") -> ConfigDict:
+    one_of("variant", variant or "tiny", VARIANTS)
+    return ConfigDict(to_dict({"tiny": tiny, "random": control, "solo": solo}[variant or "tiny"]()))
+
+
+def tiny() -> Config:
+    return Config(
+        steps=100,
+        batch=64,
+        tasks=512,
+        team=TeamConfig(max_new=2, remat=False),
+        env=EnvConfig("chain", {"protocol": "refine", **QUESTIONS}, eval_tasks=512),
+        optimizer=Optimizer(learning_rate=1e-4),
+        sft=SFT(steps=500, batch=64, samples=8192, optimizer=Optimizer(learning_rate=3e-3)),
+        imitation=Offline(steps=150, batch=64, optimizer=Optimizer(learning_rate=1e-3)),
+        run=RunConfig(eval_every=50, checkpoint_every=250),
+    )
+
+
+def control() -> Config:
+    return dataclasses.replace(tiny(), labels="random")
+
+
+def solo() -> grpo.Config:
+    team = tiny()
+    theirs = ("batch", "team", "sft", "run", "reward")
+    env = dataclasses.replace(team.env, args={**team.env.args, "protocol": "solo"})
+    return grpo.Config(steps=0, env=env, **{name: getattr(team, name) for name in theirs})
