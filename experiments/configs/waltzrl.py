@@ -29,14 +29,14 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=120,
-        stage_one=80,
-        batch=64,
+        steps=80,
+        stage_one=50,
+        batch=32,
         team=TeamConfig(backbone=TINY, max_new=4, remat=False),
         env=EnvConfig("safety", eval_tasks=1024),
         optimizer=Optimizer(learning_rate=1e-3),
         sft=SFT(steps=300, batch=64, samples=4096, optimizer=Optimizer(learning_rate=3e-3)),
-        run=RunConfig(eval_every=40, checkpoint_every=120),
+        run=RunConfig(eval_every=40, checkpoint_every=80),
     )
 
 
