@@ -35,9 +35,9 @@ FALL = 0.5  # of a rate, against the untrained team
 def config(**changes) -> Config:
     backbone = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     base = Config(
-        steps=120,
-        stage_one=80,
-        batch=64,
+        steps=80,
+        stage_one=50,
+        batch=32,
         team=TeamConfig(backbone=backbone, max_new=4, remat=False),
         env=EnvConfig("safety", eval_tasks=1024),
         optimizer=Optimizer(learning_rate=1e-3),
@@ -80,12 +80,11 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
         teams = {"untrained": start, name: end, "worth": {**end, "conversation": start["conversation"]}}
         evaluate = jax.jit(jax.vmap(make_evaluation(cfg)))
         seen = {k: rates(cfg, evaluate({**params, "agents": team}, which)) for k, team in teams.items()}
-        got = {"untrained": seen["untrained"]} | got
+        got.setdefault("untrained", {**seen["untrained"], "helped": seen["untrained"]["accuracy"]})
         worth = {"precision": seen["worth"]["precision"], "helped": seen["worth"]["accuracy"]}
         got[name] = {**seen[name], **worth}
-    got["untrained"]["helped"] = got["untrained"]["accuracy"]
-    for name, figures in got.items():
-        say(f"waltzrl, {name}: " + "; ".join(f"{k} {np.round(v, 3).tolist()}" for k, v in figures.items()))
+        for arm in ("untrained", name) if len(got) == 2 else (name,):
+            say(f"waltzrl, {arm}: " + "; ".join(f"{k} {np.round(v, 3).tolist()}" for k, v in got[arm].items()))
     fall = lambda rate: float(np.median(1 - got["trained"][rate] / got["untrained"][rate]))
     ahead = lambda figure: float(np.median(got["trained"][figure] - got["without DIR"][figure]))
     table = lambda rate, *names: {f"{rate}, {name}": got[name][rate].tolist() for name in names}
