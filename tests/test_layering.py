@@ -35,6 +35,7 @@ LAYERS = {
         "metrics",
         "report",
         "value",
+        "complexity",
     ],
     4: ["team", "arena"],
     5: ["stages", "diagnose", "loop", "compiled"],
