@@ -36,8 +36,9 @@ Lengths = Mapping[int, float]  # tokens -> probability
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Copies of the trained parameters in an optimizer's state; adafactor's factors are a fraction of one.
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "adafactor": 0}
+LARGEST = 10**200  # states of a turn: beyond, expectations would leave the range of a float
 MANY = 1 << 60  # completions: more have the same longest one
-FOLLOWED = 1 << 16  # joint actions of one state that are asked for one by one
+FOLLOWED = 1 << 12  # joint actions of one state that are asked for one by one
 
 
 class Weights(NamedTuple):
@@ -122,7 +123,7 @@ def check(work: Workload) -> None:
 def _adds_up(name: str, chances: Mapping[int, float], low: int, high: int | None) -> None:
     for value, p in chances.items():
         if value < low or (high is not None and value > high):
-            raise ConfigError(f"{name}: expected values from {low} to {high or 'any'}, got {value}")
+            raise ConfigError(f"{name}: expected values from {low} to {'any' if high is None else high}, got {value}")
         if not 0 <= p <= 1:
             raise ConfigError(f"{name}: {value} has probability {p}")
     if abs(sum(chances.values()) - 1) > 1e-9:
@@ -155,6 +156,8 @@ def levels(plan: Plan, work: Workload) -> list[Level]:
             group = plan.width(branch)
             if group < 1:
                 raise ConfigError(f"plan {plan.name}: expected at least 1 sample at turn {branch.turn}, got {group}")
+            if slots > LARGEST:
+                raise ConfigError(f"plan {plan.name}: more than 10^200 states at turn {branch.turn}; lower its group")
             out.append(Level(branch, states, slots, group, joint_actions(plan, group, seats)))
             live = followed(plan, branch, joint_actions(plan, group, seats))
             for to, count in followed(plan, branch, joint_actions(plan, group, wide)).items():
@@ -174,7 +177,7 @@ def joint_actions(plan: Plan, group: int, seats: int) -> int:
 def followed(plan: Plan, branch: Branch, actions: int) -> dict[Branch, int]:
     """How many of a state's joint actions lead to which branch.
 
-    Beyond the first 65,536 all must lead where the last one does, which holds for every plan of plans.py (they tell
+    Beyond the first 4,096 all must lead where the last one does, which holds for every plan of plans.py (they tell
     apart the first from the others); ConfigError otherwise.
     """
     out: dict[Branch, int] = {}
@@ -312,12 +315,12 @@ class Trained(NamedTuple):
 
 
 def trained(
-    plan: Plan, work: Workload, *, groups: bool = False, top_k: int | None = None, remat: bool = True
+    plan: Plan, work: Workload, *, groups: bool = False, most: int | None = None, remat: bool = True
 ) -> Trained:
     """What an update on the tree goes through: every completion, or with ``groups`` those with siblings alone.
 
-    ``top_k``: at most so many nodes of each task, and then those that cost most are counted: which are selected depends
-    on rewards. FLOPs: forward, twice that backward, and the trunk once more with ``remat``; the head's logits are made
+    ``most``: at most so many nodes, and then those that cost most are counted: which are selected depends on rewards.
+    FLOPs: forward, twice that backward, and the trunk once more with ``remat``; the head's logits are made
     again in any case. Padding of micro-batches is not counted.
     """
     rows: list[tuple[float, float, float, float, float, float]] = []
@@ -333,7 +336,7 @@ def trained(
             head = 2 * c.hidden_size * c.vocab_size * g * r
             rows.append((n, g, p, g * r, g * p, trunk * (4 if remat else 3) + head * 4))
     rows.sort(key=lambda row: -(row[2] + row[3]))
-    left: float = math.inf if top_k is None else top_k * work.tasks
+    left: float = math.inf if most is None else most
     total = [0.0] * 5
     for n, *costs in rows:
         n = min(n, left)
