@@ -368,7 +368,7 @@ def report(f: flags.FlagValues) -> None:
     if not rows:
         raise ConfigError(f"--out: {f.out} holds no measurements; run `python -m experiments.complexity run` first")
     ran = [r for r in rows if "seconds" in r]
-    middle = lambda r: float(np.median(r["seconds"]))
+    best = lambda r: min(r["seconds"])  # other programs only add time
     cal = [r for r in ran if r["sweep"] == "calibration"]
     found = cx.calibrate([r["features"] for r in cal], [r["seconds"] for r in cal]) if len(cal) >= 5 else None
     right = sum(agree(r) for r in ran)
@@ -379,8 +379,11 @@ def report(f: flags.FlagValues) -> None:
         f"measuring: {min(r['load'] for r in ran):.1f} to {max(r['load'] for r in ran):.1f} on {os.cpu_count()} cores.",
     ]
     if found is not None:
-        verdict = "stable" if found.stable else "**unstable**: times below are those of a busy machine"
-        lines.append(f"Calibration on {len(cal)} other settings: repeats spread by {found.spread:.0%}, {verdict}.")
+        verdict = "stable" if found.stable else "**unstable**: the machine was busy"
+        lines.append(
+            f"Calibration on {len(cal)} other settings: repeats spread by {found.spread:.0%}, {verdict}. "
+            "Seconds are those of the shortest repeat."
+        )
     lines += ["", "| sweep | plan | runs | sequences ~ x^a | seconds ~ sequences^a | measured ÷ predicted seconds |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for sweep, x in (("k", "turns"), ("group", "group")):
@@ -390,10 +393,10 @@ def report(f: flags.FlagValues) -> None:
                 continue
             drawn = [float(r["predicted"]["sequences"]) for r in mine]
             a, da = slope([r[x] for r in mine], drawn)
-            b, db = slope(drawn, [middle(r) for r in mine])
+            b, db = slope(drawn, [best(r) for r in mine])
             ratio = ""
             if found is not None:
-                ratios = [middle(r) / found.predict(r["features"]) for r in mine]
+                ratios = [best(r) / found.predict(r["features"]) for r in mine]
                 ratio = f"{min(ratios):.2f} to {max(ratios):.2f}"
             reach = f"{mine[0][x]} to {mine[-1][x]}"
             lines.append(
@@ -404,7 +407,7 @@ def report(f: flags.FlagValues) -> None:
         lines += ["", "| agents at once | parameters | programs compiled | ms a step | ms a step and agent |"]
         lines += ["| --- | --- | --- | --- | --- |"]
         for r in crowds:
-            ms = 1000 * middle(r)
+            ms = 1000 * best(r)
             lines.append(f"| {r['agents']} | {r['share']} | {r['compiled']} | {ms:.1f} | {ms / r['agents']:.2f} |")
     doc = Path(f.doc)
     figure = doc.with_suffix(".png")
@@ -431,7 +434,7 @@ def draw(ran: list[dict], found: cx.Calibration | None, path: Path) -> None:
             mine = [r for r in ran if (r["sweep"], r["plan"]) == (sweep, plan)]
             if mine:
                 at = [r[x] for r in mine]
-                ax.plot(at, [np.median(r["seconds"]) for r in mine], "o", color=colour, label=plan)
+                ax.plot(at, [min(r["seconds"]) for r in mine], "o", color=colour, label=plan)
                 if found is not None:
                     ax.plot(at, [found.predict(r["features"]) for r in mine], "-", color=colour, lw=1)
         ax.set(
@@ -443,7 +446,7 @@ def draw(ran: list[dict], found: cx.Calibration | None, path: Path) -> None:
     for share in ("shared", "lora", "separate"):
         mine = [r for r in ran if r["sweep"] == "agents" and r["share"] == share]
         if mine:
-            ms = [1000 * np.median(r["seconds"]) / r["agents"] for r in mine]
+            ms = [1000 * min(r["seconds"]) / r["agents"] for r in mine]
             axes[2].plot([r["agents"] for r in mine], ms, "o-", label=share)
             axes[2].legend(fontsize=8)
     axes[2].set(xscale="log", yscale="log", xlabel="agents N, one program", ylabel="ms a step and agent")

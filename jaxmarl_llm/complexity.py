@@ -531,20 +531,20 @@ UNSTABLE = 0.25  # spread of repeats above which a machine is called unstable
 
 
 def calibrate(parts: Sequence[Sequence[float]], repeats: Sequence[Sequence[float]]) -> Calibration:
-    """Non-negative least squares of each setting's median seconds on its features [settings, 5], errors relative.
+    """Non-negative least squares of each setting's shortest repeat on its features [settings, 5], errors relative.
 
-    A busy machine shows as repeats that lie apart. They are not averaged away: ``stable`` is then False.
+    Other programs only add time, hence the shortest. Repeats that lie apart show them: ``stable`` is then False.
     """
     import numpy as np
     from scipy.optimize import nnls
 
     if min(len(r) for r in repeats) < 3 or len(parts) < len(FEATURES):
         raise ConfigError(f"calibration: expected {len(FEATURES)} settings or more, of 3 repeats or more")
-    middle = np.array([np.median(r) for r in repeats])
-    x = np.array(parts, float) / middle[:, None]
+    best = np.array([min(r) for r in repeats])
+    x = np.array(parts, float) / best[:, None]
     scale = np.maximum(x.max(0), 1e-300)
-    found, _ = nnls(x / scale, np.ones(len(middle)))
-    spread = float(max((max(r) - min(r)) / m for r, m in zip(repeats, middle)))
+    found, _ = nnls(x / scale, np.ones(len(best)))
+    spread = float(max((max(r) - min(r)) / np.median(r) for r in repeats))
     return Calibration(tuple(float(v) for v in found / scale), spread, spread <= UNSTABLE)
 
 
