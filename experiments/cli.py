@@ -71,6 +71,16 @@ def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, requ
     raise AssertionError("app.run always exits")
 
 
+def verb(known: Sequence[str]) -> str:
+    """The first argument, taken off the command line: what an entry point of several commands is to do."""
+    given = sys.argv[1] if len(sys.argv) > 1 else ""
+    if given not in known:
+        what = f"unknown command {given!r}" if given and not given.startswith("-") else "no command given"
+        _end(f"error: {what}; {config_lib.nearest(given, known)}", 2)
+    del sys.argv[1]
+    return given
+
+
 def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
     """The config dataclass of ``FILE.py[:variant]`` with ``(dotted key, text)`` overrides. Usable from a notebook."""
     mapping = _read(spec)

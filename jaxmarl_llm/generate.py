@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmarl_llm.sampling import Sampling, sample
-from jaxmarl_llm.types import Params, Policy
+from jaxmarl_llm.types import Params, Policy, PyTree
 
 
 class Completions(struct.PyTreeNode):
@@ -83,6 +84,37 @@ def sample_completions(
 generate = functools.partial(jax.jit, static_argnames=("policy", "max_new", "stop_ids", "pad_id", "sampling"))(
     sample_completions
 )
+
+
+@functools.cache
+def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
+    """``policy`` for rows that each have parameters of their own: one program for many models of one architecture.
+
+    The collections of its variables named in ``own`` (params, lora) have a leading axis N in every leaf, one entry a
+    row; the others are shared. What `sample_completions` needs, no training. A row's numbers are those of ``policy``.
+    """
+
+    def over_rows(function: Callable) -> Callable:
+        """function(variables, *arrays of rows, a batch of one)."""
+
+        def call(variables: Params, *rows: PyTree) -> PyTree:
+            axes = {name: 0 if name in own else None for name in variables}
+            one = lambda v, *x: jax.tree.map(lambda y: y[0], function(v, *jax.tree.map(lambda y: y[None], x)))
+            return jax.vmap(one, in_axes=(axes, *[0] * len(rows)))(variables, *rows)
+
+        return call
+
+    def decode(variables: Params, tokens: jax.Array, prefix: PyTree, length: jax.Array, suffix: PyTree, t: jax.Array):
+        step = lambda v, tok, pre, size, suf: policy.decode(policy.unstack(v), tok, pre, size, suf, t)
+        return over_rows(step)(variables, tokens, prefix, length, suffix)
+
+    return policy._replace(
+        prefill=over_rows(policy.prefill),
+        decode=decode,
+        unembed=over_rows(policy.unembed),
+        embed=over_rows(policy.embed),
+        unstack=lambda variables: variables,
+    )
 
 
 def bucket(n: int, smallest: int = 1) -> int:

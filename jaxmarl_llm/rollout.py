@@ -15,17 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.generate import Completions, sample_completions
+from jaxmarl_llm.generate import Completions, by_row, sample_completions
 from jaxmarl_llm.memory import MemoryConfig, read
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import (
     FROZEN,
     POLICY,
     ArrayEnv,
     Counts,
+    Model,
     Nodes,
     Params,
+    Policy,
     PyTree,
     Retrieval,
     Steps,
@@ -137,17 +140,29 @@ def make_rollout(
     plan: Plan,
     sampling: Sampling,
     memory_config: MemoryConfig | None = None,
+    *,
+    stacked: bool = False,
 ) -> Callable[..., Tree]:
     """A pure function (params, memory, tasks, key, version, cast) -> Tree; jit it.
+
+    stacked: models that may act together are one launch, in which each node has its own model's parameters (a copy a
+    node), instead of one launch each over all nodes. For many small models or adapters of one architecture.
 
     memory: unused without a config.
     tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
     cast: int [B A], which of ``Team.players`` plays each role of each task; None: its own model plays every role.
-    Raises ConfigError when the plan asks for what the environment lacks.
+    Raises ConfigError when the plan asks for what the environment lacks, or models to be stacked are not alike.
     """
     plan.check(env)
     response = max(r.max_new for r in team.roles)
     players = [team.players(r) for r in range(len(team.roles))]
+    first, *others = (team.models[m] for m in sorted({m for p in players for m in p}))
+    kind = lambda m: (m.policy, m.base, m.tokenizer)
+    other = next((m.name for m in others if kind(m) != kind(first)), None)
+    if stacked and other is not None:
+        raise ConfigError(
+            f"stacked: expected models of one architecture, base and tokenizer; {other!r} is not as {first.name!r}"
+        )
     table = jnp.array([(*p, *[p[0]] * (max(map(len, players)) - len(p))) for p in players], jnp.int32)
 
     def speak(
@@ -159,23 +174,33 @@ def make_rollout(
         active: jax.Array,
         models: list[int],
     ) -> Completions:
-        """Completions of every node by its own model: one launch for each model that may act."""
-        out = None
-        for m in models:
-            model = team.models[m]
-            mine = speaker == m
-            c = sample_completions(
-                model.policy,
-                model.variables(params),
+        """Completions of every node by its own model: one launch for each model that may act, or for all of them."""
+
+        def launch(model: Model, policy: Policy, variables: Params, active: jax.Array) -> Completions:
+            return sample_completions(
+                policy,
+                variables,
                 tokens,
                 length,
                 keys,
-                active & mine,
+                active,
                 max_new=response,
                 stop_ids=model.tokenizer.stop_ids,
                 pad_id=model.tokenizer.pad_id,
                 sampling=sampling,
             )
+
+        if stacked:
+            own = [params["agents"][team.models[m].name] for m in models]
+            place = jnp.searchsorted(jnp.array(models), speaker)
+            rows = jax.tree.map(lambda *x: jnp.stack(x)[place], *own)
+            base = {} if first.base is None else {"params": params["shared"][first.base]}
+            return launch(first, by_row(first.policy, tuple(rows)), {**base, **rows}, active)
+        out = None
+        for m in models:
+            model = team.models[m]
+            mine = speaker == m
+            c = launch(model, model.policy, model.variables(params), active & mine)
             pick = lambda new, old, mine=mine: jnp.where(mine.reshape(-1, *[1] * (new.ndim - 1)), new, old)
             out = c if out is None else jax.tree.map(pick, c, out)
         assert out is not None
@@ -225,7 +250,7 @@ def make_rollout(
                 speaker = table[role, part]
                 able = sorted({m for r in env.actors[turn] for m in players[r][: 1 if cast is None else None]})
                 said = speak(params, speaker, tokens, length, keys, active, able)
-                launches += len(able)
+                launches += 1 if stacked else len(able)
 
                 nodes.append(
                     Nodes(

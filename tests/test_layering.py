@@ -36,6 +36,7 @@ LAYERS = {
         "metrics",
         "report",
         "value",
+        "complexity",
     ],
     4: ["team", "arena"],
     5: ["stages", "diagnose", "loop", "compiled"],

@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Float
 from jaxmarl_llm import loop
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
 
@@ -64,5 +64,9 @@ def inflation(returns: Float[Array, "C"], mine: Bool[Array, "C"]) -> Float[Array
     return jnp.mean((returns - mean) ** 2, where=mine) / jnp.mean((returns - mean) ** 2)
 
 
+def make_plan(cfg: Config) -> Plan:
+    return flat(cfg.group)
+
+
 def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, flat(cfg.group), loop.improve_groups(cfg))
+    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jaxmarl_llm import loop
 from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
 
@@ -33,5 +33,9 @@ class Config(BaseConfig):
             raise ConfigError(f"{path}.group: expected >= 2 (a group compares samples), got {self.group}")
 
 
+def make_plan(cfg: Config) -> Plan:
+    return flat(cfg.group)
+
+
 def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, flat(cfg.group), loop.improve_groups(cfg, drop_equal=True))
+    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg, drop_equal=True))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmarl_llm import loop
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import ActorCritic
 from jaxmarl_llm.team import TeamConfig
 
@@ -31,5 +31,9 @@ class Config(ActorCritic):
         self.check_critic(path, ("head", "separate"))
 
 
+def make_plan(cfg: Config) -> Plan:
+    return flat(cfg.group)
+
+
 def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, flat(cfg.group), loop.improve_critic(cfg), critic_optimizer=cfg.critic_optimizer)
+    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_critic(cfg), critic_optimizer=cfg.critic_optimizer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxmarl_llm import loop
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import ActorCritic
 from jaxmarl_llm.team import TeamConfig
 
@@ -28,5 +28,9 @@ class Config(ActorCritic):
         self.check_critic(path, ("joint",))
 
 
+def make_plan(cfg: Config) -> Plan:
+    return flat(cfg.group)
+
+
 def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, flat(cfg.group), loop.improve_critic(cfg), critic_optimizer=cfg.critic_optimizer)
+    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_critic(cfg), critic_optimizer=cfg.critic_optimizer)

@@ -37,7 +37,7 @@ from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credited
 from jaxmarl_llm.diagnose import episodes_of, evaluate, majority
 from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.plans import product
+from jaxmarl_llm.plans import Plan, product
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.selection import same_parent_pairs
 from jaxmarl_llm.stages import SFT_LOSS, BaseConfig, Offline, credit, offline_step
@@ -175,6 +175,10 @@ def from_tables(tables: offline.Tables) -> Data:
     return Data(positive, {role: samples(tables[role], tables[role]["pairs"]) for role in PREFER}, counts)
 
 
+def make_plan(cfg: Config) -> Plan:
+    return product(cfg.group)
+
+
 def make(cfg: Config) -> loop.Recipe:
     arena, team = loop.open_arena(cfg)
     missing = [role for role in ROLES if role not in arena.env.roles]
@@ -184,7 +188,7 @@ def make(cfg: Config) -> loop.Recipe:
         )
     if "accuracy" not in arena.env.components:
         raise ConfigError(f"config.env: environment {arena.env.name!r} pays no 'accuracy', which the vote is scored by")
-    plan = product(cfg.group)
+    plan = make_plan(cfg)
     learners_of = lambda loss, optimizer: {
         m.name: make_learner(m.policy, loss, optimizer, Sampling()) for m in team.models
     }

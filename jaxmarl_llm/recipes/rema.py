@@ -34,7 +34,7 @@ from jaxmarl_llm import loop
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Loss
@@ -73,8 +73,12 @@ def learns(cfg: Config) -> Callable[[Any], Any]:
     return lambda step: roles == (step // cfg.switch) % len(ROLES)
 
 
+def make_plan(cfg: Config) -> Plan:
+    return flat(cfg.group)
+
+
 def make(cfg: Config) -> loop.Recipe:
-    recipe = loop.make_recipe(cfg, flat(cfg.group), loop.improve_groups(cfg, learns=learns(cfg)))
+    recipe = loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg, learns=learns(cfg)))
     if recipe.arena.env.roles != ROLES:
         raise ConfigError(f"config.env: expected an environment with the roles {', '.join(ROLES)}")
     return recipe

@@ -38,7 +38,7 @@ from jaxmarl_llm import loop
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.compiled import Program, make_program
 from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.selection import one_round
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.team import TeamConfig
@@ -97,11 +97,15 @@ def weigh(cfg: Config) -> Callable[[Any], dict[str, Any]]:
     return lambda step: {k: w * (step < cfg.stage_one) if k == "label" else w for k, w in cfg.reward.items()}
 
 
+def make_plan(cfg: Config) -> Plan:
+    return flat(cfg.group)
+
+
 def program(cfg: Config) -> Program:
     """The whole run as one compiled program, see compiled.py."""
-    return make_program(cfg, flat(cfg.group), learns(cfg), weigh=weigh(cfg), pick=one_round)
+    return make_program(cfg, make_plan(cfg), learns(cfg), weigh=weigh(cfg), pick=one_round)
 
 
 def make(cfg: Config) -> loop.Recipe:
     improve = loop.improve_groups(cfg, learns=learns(cfg), weigh=weigh(cfg), pick=one_round)
-    return loop.make_recipe(cfg, flat(cfg.group), improve)
+    return loop.make_recipe(cfg, make_plan(cfg), improve)

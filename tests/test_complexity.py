@@ -1,0 +1,578 @@
+"""Predicted = measured: real trees, engines' counters, what generation allocates, and the field's closed forms."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmarl_llm import complexity as cx
+from jaxmarl_llm import rollout_host
+from jaxmarl_llm.generate import Completions
+from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
+from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.rollout import layout, make_rollout
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.text import ConfigError, HostEnv, Message
+from jaxmarl_llm.types import Model, Role, Team
+from jaxmarl_llm.workers import EnvPool
+
+pytestmark = pytest.mark.usefixtures("numpy_tables")
+
+TINY = toys.policy().config
+
+
+def workload(k=2, seats=1, *, tasks=1, prompt=5, response=3, engine="host", **extra):
+    """k turns; seat w is role w, which has a model of its own."""
+    speaker = lambda m: cx.Speaker(m, ({prompt: 1.0},), {response: 1.0}, response)
+    turns = (cx.Turn(tuple({w: 1.0} for w in range(seats))),) * k
+    return cx.Workload(
+        turns, tuple(map(speaker, range(seats))), (cx.Weights(TINY),) * seats, tasks, engine, prompt, seats, **extra
+    )
+
+
+def random_plan(rng, k):
+    g, joint = int(rng.integers(1, 4)), str(rng.choice(["aligned", "cross"]))
+    sizes = tuple(int(x) for x in rng.integers(1, 5, rng.integers(1, k + 1)))
+    kinds = [
+        lambda: flat(g),
+        lambda: product(g, joint),
+        lambda: handoff(g, joint, best=False),
+        lambda: node_wise(sizes),
+        lambda: node_wise(sizes, "local"),
+        lambda: node_wise(g + 1),
+        single,
+    ]
+    return kinds[rng.integers(len(kinds))]()
+
+
+# ---- host rollouts, with a generator that says what it is asked for and compiles nothing -----------------------------
+
+
+class Recorded:
+    """Stands for rollout_host.generate: every completion of a role has its length; notes what would be allocated."""
+
+    def __init__(self, lengths):
+        self.lengths, self.launches = lengths, []
+
+    def __call__(self, policy, variables, tokens, length, keys, active, *, max_new, stop_ids, pad_id, sampling):
+        n, g = keys
+        self.launches.append((n, g, tokens.shape[1], max_new))
+        said = np.zeros((n, g), np.int32)
+        for row in np.flatnonzero(active):
+            said[row] = self.lengths[tokens[row, 0]]  # the first token of a prompt names its role
+        self.steps = getattr(self, "steps", 0) + int(said.max())
+        shape = (n, g, max_new)
+        return Completions(np.full(shape, 65, np.int32), said, np.zeros(shape, np.float32), said == max_new)
+
+    def cache_bytes(self, cfg):
+        """As `generate` allocates it: shapes from the policy itself."""
+        policy, size = make_policy(cfg), 0
+        variables = jax.eval_shape(lambda: {"params": policy.init(jax.random.key(0))})
+        for n, g, p, r in set(self.launches):
+            ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
+            _, prefix = jax.eval_shape(policy.prefill, variables, ints(n, p), ints(n))
+            suffix = jax.eval_shape(lambda x, g=g, r=r: policy.init_suffix(x, g, max(r - 1, 1)), prefix)
+            held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((prefix, suffix)))
+            size = max(size, held + 4 * n * g * cfg.vocab_size)
+        return size
+
+
+def host_tree(monkeypatch, plan, work, ends_at=None):
+    """The tree of a real host rollout of ``work`` (certain lengths), the recorder, and the tree's counts."""
+    names = [f"r{i}" for i in range(len(work.speakers))]
+    recorder = Recorded({i: max(s.response) for i, s in enumerate(work.speakers)})
+    keys = lambda data, role, *, group: (len(data), group)
+    zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
+    monkeypatch.setattr(rollout_host, "generate", recorder)
+    monkeypatch.setattr(rollout_host, "_sample_keys", keys)
+    monkeypatch.setattr(rollout_host, "_branch_keys", lambda data, *, group: zeros(len(data), group))
+    monkeypatch.setattr(rollout_host, "_root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)
+
+    def observe(turn):
+        out = {}
+        for seat in work.turns[turn].seats:
+            (role,) = (r for r, p in seat.items() if p)
+            (size,) = work.speakers[role].prompt_at(turn)
+            out[names[role]] = (Message("raw", "", (role,) + (65,) * (size - 1)),)
+        return out
+
+    def step(seed, turn, actions):
+        return turn + 1, {r: {"pay": 1.0} for r in actions}, turn + 1 >= len(work.turns) or turn == ends_at
+
+    env = HostEnv(
+        "toy", tuple(names), len(work.turns), ("pay",), lambda s, t: 0, observe, step, lambda s: {"r0": {"pay": 1.0}}
+    )
+    models = tuple(Model(f"m{i}", toys.policy(), toys.TOKENIZER) for i in range(len(work.models)))
+    team = Team(tuple(Role(n, f"m{s.model}", s.max_new) for n, s in zip(names, work.speakers)), models)
+    params = {"shared": {}, "agents": {m.name: {"params": {}} for m in models}}
+    with EnvPool(lambda: env, workers=0) as pool:
+        played = rollout_host.play(
+            team, params, pool, list(range(work.tasks)), plan, jax.random.key(0), Sampling(), max_prompt=512
+        )
+    return played.tree, recorder
+
+
+def random_work(rng):
+    k, roles, models = int(rng.integers(1, 5)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    draw = lambda low, high: {int(rng.integers(low, high)): 1.0}
+    speakers = []
+    for _ in range(roles):
+        limit = int(rng.integers(1, 7))
+        prompts = tuple(draw(1, 80) for _ in range(rng.integers(1, k + 1)))
+        speakers.append(cx.Speaker(int(rng.integers(models)), prompts, draw(1, limit + 1), limit))
+    turns = []
+    for _ in range(k):
+        acting = np.sort(rng.permutation(roles)[: rng.integers(1, min(roles, 2) + 1)])
+        turns.append(cx.Turn(tuple({int(r): 1.0} for r in acting)))
+    ends_at = int(rng.integers(k)) if rng.random() < 0.3 else None
+    if ends_at is not None:
+        turns[ends_at] = turns[ends_at]._replace(ends=1.0)
+    work = cx.Workload(tuple(turns), tuple(speakers), (cx.Weights(TINY),) * models, int(rng.integers(1, 4)))
+    return work, ends_at
+
+
+@pytest.mark.parametrize("start", range(0, 200, 20))
+def test_predictions_equal_a_real_host_rollout_on_200_random_configurations(monkeypatch, start):
+    """Agents that are never called, sizes that differ by turn, groups of one and early ends are all among them."""
+    for seed in range(start, start + 20):
+        rng = np.random.default_rng([7, seed])
+        work, ends_at = random_work(rng)
+        plan = random_plan(rng, len(work.turns))
+        tree, recorder = host_tree(monkeypatch, plan, work, ends_at)
+        said, nodes, steps = cx.counts(plan, work), tree.nodes, tree.steps
+        where = f"seed {seed}, {plan.name}, {work}"
+        for name in tree.counts.__dataclass_fields__:
+            if name != "invalid":
+                assert getattr(said, name) == int(getattr(tree.counts, name)), (name, where)
+        assert said.nodes == nodes.valid.sum(), where
+        assert said.decode_steps == pytest.approx(recorder.steps), where
+        owner = steps.node[steps.valid]
+        assert said.unshared_prompt_tokens == nodes.length[owner].sum(), where
+        # What an update goes through, counted on the tables.
+        size = np.bincount(owner, minlength=len(nodes.valid))
+        for groups in (False, True):
+            kept = size > (1 if groups else 0)
+            update = cx.trained(plan, work, groups=groups)
+            assert update.sequences == size[kept].sum(), where
+            assert update.prompt_tokens == nodes.length[kept & nodes.valid].sum(), where
+            mine = steps.valid & kept[steps.node]
+            assert update.completion_tokens == steps.length[mine].sum(), where
+        # What generation allocates.
+        shapes = [(x.rows, x.group, x.prompt, x.response) for x in cx.launches(plan, work)]
+        assert sorted(shapes) == sorted(recorder.launches), where
+        if seed % 10 == 0:
+            held = cx.memory(plan, work)
+            assert held.cache + held.logits == recorder.cache_bytes(TINY), where
+
+
+# ---- array rollouts -------------------------------------------------------------------------------------------------
+
+
+def noted(policy, log):
+    """The policy, and a note of every cache that it is asked for."""
+
+    def init_suffix(prefix, group, response):
+        suffix = policy.init_suffix(prefix, group, response)
+        log.append((sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((prefix, suffix))), prefix[0][0].shape[0]))
+        return suffix
+
+    return policy._replace(init_suffix=init_suffix)
+
+
+def of_env(env, team, tasks, prompt, stacked=False):
+    """The workload of an array environment in which every seat is always taken and prompts have ``prompt`` tokens."""
+    width = jax.eval_shape(jax.vmap(env.observe), jax.eval_shape(jax.vmap(env.reset), *tasks)).tokens.shape[-1]
+    speakers = tuple(
+        cx.Speaker(team.model_index(i), ({prompt: 1.0},), {r.max_new: 1.0}, r.max_new) for i, r in enumerate(team.roles)
+    )
+    turns = tuple(
+        cx.Turn(tuple({r: 1.0} for r in a) if len(a) == env.seats else (cx.uniform(*a),) * env.seats)
+        for a in env.actors
+    )
+    batch = len(jax.tree.leaves(tasks[1])[0])
+    models = (cx.Weights(TINY),) * len(team.models)
+    return cx.Workload(turns, speakers, models, batch, "array", width, env.seats, stacked)
+
+
+@functools.cache
+def endless():
+    """A tiny policy that never samples a stop id, so that every completion has its full length."""
+    return make_policy(dataclasses.replace(TINY, used_vocab=256), remat=False)
+
+
+def endless_team(roles, max_new=3, log=None):
+    policy = endless() if log is None else noted(endless(), log)
+    models = tuple(Model(r, policy, toys.TOKENIZER) for r in roles)
+    return Team(tuple(Role(r, r, max_new) for r in roles), models)
+
+
+def relay_work(turns, batch, stacked=False):
+    env, team = toys.relay(turns), endless_team(("a", "b"))
+    keys = jax.vmap(jax.random.key)(jnp.arange(batch))
+    return of_env(env, team, (keys, toys.relay_tasks(batch)), 3, stacked)
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 50))
+def test_slots_are_the_layout_of_array_rollouts(seed):
+    for i in range(seed, seed + 50):
+        rng = np.random.default_rng([8, i])
+        k, w, batch = (int(x) for x in rng.integers(1, 4, 3))
+        plan, env = random_plan(rng, k), toys.relay(k)._replace(seats=w)
+        blocks = layout(plan, env, batch)
+        work = workload(k, w, tasks=batch, engine="array")
+        ours = cx.levels(plan, work)
+        assert [(b.branch, b.nodes, b.group) for b in blocks] == [(x.branch, x.slots * w, x.group) for x in ours]
+        assert cx.counts(plan, work).sequences == sum(b.nodes * b.group for b in blocks)
+
+
+@pytest.mark.parametrize("plan", [flat(3), node_wise((2, 1, 3)), product(2), handoff(3, best=False)])
+def test_array_launches_and_caches_are_what_is_traced(plan):
+    """Without compiling: a traced rollout asks its policies for exactly the caches that were predicted."""
+    log, batch = [], 2
+    env, team = toys.relay(3), endless_team(("a", "b"), log=log)
+    params = jax.eval_shape(lambda: toys.params(team))
+    tasks = toys.relay_tasks(batch)
+    jax.eval_shape(make_rollout(team, env, plan, Sampling()), params, {}, tasks, jax.random.key(0), 0)
+    work = relay_work(3, batch)
+    expected = [(cx.cache_bytes(x, TINY), x.rows) for x in cx.launches(plan, work)]
+    assert log == expected and cx.counts(plan, work).launches == len(log)
+
+
+def test_counters_of_array_rollouts():
+    plan, env, team, batch = node_wise(2), toys.relay(2), endless_team(("a", "b")), 3
+    rollout = jax.jit(make_rollout(team, env, plan, Sampling()))
+    tree = rollout(toys.params(team), {}, toys.relay_tasks(batch), jax.random.key(1), 0)
+    said = cx.counts(plan, relay_work(2, batch))
+    for name in ("sequences", "branch_sequences", "prompt_tokens", "completion_tokens", "env_calls", "launches"):
+        assert getattr(said, name) == int(getattr(tree.counts, name)), name
+
+
+def test_a_stacked_rollout_is_the_same_tree_in_fewer_launches():
+    """Adapters over one base, two seats at once: tokens as with a launch a model, log-probs to rounding."""
+    from jaxmarl_llm.envs import matrix
+    from jaxmarl_llm.lora import init_lora
+
+    env = matrix.make(matrix.Config(rounds=1))
+    models = tuple(Model(r, endless(), toys.TOKENIZER, "base") for r in env.roles)
+    team = Team(tuple(Role(r, r, 3) for r in env.roles), models)
+    base = endless().init(jax.random.key(0))
+    adapters = {}
+    for i, r in enumerate(env.roles):
+        fresh = init_lora(jax.random.key(i), base, 2)
+        adapters[r] = {"lora": jax.tree.map(lambda x, i=i: x + 0.1 * (i + 1), fresh)}
+    params = {"shared": {"base": base}, "agents": adapters}
+    tasks = jax.tree.map(lambda x: x[:2], matrix.make_tasks(matrix.Config(rounds=1)))
+    trees = []
+    for stacked in (False, True):
+        rollout = make_rollout(team, env, product(2, "cross"), Sampling(), stacked=stacked)
+        trees.append(jax.device_get(jax.jit(rollout)(params, {}, tasks, jax.random.key(1), 0)))
+    alone, together = trees
+    assert (alone.steps.tokens == together.steps.tokens).all()
+    np.testing.assert_allclose(alone.steps.logprobs, together.steps.logprobs, atol=1e-5)
+    assert (int(alone.counts.launches), int(together.counts.launches)) == (2, 1)
+    assert (alone.steps.tokens[0] != alone.steps.tokens[2]).any()  # the adapters differ
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    for stacked, tree in zip((False, True), trees):
+        said = cx.counts(product(2, "cross"), of_env(env, team, (keys, tasks), int(tree.nodes.length[0]), stacked))
+        for name in ("sequences", "prompt_tokens", "completion_tokens", "env_calls", "launches"):
+            assert getattr(said, name) == int(getattr(tree.counts, name)), name
+
+
+def test_models_that_differ_are_not_stacked():
+    team = Team((Role("a", "a", 3), Role("b", "b", 3)), (toys.team().models[0], endless_team(("b",)).models[0]))
+    with pytest.raises(ConfigError, match=r"stacked: .*'b' is not as 'a'"):
+        make_rollout(team, toys.relay(2), flat(2), Sampling(), stacked=True)
+
+
+# ---- closed forms, expectations, the model --------------------------------------------------------------------------
+
+
+def summed(plan, work):
+    """What the closed forms say, from the walk: leaves are the joint actions that are not played on."""
+    steps = cx.levels(plan, work)
+    k, w = len(work.turns), len(work.turns[0].seats)
+    on = [sum(cx.followed(plan, x.branch, x.actions).values()) if x.branch.turn < k - 1 else 0 for x in steps]
+    leaves = sum(x.states * (x.actions - n) for x, n in zip(steps, on))
+    c = cx.counts(plan, work)
+    return cx.Closed(c.sequences, c.branch_sequences, sum(x.states * w for x in steps), c.env_calls, leaves)
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 3))
+def test_closed_forms_are_what_the_walk_counts(k, g, w):
+    work = workload(k, w)
+    assert summed(flat(g), work) == cx.flat_counts(k, g, w)
+    assert summed(single(), work) == cx.flat_counts(k, 1, w)
+    for joint in ("aligned", "cross"):
+        crossed = joint == "cross"
+        assert summed(product(g, joint), work) == cx.product_counts(k, g, w, crossed=crossed)
+        assert summed(handoff(g, joint, best=False), work) == cx.handoff_counts(k, g, w, crossed=crossed)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=10), st.integers(1, 3))
+def test_closed_forms_of_node_wise(sizes, w):
+    work = workload(len(sizes), w)
+    for continuation in ("local", "continue"):
+        closed = cx.node_wise_counts(sizes, w, local=continuation == "local")
+        assert summed(node_wise(tuple(sizes), continuation), work) == closed
+        assert closed.leaves == sum(sizes) - len(sizes) + 1
+
+
+def test_node_wise_is_a_sum_where_product_is_a_product():
+    """E1's table: G^T aligned leaves, G^(N T) crossed ones, N sum G^t sequences; local node-wise needs M G, M = N T."""
+    for n, t, g, crossed, aligned, sequences in (
+        (2, 2, 4, 256, 16, 40),
+        (4, 4, 4, 4**16, 256, 1360),
+        (5, 4, 8, 8**20, 4096, 23400),
+    ):
+        assert cx.product_counts(t, g, n, crossed=True).leaves == crossed
+        assert cx.product_counts(t, g, n).leaves == aligned
+        assert cx.product_counts(t, g, n).sequences == sequences
+        assert cx.node_wise_counts([g] * n * t, local=True).sequences == n * t * g
+        assert cx.node_wise_counts([g] * n * t).sequences == n * t * g + (g - 1) * n * t * (n * t - 1) // 2
+
+
+def test_a_hopeless_plan_is_counted_as_fast_as_a_small_one():
+    clock = time.perf_counter()
+    work = workload(64, 8)
+    assert cx.counts(product(64), work).sequences == 8 * sum(64**t for t in range(1, 65))
+    with pytest.raises(ConfigError, match=r"more than 10\^200 states at turn 28; lower its group"):
+        cx.memory(product(8, "cross"), work)
+    cx.features(product(4), work), cx.roofline(cx.CHIPS["h200"], node_wise(64), work, cx.trained(node_wise(64), work))
+    assert time.perf_counter() - clock < 3  # on a busy machine; 0.2 s on a free one
+
+
+@pytest.mark.parametrize("plan", [flat(2), node_wise(2), product(2)], ids=lambda p: p.name)
+def test_expectations_are_those_of_all_outcomes(plan):
+    """Lengths of 1 or 4, an episode that ends after a joint action with 0.25: every outcome played by hand."""
+    lengths, ends = {1: 0.5, 4: 0.5}, 0.25
+    speaker = cx.Speaker(0, ({2: 0.5, 6: 0.5},), lengths, 4)
+    turn = cx.Turn(({0: 1.0},), ends)
+    work = cx.Workload((turn, turn), (speaker,), (cx.Weights(TINY),))
+
+    def outcomes(branch, left):
+        """(probability, sequences, env calls) of what is played from one state on."""
+        if not left:
+            return [(1.0, 0, 0)]
+        g, out = plan.width(branch), [(1.0, plan.width(branch), plan.width(branch))]
+        for j in range(g):
+            to = plan.follow(branch, j)
+            behind = outcomes(to, left - 1) if to is not None else [(1.0, 0, 0)]
+            after = [(ends, 0, 0), *(((1 - ends) * p, s, c) for p, s, c in behind)]
+            out = [(p * q, s + t, c + d) for p, s, c in out for q, t, d in after]
+        return out
+
+    from jaxmarl_llm.plans import ROOT
+
+    every = outcomes(ROOT, 2)
+    assert sum(p for p, _, _ in every) == pytest.approx(1)
+    said = cx.counts(plan, work)
+    assert said.sequences == pytest.approx(sum(p * s for p, s, _ in every))
+    assert said.env_calls == pytest.approx(sum(p * c for p, _, c in every))
+    assert said.completion_tokens == pytest.approx(2.5 * said.sequences)
+    assert said.prompt_tokens == pytest.approx(4 * said.nodes)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=5, max_size=5), min_size=1, max_size=2), st.integers(1, 3))
+def test_the_longest_of_n_is_that_of_all_outcomes(rows, n):
+    kinds = [{v + 1: c / sum(row) for v, c in enumerate(row)} for row in rows if sum(row)]
+    samples = [(n, x) for x in kinds]
+    every = itertools.product(*[list(x.items()) for m, x in samples for _ in range(m)])
+    slow = sum(math.prod(p for _, p in o) * max(v for v, _ in o) for o in every if o)
+    assert cx.longest(samples) == pytest.approx(slow)
+
+
+CONFIGS = [
+    TINY,
+    dataclasses.replace(TINY, family="qwen3", attention_bias=False, qk_norm=True, num_layers=2, dtype="bfloat16"),
+    dataclasses.replace(TINY, family="llama", attention_bias=False, tie_embeddings=False, intermediate_size=40),
+]
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: c.family)
+def test_parameters_are_those_of_the_model(cfg):
+    from jaxmarl_llm.lora import init_lora
+
+    shapes = jax.eval_shape(make_policy(cfg).init, jax.random.key(0))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    assert cx.own_bytes(cx.Weights(cfg)) == size(shapes)
+    for targets in (cx.TARGETS, ("q_proj", "down_proj")):
+        lora = jax.eval_shape(functools.partial(init_lora, rank=3, targets=targets), jax.random.key(0), shapes)
+        assert cx.own_bytes(cx.Weights(cfg, 3, targets)) == size(lora)
+    adapters = (cx.Weights(cfg, 3),) * 4
+    assert cx.base_bytes(adapters) == size(shapes) and cx.base_bytes((cx.Weights(cfg),)) == 0
+
+
+def products(jaxpr):
+    """FLOPs of the matrix products of a traced function: 2 m n k each, bodies of scans as often as they run."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            depth = math.prod(eqn.invars[0].aval.shape[i] for i in contract)
+            total += 2 * depth * math.prod(eqn.outvars[0].aval.shape)
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                total += times * products(inner)
+    return total
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: c.family)
+def test_flops_are_those_of_the_traced_model(cfg, rank):
+    from jaxmarl_llm.lora import init_lora
+
+    policy, n, g, p, r = make_policy(cfg), 2, 3, 7, 5
+    ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
+    variables = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
+    if rank:
+        variables["lora"] = jax.eval_shape(
+            functools.partial(init_lora, rank=rank), jax.random.key(0), variables["params"]
+        )
+    launch = cx.Launch(0, 0, n, g, p, r, ((n * g, {r: 1.0}),))
+    said = cx.work_of(launch, cx.Weights(cfg, rank))
+    assert said.prefill == products(jax.make_jaxpr(policy.prefill)(variables, ints(n, p), ints(n)).jaxpr)
+
+    def one(variables, tokens, length, prefix, suffix):
+        layers = policy.unstack(variables)
+        hidden, _ = policy.decode(layers, tokens, prefix, length, suffix, 0)
+        return hidden, layers
+
+    _, prefix = jax.eval_shape(policy.prefill, variables, ints(n, p), ints(n))
+    suffix = jax.eval_shape(lambda x: policy.init_suffix(x, g, r - 1), prefix)
+    step = products(jax.make_jaxpr(one)(variables, ints(n, g), ints(n), prefix, suffix).jaxpr)
+    head = lambda v, h: policy.unembed(policy.unstack(v), h)
+    hidden = jax.ShapeDtypeStruct((n, g, cfg.hidden_size), jnp.dtype(cfg.dtype))
+    drawn = products(jax.make_jaxpr(head)(variables, hidden).jaxpr)
+    assert said.decode == r * drawn + (r - 1) * step
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def bad(message, **changes):
+    return pytest.param(changes, message, id=message)
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        bad("turns: expected at least 1", turns=()),
+        bad("response: expected values from 1", speakers=(cx.Speaker(0, ({4: 1.0},), {0: 1.0}, 3),)),
+        bad("response: expected values from 1 to 3, got 4", speakers=(cx.Speaker(0, ({4: 1.0},), {4: 1.0}, 3),)),
+        bad("prompt: probabilities add up to 0.5", speakers=(cx.Speaker(0, ({4: 0.5},), {1: 1.0}, 3),)),
+        bad("seat: expected values from 0 to 0, got 7", turns=(cx.Turn(({7: 1.0},)),)),
+        bad("ends: expected a probability", turns=(cx.Turn(({0: 1.0},), 2.0),)),
+        bad("tasks: expected at least 1", tasks=0),
+        bad("engine: expected array or host", engine="pod"),
+        bad("model: expected below 1", speakers=(cx.Speaker(3, ({4: 1.0},), {1: 1.0}, 3),)),
+    ],
+)
+def test_workloads_that_cannot_be(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        cx.counts(flat(2), workload()._replace(**changes))
+
+
+def test_sizes_that_cannot_be():
+    with pytest.raises(ConfigError, match="expected at least 1 sample at turn 0, got 0"):
+        cx.counts(flat(0), workload())
+    assert cx.counts(node_wise(1), workload(3)).branch_sequences == 0  # one sample a node: nothing to compare
+    assert cx.trained(node_wise(1), workload(3), groups=True) == (0, 0, 0, 0, 0)
+
+
+def test_an_agent_that_is_never_called_costs_its_parameters_alone():
+    work = workload(2, 1)
+    never = work._replace(speakers=work.speakers * 2, models=work.models * 2, turns=(cx.Turn(({0: 1.0, 1: 0.0},)),) * 2)
+    never = never._replace(speakers=(work.speakers[0], work.speakers[0]._replace(model=1)))
+    assert cx.counts(product(2), never) == cx.counts(product(2), work)
+    assert cx.memory(product(2), never).own == 2 * cx.memory(product(2), work).own
+    # An array program has to be able to call it: the launch is there, and idle.
+    array = lambda w: cx.counts(product(2), w._replace(engine="array")).launches
+    assert array(never) == 2 * array(work)
+
+
+def test_a_calibration_finds_the_costs_and_says_when_it_cannot():
+    rng = np.random.default_rng(0)
+    true, parts = np.array([1e-3, 2e-4, 5e-5, 1e-10, 3e-10]), rng.uniform(1, 9, (12, 5)) * [3, 30, 200, 1e8, 1e7]
+    seconds = parts @ true
+    calm = cx.calibrate(parts, [[s, s * 1.01, s * 0.99] for s in seconds])
+    assert calm.stable and np.allclose([calm.predict(p) for p in parts], seconds, rtol=0.02)
+    busy = cx.calibrate(parts, [[s, s * 3, s] for s in seconds])
+    assert not busy.stable and busy.spread == pytest.approx(2)
+    with pytest.raises(ConfigError, match="calibration: expected 5 settings"):
+        cx.calibrate(parts[:4], [[1, 1, 1]] * 4)
+
+
+def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
+    """Killed while it writes a row: the torn row is measured again, the whole ones are not. Refused ones are rows."""
+    import types
+
+    from experiments import sweeps
+
+    asked = types.SimpleNamespace(
+        sweeps=["group"], plans=["product", "flat"], share=[], k=["1"], group=["2", "64"], agents=["2"],
+        out=str(tmp_path / "rows.jsonl"), most=5000, repeats=3, doc=str(tmp_path / "doc.md"),
+    )  # fmt: skip
+    measured = []
+
+    def measure(s, repeats):
+        if len(measured) == 4:
+            raise KeyboardInterrupt
+        measured.append(s)
+        plan, work = sweeps.workload(s)
+        said = cx.counts(plan, work)._asdict()
+        base = {"predicted": said, "counted": said, "features": cx.features(plan, work), "load": 0.5}
+        return dataclasses.asdict(s) | base | {"seconds": [said["sequences"] * x for x in (1.0, 1.1, 1.0)]}
+
+    monkeypatch.setattr(sweeps, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.run(asked, 2**33)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(file.read_bytes()[:-10])
+    first, measured[:] = measured[:], []
+    monkeypatch.setattr(sweeps, "measure", lambda s, repeats: measured.clear() or measure(s, repeats))
+    sweeps.run(asked, 2**33)
+    rows = sweeps.read(file)
+    expected = [s.key for s in sweeps.settings(asked)]
+    assert [sweeps.key_of(r) for r in rows] == expected and len(first) == 4
+    assert [r["group"] for r in rows if "refused" in r] == [64]  # the product of 64 in 4 turns
+    before = file.read_bytes()
+    sweeps.run(asked, 2**33)
+    assert file.read_bytes() == before
+    sweeps.report(asked)
+    text = (tmp_path / "doc.md").read_text()
+    assert "equal to the prediction" in text and "1 settings were refused" in text and (tmp_path / "doc.png").exists()
+    file.write_text("hello\n")
+    with pytest.raises(ConfigError, match="not JSON"):
+        sweeps.report(asked)
+
+
+def command(*args):
+    import subprocess
+    import sys
+
+    got = subprocess.run(
+        [sys.executable, "-m", "experiments.complexity", *args], capture_output=True, text=True, check=False
+    )
+    return got.returncode, got.stdout, got.stderr.strip().splitlines()[-1:]
+
+
+def test_a_plan_is_told_before_it_runs_and_refused_when_it_does_not_fit():
+    tiny = ("plan", "--config=experiments/configs/joyagents_r1.py:tiny")
+    code, said, _ = command(*tiny, "--response=2:0.5,6:0.5")
+    assert code == 0 and re.search(r"tokens decoded +2,688\n", said)
+    code, _, line = command(*tiny, "--memory=0.01")
+    assert code == 2 and "needs at least" in line[0] and "lower --config.batch to 25" in line[0], line
+    code, _, line = command("plann")
+    assert code == 2 and line == ["error: unknown command 'plann'; did you mean 'plan'?"]
