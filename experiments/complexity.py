@@ -149,7 +149,7 @@ def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
 
 
 def kept(cfg: Any) -> dict[str, Any]:
-    return {"optimizer": cfg.optimizer.name, "copies": int(bool(cfg.loss.kl_coef)) + cfg.past.size}
+    return {"optimizer": cfg.optimizer.name, "copies": int(cfg.loss.refers) + cfg.past.size}
 
 
 def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
