@@ -41,7 +41,6 @@ class Credit:
     """Return and group-relative advantage. See advantages.py for each formula."""
 
     discount: float = 1.0
-    horizon: str = "end"  # a step's return runs to the end of the episode, or until its role's next turn
     # What is compared: the siblings of a node, a task's steps, those of one role (Dr. MAS) and turn of it, one role's
     # steps of the whole batch (MARSHAL), or all of them
     group: str = "node"
@@ -55,6 +54,7 @@ class Credit:
     whiten: bool = False  # advantages of the whole batch to mean 0 and std 1 at the end
     coupling: float = 0.0  # beta of advantage_alignment: own past advantages times the others' now; 0: none
     coupling_fade: bool = False  # its factor discount^t
+    horizon: str = "end"  # end or turn: a step's return runs to the end of the episode, or until its role's next turn
 
     def check(self, path: str) -> None:
         choices = {

@@ -191,8 +191,16 @@ def test_print_config_needs_no_workdir_and_makes_none(folder):
     assert not (folder / "never").exists()  # a mistyped command leaves nothing behind
 
 
+@pytest.fixture
+def interruptible():
+    """What a script starts in the background ignores interrupts, and so would the processes that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_interrupt_ends_with_130_and_one_line(folder):
+def test_interrupt_ends_with_130_and_one_line(folder, interruptible):
     command = [sys.executable, "main.py", *GOOD, "--every=14"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
