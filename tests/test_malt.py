@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 from jaxmarl_llm import diagnose, loop, offline
 from jaxmarl_llm.arena import EnvConfig, Played
 from jaxmarl_llm.checkpoint import digests
-from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.credit import assign
 from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.plans import flat
-from jaxmarl_llm.recipes import grpo, malt
+from jaxmarl_llm.recipes import malt
 from jaxmarl_llm.stages import SFT, Offline, RunConfig, offline_step
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.text import ConfigError
@@ -457,23 +455,6 @@ def test_evaluations_have_the_vote_beside_them(monkeypatch):
     monkeypatch.setattr(malt, "evaluate", lambda *_: {"one": 0.25})
     monkeypatch.setattr(malt, "majority", lambda *args: {"vote": args[-1]})
     assert malt.make(config(votes=5)).evaluate(None) == {"one": 0.25, "vote": 5}
-
-
-def test_any_recipe_may_learn_by_preferences():
-    """DPO between the siblings of a rollout, by the sign of their advantages, in a compiled run."""
-    env = EnvConfig("chain", {"protocol": "solo", "terms": 2, "modulus": 2, "largest": 1}, eval_tasks=4)
-    cfg = grpo.Config(
-        steps=2,
-        batch=4,
-        env=env,
-        reward={"accuracy": 1.0},
-        team=config().team,
-        loss=Loss(objective="dpo", aggregate="sum"),
-        sft=config().sft,
-    )
-    params, seen = jax.jit(make_program(cfg, flat(4)).run)(jnp.int32(0))
-    assert digests(params["reference"]) != digests(params["agents"])
-    assert seen["grad_norm/solver"].shape == (2,) and "clip_fraction/solver" not in seen
 
 
 BAD = [

@@ -178,6 +178,32 @@ def test_reference_kl_pulls_back(played):
         update(kit, loss, copy(), None, kit.init(own), batches)
 
 
+def test_preferences_within_a_group_are_those_of_its_pairs(played):
+    """DPO on the four samples of a node as they were packed, and on a group of two for every pair of them."""
+    own, loss = played[1]["agents"]["a"], Loss(objective="dpo", aggregate="sum", beta=2.0)
+    reference, kit = jax.tree.map(lambda x: 0.9 * x, own), learner(loss)
+    whole = batches_of(played, loss=loss)
+    side = [np.sign(b.advantages[..., 0]) for b in whole]
+    at = [np.argwhere((s[:, :, None] > 0) & (s[:, None, :] < 0)) for s in side]
+    assert sum(map(len, at)) > 2
+    pairs = []
+    for batch, rows in zip(whole, at):
+        if len(rows):
+            two = lambda x, rows=rows: x[rows[:, :1], rows[:, 1:]]
+            grids = {k: two(getattr(batch, k)) for k in ("completions", "weights", "advantages", "behaviour")}
+            pairs.append(batch.replace(tokens=batch.tokens[rows[:, 0]], length=batch.length[rows[:, 0]], **grids))
+    copy = lambda: jax.tree.map(jnp.copy, own)
+    a, b = (update(kit, loss, copy(), None, kit.init(own), x, reference=reference) for x in (whole, pairs))
+    assert a.metrics["grad_norm"] == pytest.approx(b.metrics["grad_norm"], rel=1e-4) and a.metrics["grad_norm"] > 1e-3
+    for name in ("loss", "margin", "accuracy"):
+        assert a.metrics[name] == pytest.approx(b.metrics[name], rel=1e-4, abs=1e-6), name
+    same = update(kit, loss, copy(), None, kit.init(own), pairs, reference=own)
+    weight = sum(float(x.weights.max(-1).sum()) for x in pairs)
+    assert same.metrics["loss"] == pytest.approx(weight * np.log(2), rel=1e-5)
+    with pytest.raises(ValueError, match="reference"):
+        update(kit, loss, copy(), None, kit.init(own), whole)
+
+
 def test_schedules_and_clipping_are_optax():
     params, grads = {"w": jnp.ones(3)}, {"w": jnp.full(3, 10.0)}
     tx = make_optimizer(
