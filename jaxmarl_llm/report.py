@@ -54,7 +54,9 @@ def report(workdir: str | os.PathLike, path: str | os.PathLike | None = "report.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = read_metrics(workdir)
+    # What a run ends with is its last evaluation.
+    last = lambda row: {f"eval/{k.removeprefix('final/')}": v for k, v in row.items() if k.startswith("final/")}
+    rows = [row | last(row) for row in read_metrics(workdir)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     panels = []
     for title, unit, pattern in PANELS:
