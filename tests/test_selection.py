@@ -74,7 +74,7 @@ def forest(episodes, order=None, pad=40):
     return jax.tree.map(jnp.asarray, tree), place
 
 
-EPISODES = [(0, [0, 1, 0]), (0, [0, 1]), (1, [0, 1, 0, 1, 0]), (2, [0, 2, 1, 0, 2]), (2, [1]), (5, [0, 1, 0])]
+EPISODES = [(0, [0, 1, 0]), (0, [0, 1, 0]), (1, [0, 1, 0, 1, 0]), (2, [0, 2, 1, 0, 2]), (2, [1]), (5, [0, 1, 0])]
 
 
 def drawn(episodes, seed, order=None, out=()):
@@ -93,17 +93,22 @@ def drawn(episodes, seed, order=None, out=()):
 
 
 def test_one_round_of_each_role_uniformly():
-    count = {}
-    for seed in range(600):
-        for (e, role), turns in drawn(EPISODES, seed).items():
-            assert len(turns) == 1 and EPISODES[e][1][turns[0]] == role
-            count.setdefault((e, role), []).append(turns[0])
-    for (e, role), turns in count.items():
-        can = [t for t, r in enumerate(EPISODES[e][1]) if r == role]
-        share = [turns.count(t) / 600 for t in can]
-        assert share == pytest.approx([1 / len(can)] * len(can), abs=0.08)
-    pairs = list(zip(count[0, 0], count[5, 0], count[2, 0]))
-    assert len(set(pairs)) == 12  # episodes draw for themselves
+    tree, place = forest(EPISODES)
+    keys = jax.vmap(jax.random.key)(jnp.arange(600))
+    got = np.asarray(jax.jit(jax.vmap(selection.one_round, (0, None, None)))(keys, tree, tree.steps.valid))
+    rows = {(e, t): p for p, (e, t) in zip(place, [(e, t) for e, (_, r) in enumerate(EPISODES) for t in range(len(r))])}
+    assert not got[:, len(rows) :].any()
+    drawn_turn = {}
+    for e, (_, roles) in enumerate(EPISODES):
+        for role in set(roles):
+            can = [t for t, r in enumerate(roles) if r == role]
+            table = got[:, [rows[e, t] for t in can]]
+            assert (table.sum(1) == 1).all()
+            np.testing.assert_allclose(table.mean(0), 1 / len(can), atol=0.08)
+            drawn_turn[e, role] = table.argmax(1)
+    alike = [drawn_turn[0, 0] == drawn_turn[e, 0] for e in (1, 5)]  # of the same task, of another
+    assert all(0.4 < same.mean() < 0.6 for same in alike)  # episodes draw for themselves, and roles:
+    assert 0.4 < (drawn_turn[2, 1] == drawn_turn[5, 0]).mean() < 0.6
 
 
 @settings(max_examples=20, deadline=None, database=None)
@@ -121,7 +126,7 @@ def test_one_round_does_not_depend_on_the_order_of_the_batch(rng):
 
 
 def test_what_may_not_be_trained_is_never_drawn():
-    turns = [drawn(EPISODES, seed, out={(2, 0), (2, 2), (1, 0)}) for seed in range(20)]
+    turns = [drawn(EPISODES, seed, out={(2, 0), (2, 2), (1, 0), (1, 2)}) for seed in range(20)]
     assert {tuple(t[2, 0]) for t in turns} == {(4,)} and {tuple(t[1, 0]) for t in turns} == {()}
 
 

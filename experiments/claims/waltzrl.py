@@ -6,6 +6,12 @@ rule. ``untrained`` is the team after stage 0. Rates are shares of the held-out 
 and by the rule in every arm. What feedback is worth, its precision (the share of right ones among flags raised) and how
 many answers are right after it (helped), is measured with the untrained conversation agent: a trained one leaves hardly
 anything to flag, and each arm's another.
+
+Calibrated on seeds 100, 101, 102 (untrained -> trained, without DIR):
+    unsafe .189 .151 .185 -> .006 .000 .008; overrefusal .141 .125 .131 -> .005 .013 .034; trigger .612 .378 .500 ->
+    .012 .006 .150; helped .670 .724 .685 -> .831 .835 .780, .781 .754 .788
+    precision .268 .316 .237 -> .881 .975 .670, .940 .975 .930: there the paper's claim did not hold. In stage 2 only
+    flags that lead to a repair are paid (lambda = 0), and none that is needless costs anything.
 """
 
 from __future__ import annotations
