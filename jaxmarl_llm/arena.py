@@ -46,6 +46,7 @@ KNOWN = (
     "games",
     "games_text",
     "safety",
+    "safety_text",
     "assistant",
     "coding",
     "writing",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxmarl_llm.arena import EnvConfig, make_arena
 from jaxmarl_llm.envs import chain, chain_text
+from jaxmarl_llm.envs.array_text import last_line
 from jaxmarl_llm.text import Action, ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 
@@ -306,7 +307,7 @@ def test_demonstrations_in_words_are_those_of_chain(name):
         for ids, length, said, size in zip(*samples.values()):
             shown = chain_text.prompt(config, role, BYTES.decode(ids[:length]))
             assert rows[n] == (role, shown, BYTES.decode(said[: size - 1]))
-            assert chain_text.said(Action(rows[n][2], ())) == said[:size].tolist()
+            assert last_line(Action(rows[n][2], ())) == said[:size].tolist()
             n += 1
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.envs import safety
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.envs import safety, safety_text
+from jaxmarl_llm.envs.array_text import last_line
+from jaxmarl_llm.text import Action, ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(0)
@@ -31,9 +32,18 @@ def compiled(name):
     return env, jax.jit(env.reset), jax.jit(env.step), jax.jit(env.observe)
 
 
+@functools.cache
+def through_text(name):
+    return safety_text.make(safety_text.Config(**dataclasses.asdict(CONFIGS[name])))
+
+
+def as_task(name, kind):
+    """A request of ``kind`` as `safety.make_tasks` gives it."""
+    return {"text": np.array([*TEXTS[kind][-CONFIGS[name].length :].encode()], np.int32), "kind": np.int32(kind)}
+
+
 def start(name, kind):
-    text = TEXTS[kind][-CONFIGS[name].length :]
-    return compiled(name)[1](KEY, dict(text=np.array([*text.encode()], np.int32), kind=np.int32(kind)))
+    return compiled(name)[1](KEY, as_task(name, kind))
 
 
 def say(name, state, text, ends=True):
@@ -215,6 +225,54 @@ def test_a_judge_that_cannot_be_read_leaves_no_reward():
         assert done and all(np.isnan(r).all() for r in rewards.values())
         after, rewards, _ = say("judge", after, "nn")
         assert not any(np.any(r) for r in rewards.values())
+
+
+# Through text
+
+
+@games
+@settings(max_examples=30, deadline=None, database=None)
+@given(draws=lines, kind=st.sampled_from([0, 1, 2]))
+def test_the_game_through_text_equals_the_slow_twin(name, draws, kind):
+    config, roles = CONFIGS[name], CONFIGS[name].roles
+    text = through_text(name)
+    said = sensible(draws, config.order, roles) + [("c", True)]
+    log = play(kind, TEXTS[kind][-config.length :], config.rounds, config.judge == "role", said)
+    state = text.reset(0, as_task(name, kind))
+    for (line, ends), (role, shown, pay, over) in zip(said, log):
+        assert text.observe(state) == {role: safety_text.prompt(role, shown)}
+        state, paid, done = text.step(0, state, {role: Action(f"Thinking.\n {line} \n", (), not ends)})
+        assert done == over and set(paid) == set(roles)
+        for component in safety.COMPONENTS:
+            want = [np.nan if pay is None else pay[component][r] for r in roles]
+            np.testing.assert_array_equal([paid[r][component] for r in roles], want, err_msg=component)
+    assert text.observe(state) == {}
+
+
+def test_a_prompt_in_words_has_what_the_role_hears_and_no_more():
+    guide, told = safety_text.prompt("conversation", "Caxbdug|cs>")
+    assert "You are the conversation agent." in guide.text and "r, s or c" in guide.text
+    assert told.text == "Request: axbdug\nResponse: complied (c); advised: s"
+    _, told = safety_text.prompt("feedback", "Faxbdug|cs|r>")
+    assert told.text == "Request: axbdug\nResponse: complied (c); advised: s\nResponse: refused (r)"
+    _, told = safety_text.prompt("judge", "Jaxbdug|?>")
+    assert told.text == "Request: axbdug\nResponse: nothing readable"
+
+
+@games
+def test_demonstrations_in_words_are_those_of_safety(name):
+    config = safety_text.Config(**dataclasses.asdict(CONFIGS[name]), count=20)
+    tasks = safety_text.tasks(config)
+    rows = iter(safety_text.demonstrations(config, tasks, ["a hint"]))
+    assert len(tasks) == 20
+    for role, samples in safety.demonstrations(CONFIGS[name], config.seed, 20).items():
+        for ids, length, said, size in zip(*samples.values()):
+            who, shown, reply = next(rows)
+            want = safety_text.prompt(role, BYTES.decode(ids[:length]))
+            assert who == role and "a hint" in str(shown) and shown[-1].text.endswith(want[-1].text)
+            assert reply == BYTES.decode(said[: size - 1])
+            assert last_line(Action(reply, ())) == said[:size].tolist()
+    assert next(rows, None) is None
 
 
 def test_tasks_follow_the_hidden_rule():

@@ -12,7 +12,8 @@ import pytest
 from jaxmarl_llm import arena
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.envs import chain, chain_text, dilemma, dilemma_text
+from jaxmarl_llm.envs import chain, dilemma, dilemma_text, safety
+from jaxmarl_llm.envs.array_text import last_line
 from jaxmarl_llm.envs.arrays import pack
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.text import ConfigError
@@ -29,29 +30,35 @@ SHAPE = {
     "head_dim": 8,
     "tie_embeddings": False,
 }
-BOARDS = {"chain_text": chain, "dilemma_text": dilemma}
-RUNS = {  # recipe -> environment, its arguments, max_new, what the model mostly says
-    "rema": ("chain_text", {"protocol": "meta", "rounds": 1, "terms": 2, "modulus": 2, "shaping": 0.25}, 5, "01 "),
-    "advantage_alignment": ("dilemma_text", {"rounds": 2}, 2, "CD "),
+BOARDS = {"chain_text": chain, "dilemma_text": dilemma, "safety_text": safety}
+RUNS = {  # recipe -> environment, its arguments, max_new, what the models mostly say, joint actions, what else is set
+    "rema": (
+        "chain_text",
+        {"protocol": "meta", "rounds": 1, "terms": 2, "modulus": 2, "shaping": 0.25},
+        *(5, "01 ", 32, {}),
+    ),
+    "advantage_alignment": ("dilemma_text", {"rounds": 2}, 2, "CD ", 32, {}),
+    "waltzrl": ("safety_text", {"length": 4}, 4, "yns", None, {"stage_one": 0}),
 }
 
 
 def config(recipe, **changes):
-    env, args, max_new, _ = RUNS[recipe]
+    env, args, max_new, *_, own = RUNS[recipe]
+    share = "separate" if recipe == "waltzrl" else "shared"
     small = {
         "steps": 1,
         "batch": 4,
         "group": 4,
-        "team": {"share": "shared", "max_new": max_new, "remat": False, "backbone": SHAPE},
-        "env": {"name": env, "args": {"tasks": 32, **args}, "workers": 0, "max_prompt": 320, "eval_tasks": 4},
+        "team": {"share": share, "max_new": max_new, "remat": False, "backbone": SHAPE},
+        "env": {"name": env, "args": {"tasks": 32, **args}, "workers": 0, "max_prompt": 512, "eval_tasks": 4},
         "sft": {"steps": 1, "batch": 2, "samples": 32},
         "run": {"checkpoint_every": 100, "eval_every": 0, "log_every": 100, "tensorboard": False},
     }
     module = importlib.import_module(f"jaxmarl_llm.recipes.{recipe}")
-    return from_dict(module.Config, {**small, **changes}), module
+    return from_dict(module.Config, {**small, **own, **changes}), module
 
 
-@pytest.fixture(scope="module", params=[pytest.param("rema", marks=pytest.mark.slow), "advantage_alignment"])
+@pytest.fixture(scope="module", params=[pytest.param("rema", marks=pytest.mark.slow), "advantage_alignment", "waltzrl"])
 def trained(request, tmp_path_factory):
     """A recipe's configuration, the recipe, its states (at first, after stage 0, after one RL step), what was played,
     the metrics of the RL step.
@@ -64,9 +71,10 @@ def trained(request, tmp_path_factory):
         first = recipe.init(0)
         taught, _ = recipe.step(jax.tree.map(jnp.copy, first), log)
         # A model that says well-formed things and others at random, as after a longer stage 0.
-        head = taught.params["agents"]["team"]["params"]["lm_head"]
         wanted = jnp.array([*RUNS[request.param][3].encode(), ByteTokenizer.EOS])
-        head["kernel"] = head["kernel"].at[:, wanted].set(80 * head["kernel"][:, wanted[-1:]])
+        for own in taught.params["agents"].values():
+            head = own["params"]["lm_head"]
+            head["kernel"] = head["kernel"].at[:, wanted].set(80 * head["kernel"][:, wanted[-1:]])
         copied = jax.tree.map(jnp.copy, taught)
         after, metrics = recipe.step(taught.replace(step=jnp.int32(1)), log)
     yield cfg, recipe, (first, copied, after), played[0], metrics
@@ -92,8 +100,8 @@ def replayed(arena, played, tasks):
     for j in np.flatnonzero(moves.played):
         state = after[int(moves.parent[j])] if moves.parent[j] >= 0 else reset(KEY, tasks[moves.task[j]])
         actions = [played.records.records[s].action for s in moves.steps[j] if s >= 0]
-        if text is chain_text:
-            said = [chain_text.said(a)[:width] for a in actions]
+        if text is not dilemma_text:
+            said = [last_line(a)[:width] for a in actions]
         else:
             said = [dilemma_text.MOVES[dilemma_text.move_of("ipd", a.text)].encode() for a in actions]
         after[int(j)], rewards, done = step(KEY, state, *pack(said, width))
@@ -111,7 +119,7 @@ def test_the_host_engine_pays_what_the_array_game_pays(trained):
         for component, values in rewards.items():
             np.testing.assert_array_equal(moves.rewards[component][j], values, err_msg=component)
         seen += 1
-    assert seen == moves.played.sum() == 32
+    assert seen == moves.played.sum() == (RUNS[cfg.recipe][4] or seen)
     assert any(np.ptp(moves.rewards[c][moves.played]) > 0 for c in cfg.reward)  # it was no empty comparison
 
 

@@ -20,8 +20,8 @@ from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.train import Optimizer
 
 VARIANTS = ("tiny", "random", "solo")
-# Sums and differences of two digits; most differences are taken for sums, verdicts are right in 4 of 5.
-QUESTIONS = {"terms": 2, "largest": 9, "slip": 0.6, "lenient": 0.2, "strict": 0.1}
+# Sums and differences of two digits; most differences are taken for sums, verdicts are right in 9 of 10.
+QUESTIONS = {"terms": 2, "largest": 9, "slip": 0.6, "lenient": 0.1, "strict": 0.05}
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:

@@ -6,14 +6,14 @@ shows into words, and replies into its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.envs.arrays import HELD_OUT, pack
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.text import Action, ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv
 
@@ -52,6 +52,21 @@ def board(env: ArrayEnv, response: int) -> Board:
         return after, paid, bool(done)
 
     return Board(reset, look, step)
+
+
+def last_line(action: Action) -> list[int]:
+    """The last line of a reply as tokens, spaces around it left out, ended unless the reply was cut off."""
+    line = action.text.rstrip("\n").rpartition("\n")[2].strip()
+    return [*ByteTokenizer().encode(line), *([] if action.truncated else [ByteTokenizer.EOS])]
+
+
+def spoken(samples: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """(role, what its prompt says, completion) of every demonstration of an array environment."""
+    decode = ByteTokenizer().decode
+    for role, rows in samples.items():
+        columns = (rows[k] for k in ("tokens", "length", "completion"))
+        for ids, length, reply in zip(*columns, strict=True):
+            yield role, decode(ids[:length]), decode(reply)
 
 
 def check_tasks(name: str, config: Any) -> None:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmarl_llm.envs import chain
-from jaxmarl_llm.envs.array_text import board, check_tasks, task_rows
-from jaxmarl_llm.envs.chain import EOS, LONGEST_HINT, MARKS
+from jaxmarl_llm.envs.array_text import board, check_tasks, last_line, spoken, task_rows
+from jaxmarl_llm.envs.chain import LONGEST_HINT, MARKS
 from jaxmarl_llm.envs.prompts import asked, entry, with_memory
 from jaxmarl_llm.text import Action, HostEnv, Message, Prompt, Rewards
-from jaxmarl_llm.tokenizer import ByteTokenizer
 
-__all__ = ["Config", "demonstrations", "make", "prompt", "said", "strategy", "tasks", "with_memory"]
+__all__ = ["Config", "demonstrations", "make", "prompt", "strategy", "tasks", "with_memory"]
 ANSWER = "Work it out modulo {modulus}; letters mean nothing. End with a line that holds the answer: a digit."
 ASKED = {  # of the other roles
     "verifier": "Is the proposed answer right, modulo {modulus}? End with a line that holds y or n.",
@@ -48,12 +47,6 @@ def prompt(config: Config, role: str, shown: str) -> Prompt:
     )
 
 
-def said(action: Action) -> list[int]:
-    """The last line of a reply as tokens, ended unless the reply was cut off."""
-    line = action.text.rstrip("\n").rpartition("\n")[2].strip()
-    return [*ByteTokenizer().encode(line), *([] if action.truncated else [EOS])]
-
-
 def make(config: Config) -> HostEnv:
     env = chain.make(config)
     # Nothing longer is well-formed, and what is cut is without its end.
@@ -63,7 +56,7 @@ def make(config: Config) -> HostEnv:
         return {role: prompt(config, role, shown) for role, shown in play.look(state).items()}
 
     def step(seed: int, state: chain.State, actions: Mapping[str, Action]) -> tuple[chain.State, Rewards, bool]:
-        return play.step(state, [said(action) for action in actions.values()])
+        return play.step(state, [last_line(action) for action in actions.values()])
 
     return HostEnv("chain_text", env.roles, env.max_turns, env.components, play.reset, observe, step)
 
@@ -74,12 +67,8 @@ def tasks(config: Config) -> list[dict[str, Any]]:
 
 def demonstrations(config: Config, tasks: Sequence, memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
     """(role, prompt, completion): those of `chain`, as many for each role as there are tasks."""
-    decode, out = ByteTokenizer().decode, []
-    for role, samples in chain.demonstrations(config, config.seed, len(tasks)).items():
-        columns = (samples[k] for k in ("tokens", "length", "completion"))
-        for ids, length, reply in zip(*columns, strict=True):
-            out.append((role, with_memory(prompt(config, role, decode(ids[:length])), memory), decode(reply)))
-    return out
+    rows = spoken(chain.demonstrations(config, config.seed, len(tasks)))
+    return [(role, with_memory(prompt(config, role, shown), memory), reply) for role, shown, reply in rows]
 
 
 def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jaxmarl_llm.envs import dilemma
-from jaxmarl_llm.envs.array_text import board, check_tasks, task_rows
+from jaxmarl_llm.envs.array_text import board, check_tasks, spoken, task_rows
 from jaxmarl_llm.envs.dilemma import CLAIMS, COINS, HIGH, LOW, ROLES
 from jaxmarl_llm.envs.prompts import asked, entry, with_memory
 from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
-from jaxmarl_llm.tokenizer import ByteTokenizer
 
 __all__ = ["Config", "demonstrations", "make", "move_of", "prompt", "strategy", "tasks", "with_memory"]
 HANDS = dict(zip(dilemma.HANDS, ("rock", "paper", "scissors"), strict=True))
@@ -132,14 +131,11 @@ def demonstrations(config: Config, tasks: Sequence, memory: Sequence[str] = ()) 
     """(role, prompt, completion): those of `dilemma`, as many for each role as there are tasks. A message is a hand's
     name.
     """
-    decode, out = ByteTokenizer().decode, []
-    for role, samples in dilemma.demonstrations(config.board, config.seed, len(tasks)).items():
-        columns = (samples[k] for k in ("tokens", "length", "completion"))
-        for ids, length, reply in zip(*columns, strict=True):
-            shown, said = decode(ids[:length]), decode(reply)
-            words = [HANDS[letter] for letter in shown.removesuffix(">").split(":")[1:]]
-            asking = with_memory(prompt(config, shown, words), memory)
-            out.append((role, asking, HANDS[said] if said in HANDS else NAMES[said]))
+    out = []
+    for role, shown, said in spoken(dilemma.demonstrations(config.board, config.seed, len(tasks))):
+        words = [HANDS[letter] for letter in shown.removesuffix(">").split(":")[1:]]
+        asking = with_memory(prompt(config, shown, words), memory)
+        out.append((role, asking, HANDS[said] if said in HANDS else NAMES[said]))
     return out
 
 
