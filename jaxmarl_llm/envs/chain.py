@@ -199,7 +199,7 @@ def make(config: Config) -> ArrayEnv:
         finished = answers_now & final if open_ended else jnp.bool_(True)
         over = state.turn >= last_turn
         if protocol == "verify":
-            over |= judges & proper & (said == YES)
+            over |= judges & (said == YES)  # what is malformed is no YES
         elif open_ended:
             over |= finished
         clean = state.proper & proper
