@@ -63,68 +63,13 @@ def available() -> int:
     return most if text == "max" else min(most, int(text))
 
 
-def workload_of(cfg: Any, prompt: dict[int, float] | None, response: dict[int, float] | None) -> tuple[Any, list[str]]:
-    """The `complexity.Workload` of a training configuration, and what had to be assumed, one line each."""
-    import jax
-
-    from jaxmarl_llm import complexity as cx
-    from jaxmarl_llm.envs.protocols import wrap
-    from jaxmarl_llm.losses import init_head
-    from jaxmarl_llm.team import make_team
-    from jaxmarl_llm.types import ArrayEnv
-
-    module, built, notes = cfg.env.module, cfg.env.build(), []
-    env = module.make(built)
-    array = isinstance(env, ArrayEnv)
-    remembers = cfg.memory.retrieve if getattr(cfg, "use_memory", False) else 0
-    if array:
-        task = jax.tree.map(lambda x: x[0], module.make_tasks(built, 0, 1))
-        seen = jax.eval_shape(lambda t: env.observe(env.reset(jax.random.key(0), t)), task)
-        width = seen.tokens.shape[-1] + remembers * module.entry_length(built)
-        acting = [list(actors) for actors in env.actors]
-        seats = env.seats
-    else:
-        env, width = wrap(env, cfg.env.protocol), cfg.env.max_prompt
-        first = env.observe(env.reset(0, module.tasks(built)[0]))
-        seats = len(first)
-        acting = [list(range(len(env.roles)))] * env.max_turns
-        notes.append(f"every turn has {seats} acting, as the first of the first task; no episode ends before the last")
-    if any(len(a) != seats for a in acting):
-        notes.append("where several roles may take a seat they are taken to be equally likely")
-    if prompt is None:
-        notes.append(f"every prompt has {width} tokens, the most (--prompt)")
-    if response is None:
-        notes.append(f"every completion has {cfg.team.max_new} tokens, the most (--response)")
-    team = make_team(cfg.team, env.roles)
-    extra = 0
-    if team.critics:
-        dim = team.models[0].policy.config.hidden_size
-        head = jax.eval_shape(lambda: init_head(jax.random.key(0), dim, cfg.team.critic_hidden))
-        extra = sum(x.size for x in jax.tree.leaves(head))
-    models = tuple(
-        cx.Weights(
-            m.policy.config,
-            cfg.team.lora_rank if m.base else 0,
-            cfg.team.lora_targets,
-            extra if m.name in team.critics else 0,
-        )
-        for m in team.models
-    )
-    said = response or {cfg.team.max_new: 1.0}
-    read = (prompt or {width: 1.0},)
-    speakers = tuple(cx.Speaker(team.model_index(i), read, said, r.max_new) for i, r in enumerate(team.roles))
-    certain = lambda a: tuple({r: 1.0} for r in a)
-    turns = tuple(cx.Turn(certain(a) if len(a) == seats else (cx.uniform(*a),) * seats) for a in acting)
-    engine = "array" if array else "host"
-    return cx.Workload(turns, speakers, models, cfg.batch, engine, width, seats), notes
-
-
 def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
     """ConfigError with the bytes and the flag to lower, when a plan cannot fit."""
-    from jaxmarl_llm import complexity as cx
+    from jaxmarl_llm import costs
     from jaxmarl_llm.text import ConfigError
+    from jaxmarl_llm.workload import kept
 
-    need = lambda tasks: cx.memory(plan, work._replace(tasks=tasks), **kept(cfg)).least
+    need = lambda tasks: costs.memory(plan, work._replace(tasks=tasks), **kept(cfg)).least
     if need(cfg.batch) <= room:
         return
     if need(1) <= room:
@@ -134,7 +79,7 @@ def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
             low, high = (middle, high) if need(middle) <= room else (low, middle)
         advice = f"lower --config.batch to {low}"
     else:
-        held = cx.memory(plan, work._replace(tasks=1), **kept(cfg))
+        held = costs.memory(plan, work._replace(tasks=1), **kept(cfg))
         too_much = held.least - max(held.cache + held.logits - held.gradient, 0) > room
         fields = [f for f in ("group",) if hasattr(cfg, f)]
         advice = (
@@ -148,22 +93,20 @@ def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
     )
 
 
-def kept(cfg: Any) -> dict[str, Any]:
-    return {"optimizer": cfg.optimizer.name, "copies": int(cfg.loss.refers) + cfg.past.size}
-
-
 def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     from jaxmarl_llm import complexity as cx
+    from jaxmarl_llm import costs
     from jaxmarl_llm.config import one_of
+    from jaxmarl_llm.workload import kept, workload_of
 
     for chip in flag_values.chip:
-        one_of("--chip", chip, cx.CHIPS)
+        one_of("--chip", chip, costs.CHIPS)
     recipe = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}")
     plan = recipe.make_plan(cfg)
     given = [None if (text := flag_values[f].value) is None else lengths(f, text) for f in ("prompt", "response")]
     work, notes = workload_of(cfg, *given)
     clock = time.perf_counter()
-    chips = {name: cx.CHIPS[name] for name in flag_values.chip or cx.CHIPS}
+    chips = {name: costs.CHIPS[name] for name in flag_values.chip or costs.CHIPS}
     if flag_values.memory is not None:
         room, whose = int(flag_values.memory * 2**30), "--memory"
     elif flag_values.chip:
@@ -171,7 +114,7 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
     else:
         room, whose = available(), "this machine"
     refuse(cfg, plan, work, room, whose)
-    seen, held = cx.counts(plan, work), cx.memory(plan, work, **kept(cfg))
+    seen, held = cx.counts(plan, work), costs.memory(plan, work, **kept(cfg))
     groups = hasattr(cfg, "top_k") and cfg.credit.group == "node"
     most = None
     if groups and cfg.top_k is not None:
@@ -179,8 +122,8 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
         notes.append(f"an update takes the {most} nodes that cost most: which are selected depends on rewards")
     if plan.stop_above is not None:
         notes.append("no state is left early (stop_above): counts are the most there may be")
-    update = cx.trained(plan, work, groups=groups, most=most, remat=cfg.team.remat)
-    started = [cx.work_of(x, work.models[x.model]) for x in cx.launches(plan, work)]
+    update = costs.trained(plan, work, groups=groups, most=most, remat=cfg.team.remat)
+    started = [costs.work_of(x, work.models[x.model]) for x in cx.launches(plan, work)]
     play = sum(w.prefill + w.decode for w in started)
     rows: list[tuple[str, Any, Any]] = [
         ("decision points", seen.nodes, None),
@@ -205,7 +148,7 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
     for name, value, other in rows:
         print(f"{name:38}{_number(value):>20}{'' if other is None else _number(other):>20}".rstrip())
     for name, chip in chips.items():
-        a, b = cx.roofline(chip, plan, work, update)
+        a, b = costs.roofline(chip, plan, work, update)
         print(f"{'seconds on ' + name + ', at least':38}{a + b * cfg.loss.epochs:>20.3g}   ({chip.source})")
     for note in notes:
         print(f"assumed: {note}")
@@ -215,7 +158,7 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
 
         model = work.models[0]
         found = calibrate_generation(model)
-        seconds = found.predict(cx.features(plan, work))
+        seconds = found.predict(costs.features(plan, work))
         print(f"seconds of generation on this machine {seconds:.3g} (spread of repeats {found.spread:.0%})")
         if not found.stable:
             print("unstable: repeats lie too far apart (a busy machine?); calibrate again before relying on it")

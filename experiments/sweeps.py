@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from jaxmarl_llm import complexity as cx
-from jaxmarl_llm import plans
+from jaxmarl_llm import costs, plans
 from jaxmarl_llm.advantages import scalarise
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.generate import generate
@@ -257,8 +257,8 @@ def measure(s: Setting, repeats: int) -> dict[str, Any]:
     return {
         **dataclasses.asdict(s),
         "predicted": cx.counts(plan, work)._asdict(),
-        "bytes": cx.memory(plan, work)._asdict(),
-        "features": cx.features(plan, work),
+        "bytes": costs.memory(plan, work)._asdict(),
+        "features": costs.features(plan, work),
         "counted": counted,
         "seconds": seconds,
         "first": first,
@@ -300,7 +300,7 @@ def run(f: flags.FlagValues, room: int) -> None:
     print(f"{len(done)} settings in {path}, {len(todo)} to run", flush=True)
     for s in track(todo, description="sweeps"):
         plan, work = workload(s)
-        need, sequences = cx.memory(plan, work).least, cx.counts(plan, work).sequences
+        need, sequences = costs.memory(plan, work).least, cx.counts(plan, work).sequences
         row = dataclasses.asdict(s) | {"predicted": cx.counts(plan, work)._asdict(), "bytes": {"least": need}}
         if need > room:
             row["refused"] = f"needs at least {need} bytes of {room}"
@@ -317,7 +317,7 @@ def run(f: flags.FlagValues, room: int) -> None:
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
-def calibrate_generation(weights: cx.Weights, repeats: int = 5) -> cx.Calibration:
+def calibrate_generation(weights: cx.Weights, repeats: int = 5) -> costs.Calibration:
     """Seconds of generation on this machine, from small launches of one model with random weights."""
     policy = make_policy(weights.config)
     params = {"params": jax.jit(policy.init)(jax.random.key(0))}
@@ -326,7 +326,7 @@ def calibrate_generation(weights: cx.Weights, repeats: int = 5) -> cx.Calibratio
     parts, seconds = [], []
     for n, g, p, r in ((1, 1, 16, 2), (4, 1, 16, 8), (4, 8, 16, 8), (4, 2, 64, 4), (16, 4, 32, 8), (2, 4, 128, 16)):
         launch = cx.Launch(0, 0, n, g, p, r, ((n * g, {r: 1.0}),))
-        w = cx.work_of(launch, weights)
+        w = costs.work_of(launch, weights)
         parts.append([1.0, w.steps, n * g, w.prefill, w.decode])
         keys = jax.random.split(jax.random.key(2), (n, g))
         tokens, length, active = np.full((n, p), 65, np.int32), np.full((n,), p, np.int32), np.ones((n,), bool)
@@ -340,7 +340,7 @@ def calibrate_generation(weights: cx.Weights, repeats: int = 5) -> cx.Calibratio
             once()
             times.append(time.perf_counter() - clock)
         seconds.append(times)
-    return cx.calibrate(parts, seconds)
+    return costs.calibrate(parts, seconds)
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def report(f: flags.FlagValues) -> None:
     ran = [r for r in rows if "seconds" in r]
     best = lambda r: min(r["seconds"])  # other programs only add time
     cal = [r for r in ran if r["sweep"] == "calibration"]
-    found = cx.calibrate([r["features"] for r in cal], [r["seconds"] for r in cal]) if len(cal) >= 5 else None
+    found = costs.calibrate([r["features"] for r in cal], [r["seconds"] for r in cal]) if len(cal) >= 5 else None
     right = sum(agree(r) for r in ran)
     lines = [
         BEGIN,
@@ -421,7 +421,7 @@ def report(f: flags.FlagValues) -> None:
     print("\n".join(lines))
 
 
-def draw(ran: list[dict], found: cx.Calibration | None, path: Path) -> None:
+def draw(ran: list[dict], found: costs.Calibration | None, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

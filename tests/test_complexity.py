@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmarl_llm import complexity as cx
-from jaxmarl_llm import rollout_host
+from jaxmarl_llm import costs, rollout_host
 from jaxmarl_llm.generate import Completions
 from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
 from jaxmarl_llm.qwen import make_policy
@@ -162,7 +162,7 @@ def test_predictions_equal_a_real_host_rollout_on_200_random_configurations(monk
         size = np.bincount(owner, minlength=len(nodes.valid))
         for groups in (False, True):
             kept = size > (1 if groups else 0)
-            update = cx.trained(plan, work, groups=groups)
+            update = costs.trained(plan, work, groups=groups)
             assert update.sequences == size[kept].sum(), where
             assert update.prompt_tokens == nodes.length[kept & nodes.valid].sum(), where
             mine = steps.valid & kept[steps.node]
@@ -171,7 +171,7 @@ def test_predictions_equal_a_real_host_rollout_on_200_random_configurations(monk
         shapes = [(x.rows, x.group, x.prompt, x.response) for x in cx.launches(plan, work)]
         assert sorted(shapes) == sorted(recorder.launches), where
         if seed % 10 == 0:
-            held = cx.memory(plan, work)
+            held = costs.memory(plan, work)
             assert held.cache + held.logits == recorder.cache_bytes(TINY), where
 
 
@@ -244,7 +244,7 @@ def test_array_launches_and_caches_are_what_is_traced(plan):
     tasks = toys.relay_tasks(batch)
     jax.eval_shape(make_rollout(team, env, plan, Sampling()), params, {}, tasks, jax.random.key(0), 0)
     work = relay_work(3, batch)
-    expected = [(cx.cache_bytes(x, TINY), x.rows) for x in cx.launches(plan, work)]
+    expected = [(costs.cache_bytes(x, TINY), x.rows) for x in cx.launches(plan, work)]
     assert log == expected and cx.counts(plan, work).launches == len(log)
 
 
@@ -346,8 +346,9 @@ def test_a_hopeless_plan_is_counted_as_fast_as_a_small_one():
     work = workload(64, 8)
     assert cx.counts(product(64), work).sequences == 8 * sum(64**t for t in range(1, 65))
     with pytest.raises(ConfigError, match=r"more than 10\^200 states at turn 28; lower its group"):
-        cx.memory(product(8, "cross"), work)
-    cx.features(product(4), work), cx.roofline(cx.CHIPS["h200"], node_wise(64), work, cx.trained(node_wise(64), work))
+        costs.memory(product(8, "cross"), work)
+    costs.features(product(4), work)
+    costs.roofline(costs.CHIPS["h200"], node_wise(64), work, costs.trained(node_wise(64), work))
     assert time.perf_counter() - clock < 3  # on a busy machine; 0.2 s on a free one
 
 
@@ -404,12 +405,12 @@ def test_parameters_are_those_of_the_model(cfg):
 
     shapes = jax.eval_shape(make_policy(cfg).init, jax.random.key(0))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    assert cx.own_bytes(cx.Weights(cfg)) == size(shapes)
+    assert costs.own_bytes(cx.Weights(cfg)) == size(shapes)
     for targets in (cx.TARGETS, ("q_proj", "down_proj")):
         lora = jax.eval_shape(functools.partial(init_lora, rank=3, targets=targets), jax.random.key(0), shapes)
-        assert cx.own_bytes(cx.Weights(cfg, 3, targets)) == size(lora)
+        assert costs.own_bytes(cx.Weights(cfg, 3, targets)) == size(lora)
     adapters = (cx.Weights(cfg, 3),) * 4
-    assert cx.base_bytes(adapters) == size(shapes) and cx.base_bytes((cx.Weights(cfg),)) == 0
+    assert costs.base_bytes(adapters) == size(shapes) and costs.base_bytes((cx.Weights(cfg),)) == 0
 
 
 def products(jaxpr):
@@ -441,7 +442,7 @@ def test_flops_are_those_of_the_traced_model(cfg, rank):
             functools.partial(init_lora, rank=rank), jax.random.key(0), variables["params"]
         )
     launch = cx.Launch(0, 0, n, g, p, r, ((n * g, {r: 1.0}),))
-    said = cx.work_of(launch, cx.Weights(cfg, rank))
+    said = costs.work_of(launch, cx.Weights(cfg, rank))
     assert said.prefill == products(jax.make_jaxpr(policy.prefill)(variables, ints(n, p), ints(n)).jaxpr)
 
     def one(variables, tokens, length, prefix, suffix):
@@ -488,7 +489,7 @@ def test_sizes_that_cannot_be():
     with pytest.raises(ConfigError, match="expected at least 1 sample at turn 0, got 0"):
         cx.counts(flat(0), workload())
     assert cx.counts(node_wise(1), workload(3)).branch_sequences == 0  # one sample a node: nothing to compare
-    assert cx.trained(node_wise(1), workload(3), groups=True) == (0, 0, 0, 0, 0)
+    assert costs.trained(node_wise(1), workload(3), groups=True) == (0, 0, 0, 0, 0)
 
 
 def test_an_agent_that_is_never_called_costs_its_parameters_alone():
@@ -496,7 +497,7 @@ def test_an_agent_that_is_never_called_costs_its_parameters_alone():
     never = work._replace(speakers=work.speakers * 2, models=work.models * 2, turns=(cx.Turn(({0: 1.0, 1: 0.0},)),) * 2)
     never = never._replace(speakers=(work.speakers[0], work.speakers[0]._replace(model=1)))
     assert cx.counts(product(2), never) == cx.counts(product(2), work)
-    assert cx.memory(product(2), never).own == 2 * cx.memory(product(2), work).own
+    assert costs.memory(product(2), never).own == 2 * costs.memory(product(2), work).own
     # An array program has to be able to call it: the launch is there, and idle.
     array = lambda w: cx.counts(product(2), w._replace(engine="array")).launches
     assert array(never) == 2 * array(work)
@@ -506,12 +507,12 @@ def test_a_calibration_finds_the_costs_and_says_when_it_cannot():
     rng = np.random.default_rng(0)
     true, parts = np.array([1e-3, 2e-4, 5e-5, 1e-10, 3e-10]), rng.uniform(1, 9, (12, 5)) * [3, 30, 200, 1e8, 1e7]
     seconds = parts @ true
-    calm = cx.calibrate(parts, [[s, s * 1.01, s * 0.99] for s in seconds])
+    calm = costs.calibrate(parts, [[s, s * 1.01, s * 0.99] for s in seconds])
     assert calm.stable and np.allclose([calm.predict(p) for p in parts], seconds, rtol=0.02)
-    busy = cx.calibrate(parts, [[s, s * 3, s] for s in seconds])
+    busy = costs.calibrate(parts, [[s, s * 3, s] for s in seconds])
     assert not busy.stable and busy.spread == pytest.approx(2)
     with pytest.raises(ConfigError, match="calibration: expected 5 settings"):
-        cx.calibrate(parts[:4], [[1, 1, 1]] * 4)
+        costs.calibrate(parts[:4], [[1, 1, 1]] * 4)
 
 
 def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
@@ -532,7 +533,7 @@ def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
         measured.append(s)
         plan, work = sweeps.workload(s)
         said = cx.counts(plan, work)._asdict()
-        base = {"predicted": said, "counted": said, "features": cx.features(plan, work), "load": 0.5}
+        base = {"predicted": said, "counted": said, "features": costs.features(plan, work), "load": 0.5}
         return dataclasses.asdict(s) | base | {"seconds": [said["sequences"] * x for x in (1.0, 1.1, 1.0)]}
 
     monkeypatch.setattr(sweeps, "measure", measure)

@@ -37,9 +37,10 @@ LAYERS = {
         "report",
         "value",
         "complexity",
+        "costs",
     ],
     4: ["team", "arena"],
-    5: ["stages", "diagnose", "loop", "compiled"],
+    5: ["workload", "stages", "diagnose", "loop", "compiled"],
     6: ["recipes"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
