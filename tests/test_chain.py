@@ -241,6 +241,19 @@ def test_demonstrations_are_prompts_of_play_with_systematic_mistakes(name):
             assert 0.3 < mistakes / count < 0.65, role
 
 
+def test_a_refiner_keeps_what_is_judged_right_and_heeds_what_is_judged_wrong():
+    for heed, low, high in ((0.0, 0.3, 0.7), (0.5, 0.65, 0.85), (1.0, 1.0, 1.0)):
+        config = dataclasses.replace(CONFIGS["refine"], heed=heed)
+        samples, other = chain.demonstrations(config, 0, 600)["refiner"], []
+        for ids, length, said in zip(samples["tokens"], samples["length"], samples["completion"]):
+            question, judged = re.fullmatch(r"R(.*)\|(\d[yn])>", BYTES.decode(ids[:length])).groups()
+            if judged[1] == "y":
+                assert chr(said[0]) == judged[0]
+            elif eval(question) % 10 != eval(question.replace("-", "+")) % 10:
+                other.append(chr(said[0]) != judged[0])
+        assert len(other) > 100 and low <= np.mean(other) <= high
+
+
 def test_without_mistakes_imitation_is_right():
     config = dataclasses.replace(CONFIGS["verify"], slip=0.0, lenient=0.0, strict=0.0)
     samples = chain.demonstrations(config, 0, 100)["solver"]

@@ -399,8 +399,30 @@ def test_payoffs_by_enumeration(game):
             own = np.array(matrix.GAMES[game][i], np.float32)
             np.testing.assert_array_equal(got["payoff"], [own.sum()] * 2 if rewards == "joint" else own)
             assert bool(done) and got["social"][0] == own.sum()
+            assert got["cooperation"].tolist() == [m == "C" for m in pair]
         _, none, _ = env.step(KEY, state, jnp.array([[ord("C")], [ord("x")]]), jnp.ones(2, jnp.int32))
         assert not np.any(none["payoff"])
+
+
+@pytest.mark.parametrize("rewards", ["joint", "individual"])
+@pytest.mark.parametrize("game", matrix.GAMES)
+def test_the_flow_is_the_gradient_by_finite_differences(game, rewards):
+    cfg, table = matrix.Config(game=game, rewards=rewards), matrix.payoffs(matrix.Config(game=game)).astype(float)
+    chance = lambda x: 1 / (1 + np.exp(-x))
+
+    def value(logits, player):
+        mix = [np.array([chance(x), 1 - chance(x)]) for x in logits]
+        own = table.sum(-1) if rewards == "joint" else table[..., player]
+        return mix[0] @ own @ mix[1]
+
+    rng, eps = np.random.default_rng(0), 1e-5
+    for logits in rng.normal(size=(5, 2)):
+        want = []
+        for player, step in enumerate(np.eye(2) * eps):
+            slope = (value(logits + step, player) - value(logits - step, player)) / (2 * eps)
+            p = chance(logits[player])
+            want.append(p * (1 - p) * slope)
+        np.testing.assert_allclose(matrix.flow(cfg, chance(logits)), want, rtol=1e-6, atol=1e-9)
 
 
 def test_a_seat_sees_its_own_move_first_and_nothing_of_this_turn():

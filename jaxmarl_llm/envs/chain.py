@@ -74,6 +74,7 @@ class Config:
     slip: float = 0.55  # an answer takes every minus for a plus
     lenient: float = 0.5  # a verdict on a wrong answer is y
     strict: float = 0.3  # a verdict on a right answer is n
+    heed: float = 0.0  # a refiner that is told n does not give the same answer again
     misplan: float = 0.55  # a hint has plus for minus
     hasty: float = 0.3  # a hint is marked as final, or not, when it should be the other way
 
@@ -88,7 +89,7 @@ class Config:
             raise ConfigError("chain: expected modulus in [2, 10] and largest in [1, 9]: numbers are single digits")
         if self.shaping and (self.protocol != "meta" or self.rounds != 1):
             raise ConfigError("chain: shaping: expected 0; only protocol=meta with rounds=1 is shaped")
-        for name in ("slip", "lenient", "strict", "misplan", "hasty"):
+        for name in ("slip", "lenient", "strict", "heed", "misplan", "hasty"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"chain: {name} is {getattr(self, name)}; a probability lies in [0, 1]")
 
@@ -252,8 +253,8 @@ def make_tasks(config: Config, seed: int | None = None, n: int | None = None) ->
 def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> dict[str, dict[str, np.ndarray]]:
     """Imperfect samples for fine-tuning: role -> tokens [n P], length [n], completion [n R], completion_length [n].
 
-    Mistakes are systematic: an answer that slips takes every minus for a plus, whatever it was told before; verdicts
-    are ``lenient`` and ``strict``; hints are misplanned (plus for minus) and ``hasty``. Prompts are those of play by
+    Mistakes are systematic: an answer that slips takes every minus for a plus, whatever it was told before (but a
+    refiner keeps what is judged right, and may ``heed`` what is judged wrong); verdicts are ``lenient`` and ``strict``; hints are misplanned (plus for minus) and ``hasty``. Prompts are those of play by
     such demonstrators, at turns drawn evenly from those at which the role may act.
     """
     out = {}
@@ -288,8 +289,12 @@ def _show(rng: np.random.Generator, config: Config, role: str) -> tuple[str, str
     answer = _answer(rng, config, numbers, signs)
     if role == "verifier":
         return f"V{question}|{answer}>", _verdict(rng, config, answer == gold)
-    if role == "refiner" and told[-1] == "y":
-        answer = int(told[1])
+    if role == "refiner":
+        before, other = int(told[1]), {gold, work_out(numbers, "+" * len(signs), config.modulus)}
+        if told[-1] == "y":
+            answer = before
+        elif rng.random() < config.heed and other != {before}:
+            (answer,) = other - {before}
     return f"{MARKS[role]}{question}{told}>", str(answer)
 
 

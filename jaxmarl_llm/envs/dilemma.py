@@ -98,19 +98,7 @@ def entry_length(config: Config) -> int:
 
 def make(config: Config) -> ArrayEnv:
     """Nothing is random but the tasks: keys are not used."""
-    return _ipd(config) if config.game == "ipd" else _split(config)
-
-
-def _ipd(config: Config) -> ArrayEnv:
-    base = matrix.make(config.as_matrix)
-
-    def step(key: jax.Array, state: matrix.State, tokens: Int[Array, "W R"], length: Int[Array, "W"]):
-        after, rewards, done = base.step(key, state, tokens, length)
-        here = jnp.minimum(state.turn, config.rounds - 1)
-        cooperated = (after.moves[here] == 0) & (state.turn < config.rounds)
-        return after, {**rewards, "cooperation": cooperated / config.rounds}, done
-
-    return base._replace(name="dilemma", components=(*base.components, "cooperation"), step=step)
+    return matrix.make(config.as_matrix)._replace(name="dilemma") if config.game == "ipd" else _split(config)
 
 
 @struct.dataclass
@@ -188,7 +176,7 @@ def _split(config: Config) -> ArrayEnv:
         return after, {"payoff": payoff, "social": jnp.full(2, payoff.sum())}, after.turn >= turns
 
     actors = ((0, 1),) * turns
-    return ArrayEnv("dilemma", ROLES, 2, turns, matrix.COMPONENTS, actors, reset, observe, step)
+    return ArrayEnv("dilemma", ROLES, 2, turns, ("payoff", "social"), actors, reset, observe, step)
 
 
 def heard(tokens: Int[Array, "W R"], length: Int[Array, "W"], most: int) -> tuple[Int[Array, "W T"], Int[Array, "W"]]:

@@ -13,8 +13,8 @@ Payoffs of (first, second), as in MAGRPO's motivation (its Dec-POMDP against ind
     chicken       5, 5    1, 6    6, 1    0, 0    CD, DC and (1/2, 1/2) mixed     10 at CC, no equilibrium
     prisoners     3, 3    0, 5    5, 0    1, 1    DD                              6 at CC
 
-``rewards="joint"`` pays both agents the social sum (a Dec-POMDP), ``"individual"`` each its own payoff. The component
-``social`` is the sum in both cases, to look at.
+``rewards="joint"`` pays both agents the social sum (a Dec-POMDP), ``"individual"`` each its own payoff. Components to
+look at: ``social``, the sum in both cases, and ``cooperation``, a player's share of C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.text import ConfigError
@@ -34,7 +34,7 @@ from jaxmarl_llm.types import ArrayEnv, Observation
 
 PAD, EOS = ByteTokenizer.PAD, ByteTokenizer.EOS
 ROLES = ("first", "second")
-COMPONENTS = ("payoff", "social")
+COMPONENTS = ("payoff", "social", "cooperation")
 MOVES = "CD"
 GAMES = {
     "coordination": ((5, 5), (4, 3), (3, 4), (0, 0)),
@@ -78,9 +78,29 @@ class State:
     turn: Int[Array, ""]
 
 
+def payoffs(config: Config) -> np.ndarray:
+    """[2, 2, 2]: what (first, second) are paid for the moves of first and second, 0 C and 1 D."""
+    return np.array(config.payoffs or GAMES[config.game], np.float32).reshape(2, 2, 2)
+
+
+def flow(config: Config, cooperate: Float[np.ndarray, "... 2"]) -> Float[np.ndarray, "... 2"]:
+    """Where exact policy gradients move both players' probabilities of C in the one-shot game.
+
+    With p = sigmoid(x) of a player's own logit, ``dp = p (1 - p) du/dx = (p (1 - p))^2 (u(C) - u(D))``: u is what
+    ``config.rewards`` pays, against the other's mixed move.
+    """
+    table = payoffs(config)
+    pay = np.stack([table.sum(-1)] * 2, axis=-1) if config.rewards == "joint" else table
+    p, q = np.moveaxis(np.asarray(cooperate, float), -1, 0)
+    gain = pay[0] - pay[1], pay[:, 0] - pay[:, 1]  # of C over D, by the other's move
+    first = q * gain[0][0, 0] + (1 - q) * gain[0][1, 0]
+    second = p * gain[1][0, 1] + (1 - p) * gain[1][1, 1]
+    return np.stack([(p * (1 - p)) ** 2 * first, (q * (1 - q)) ** 2 * second], axis=-1)
+
+
 def make(config: Config) -> ArrayEnv:
     table = np.zeros((3, 3, 2), np.float32)  # a round without two moves pays nothing
-    table[:2, :2] = np.array(config.payoffs or GAMES[config.game], np.float32).reshape(2, 2, 2)
+    table[:2, :2] = payoffs(config)
     P, letters = prompt_length(config), jnp.array([*MOVES.encode(), ord("?")], jnp.int32)
 
     def reset(key: jax.Array, task: dict) -> State:
@@ -105,7 +125,11 @@ def make(config: Config) -> ArrayEnv:
         social = jnp.full(2, payoff.sum())
         here = (jnp.arange(config.rounds) == state.turn)[:, None]
         after = State(jnp.where(here, move, state.moves), jnp.minimum(state.turn + 1, config.rounds))
-        rewards = {"payoff": social if config.rewards == "joint" else payoff, "social": social}
+        rewards = {
+            "payoff": social if config.rewards == "joint" else payoff,
+            "social": social,
+            "cooperation": ((move == 0) & ~over) / config.rounds,
+        }
         return after, rewards, after.turn >= config.rounds
 
     actors = ((0, 1),) * config.rounds
