@@ -246,7 +246,7 @@ def test_a_refiner_keeps_what_is_judged_right_and_heeds_what_is_judged_wrong():
         config = dataclasses.replace(CONFIGS["refine"], heed=heed)
         samples, other = chain.demonstrations(config, 0, 600)["refiner"], []
         for ids, length, said in zip(samples["tokens"], samples["length"], samples["completion"]):
-            question, judged = re.fullmatch(r"R(.*)\|(\d[yn])>", BYTES.decode(ids[:length])).groups()
+            question, judged = re.fullmatch(r"F(.*)\|(\d[yn])>", BYTES.decode(ids[:length])).groups()
             if judged[1] == "y":
                 assert chr(said[0]) == judged[0]
             elif eval(question) % 10 != eval(question.replace("-", "+")) % 10:

@@ -254,8 +254,9 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
     """Imperfect samples for fine-tuning: role -> tokens [n P], length [n], completion [n R], completion_length [n].
 
     Mistakes are systematic: an answer that slips takes every minus for a plus, whatever it was told before (but a
-    refiner keeps what is judged right, and may ``heed`` what is judged wrong); verdicts are ``lenient`` and ``strict``; hints are misplanned (plus for minus) and ``hasty``. Prompts are those of play by
-    such demonstrators, at turns drawn evenly from those at which the role may act.
+    refiner keeps what is judged right, and may ``heed`` that it was wrong); verdicts are ``lenient`` and ``strict``;
+    hints are misplanned (plus for minus) and ``hasty``. Prompts are those of play by such demonstrators, at turns drawn
+    evenly from those at which the role may act.
     """
     out = {}
     for index, role in enumerate(ROLES[config.protocol]):
