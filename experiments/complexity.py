@@ -38,6 +38,7 @@ flags.DEFINE_list("group", ["2", "4", "8", "16", "32", "64"], "run: samples a no
 flags.DEFINE_list("agents", ["2", "4", "8", "16", "32", "64", "128", "256"], "run: agents that act at once.")
 flags.DEFINE_list("share", ["shared", "lora", "separate"], "run: whose parameters the agents have.")
 flags.DEFINE_integer("repeats", 5, "run: timed repeats of a setting.", lower_bound=3)
+flags.DEFINE_integer("rounds", 3, "run: times that the sweeps of k and group are gone through.", lower_bound=1)
 flags.DEFINE_integer("most", 20_000, "run: settings of more sequences are not run.", lower_bound=1)
 flags.DEFINE_string("doc", "docs/complexity.md", "report: file whose section is written; the figure goes beside it.")
 

@@ -75,6 +75,7 @@ class Setting:
     agents: int
     share: str
     tasks: int
+    round: int = 0
 
     @property
     def key(self) -> str:
@@ -82,7 +83,7 @@ class Setting:
 
 
 def settings(f: flags.FlagValues) -> Iterator[Setting]:
-    """Calibration first, then the sweeps by size."""
+    """Calibration first, then the sweeps by size; rounds outermost, so that a slow minute does not hit one setting."""
     for name in f.sweeps:
         one_of("--sweeps", name, SWEEPS)
     for name in f.plans:
@@ -90,14 +91,15 @@ def settings(f: flags.FlagValues) -> Iterator[Setting]:
     for name in f.share:
         one_of("--share", name, ("shared", "lora", "separate"))
     ks, groups, agents = numbers("k", f.k, 1), numbers("group", f.group, 1), numbers("agents", f.agents, 1)
-    if "k" in f.sweeps or "group" in f.sweeps:
-        for plan, k, g, tasks in CALIBRATION:
-            yield Setting("calibration", plan, k, g, 2, "shared", tasks)
-    if "k" in f.sweeps:
-        yield from (Setting("k", plan, k, 4, 2, "shared", 4) for k in ks for plan in f.plans)
-    if "group" in f.sweeps:
-        yield from (Setting("group", plan, 4, g, 2, "shared", 4) for g in groups for plan in f.plans)
-    if "agents" in f.sweeps:
+    for r in range(f.rounds):
+        if "k" in f.sweeps or "group" in f.sweeps:
+            for plan, k, g, tasks in CALIBRATION:
+                yield Setting("calibration", plan, k, g, 2, "shared", tasks, r)
+        if "k" in f.sweeps:
+            yield from (Setting("k", plan, k, 4, 2, "shared", 4, r) for k in ks for plan in f.plans)
+        if "group" in f.sweeps:
+            yield from (Setting("group", plan, 4, g, 2, "shared", 4, r) for g in groups for plan in f.plans)
+    if "agents" in f.sweeps:  # one round: a setting is a program of its own, compiled again every time
         yield from (Setting("agents", "flat", 1, 4, n, share, 4) for n in agents for share in f.share)
 
 
@@ -363,26 +365,42 @@ def agree(row: dict) -> bool:
     return all(row["predicted"][name] == row["counted"][name] for name in COUNTED)
 
 
+def joined(rows: Sequence[dict]) -> list[dict]:
+    """One row a setting: the repeats of all its rounds, and in ``rounds`` the shortest of each."""
+    out: dict[tuple, dict] = {}
+    names = [f.name for f in dataclasses.fields(Setting) if f.name != "round"]
+    for row in rows:
+        first = out.setdefault(tuple(row[n] for n in names), {**row, "seconds": [], "rounds": []})
+        first["seconds"] = first["seconds"] + row["seconds"]
+        first["rounds"] = [*first["rounds"], min(row["seconds"])]
+    return list(out.values())
+
+
 def report(f: flags.FlagValues) -> None:
     rows = read(Path(f.out))
     if not rows:
         raise ConfigError(f"--out: {f.out} holds no measurements; run `python -m experiments.complexity run` first")
-    ran = [r for r in rows if "seconds" in r]
+    measured = [r for r in rows if "seconds" in r]
+    ran = joined(measured)
     best = lambda r: min(r["seconds"])  # other programs only add time
     cal = [r for r in ran if r["sweep"] == "calibration"]
-    found = costs.calibrate([r["features"] for r in cal], [r["seconds"] for r in cal]) if len(cal) >= 5 else None
-    right = sum(agree(r) for r in ran)
+    again = min((len(r["rounds"]) for r in cal), default=0) > 2
+    times = [r["rounds" if again else "seconds"] for r in cal]
+    found = costs.calibrate([r["features"] for r in cal], times) if len(cal) >= 5 else None
+    right = sum(agree(r) for r in measured)
+    refused = len({key_of({**r, "round": 0}) for r in rows if "refused" in r})
     lines = [
         BEGIN,
-        f"Counts of {len(ran)} settings run: {right} equal to the prediction in all of {', '.join(COUNTED)}. "
-        f"{sum('refused' in r for r in rows)} settings were refused before they ran. Load of the machine while "
-        f"measuring: {min(r['load'] for r in ran):.1f} to {max(r['load'] for r in ran):.1f} on {os.cpu_count()} cores.",
+        f"Counts of {len(measured)} runs of {len(ran)} settings: {right} equal to the prediction in all of "
+        f"{', '.join(COUNTED)}. {refused} settings were refused before they ran. Load of the machine while measuring: {min(r['load'] for r in ran):.1f} to "
+        f"{max(r['load'] for r in ran):.1f} on {os.cpu_count()} cores.",
     ]
     if found is not None:
         verdict = "stable" if found.stable else "**unstable**: the machine was busy"
+        of = "rounds" if again else "repeats"
         lines.append(
-            f"Calibration on {len(cal)} other settings: repeats spread by {found.spread:.0%}, {verdict}. "
-            "Seconds are those of the shortest repeat."
+            f"Calibration on {len(cal)} other settings: {of} spread by {found.spread:.0%}, "
+            f"{verdict}. Seconds are those of the shortest repeat."
         )
     lines += ["", "| sweep | plan | runs | sequences ~ x^a | seconds ~ sequences^a | measured ÷ predicted seconds |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]

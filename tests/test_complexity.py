@@ -523,7 +523,7 @@ def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
 
     asked = types.SimpleNamespace(
         sweeps=["group"], plans=["product", "flat"], share=[], k=["1"], group=["2", "64"], agents=["2"],
-        out=str(tmp_path / "rows.jsonl"), most=5000, repeats=3, doc=str(tmp_path / "doc.md"),
+        out=str(tmp_path / "rows.jsonl"), most=5000, repeats=3, rounds=3, doc=str(tmp_path / "doc.md"),
     )  # fmt: skip
     measured = []
 
@@ -534,7 +534,8 @@ def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
         plan, work = sweeps.workload(s)
         said = cx.counts(plan, work)._asdict()
         base = {"predicted": said, "counted": said, "features": costs.features(plan, work), "load": 0.5}
-        return dataclasses.asdict(s) | base | {"seconds": [said["sequences"] * x for x in (1.0, 1.1, 1.0)]}
+        slow = 2.0 if s.round == 1 else 1.0 + s.round / 100  # a busy minute
+        return dataclasses.asdict(s) | base | {"seconds": [said["sequences"] * slow * x for x in (1.0, 1.1, 1.0)]}
 
     monkeypatch.setattr(sweeps, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
@@ -547,13 +548,17 @@ def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
     rows = sweeps.read(file)
     expected = [s.key for s in sweeps.settings(asked)]
     assert [sweeps.key_of(r) for r in rows] == expected and len(first) == 4
-    assert [r["group"] for r in rows if "refused" in r] == [64]  # the product of 64 in 4 turns
+    assert [r["group"] for r in rows if "refused" in r] == [64] * 3  # the product of 64 in 4 turns
+    assert [s.round for s in sweeps.settings(asked)] == sorted(s.round for s in sweeps.settings(asked))
+    one = sweeps.joined([r for r in rows if "seconds" in r])[0]
+    assert len(one["seconds"]) == 9 and np.allclose(np.array(one["rounds"]) / min(one["seconds"]), [1.0, 2.0, 1.02])
     before = file.read_bytes()
     sweeps.run(asked, 2**33)
     assert file.read_bytes() == before
     sweeps.report(asked)
     text = (tmp_path / "doc.md").read_text()
     assert "equal to the prediction" in text and "1 settings were refused" in text and (tmp_path / "doc.png").exists()
+    assert re.search(r"8 other settings: rounds spread by 98%, \*\*unstable", text)
     file.write_text("hello\n")
     with pytest.raises(ConfigError, match="not JSON"):
         sweeps.report(asked)
