@@ -389,11 +389,12 @@ def report(f: flags.FlagValues) -> None:
     found = costs.calibrate([r["features"] for r in cal], times) if len(cal) >= 5 else None
     right = sum(agree(r) for r in measured)
     refused = len({key_of({**r, "round": 0}) for r in rows if "refused" in r})
+    loads = [r["load"] for r in measured]
     lines = [
         BEGIN,
         f"Counts of {len(measured)} runs of {len(ran)} settings: {right} equal to the prediction in all of "
-        f"{', '.join(COUNTED)}. {refused} settings were refused before they ran. Load of the machine while measuring: {min(r['load'] for r in ran):.1f} to "
-        f"{max(r['load'] for r in ran):.1f} on {os.cpu_count()} cores.",
+        f"{', '.join(COUNTED)}. {refused} settings were refused before they ran. Load of the machine "
+        f"while measuring: {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores.",
     ]
     if found is not None:
         verdict = "stable" if found.stable else "**unstable**: the machine was busy"
