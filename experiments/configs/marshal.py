@@ -2,6 +2,8 @@
 
 tiny        Kuhn poker by a random model of 13 thousand parameters, self-play; CPU, a few minutes
 code        the same with the advantages of the authors' code instead of the paper's text
+tic_tac_toe the same model, twice as wide and deep, on the board; CPU, some minutes
+hanabi      and with a partner instead of an opponent
 games       Kuhn poker, tic-tac-toe and mini-Hanabi in every batch, compared by game and player; CPU
 
     python -m experiments.train --config=experiments/configs/marshal.py:tiny --workdir=runs/marshal
@@ -20,8 +22,10 @@ from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Optimizer
 
-VARIANTS = ("tiny", "code", "games")
+VARIANTS = ("tiny", "code", "tic_tac_toe", "hanabi", "games")
 TINY = Backbone(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+
+BOARD = Backbone(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -44,6 +48,27 @@ def tiny() -> Config:
 
 def code() -> Config:
     return dataclasses.replace(tiny(), credit=CODE)
+
+
+def tic_tac_toe() -> Config:
+    cfg = tiny()
+    return dataclasses.replace(
+        cfg,
+        steps=1500,
+        batch=128,
+        team=TeamConfig(share="shared", backbone=BOARD, max_new=1, remat=False),
+        env=EnvConfig("games", {"games": ("tic_tac_toe",)}),
+        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", steps=1500),
+        # A team that has forgotten how others play is lost off its own line of play.
+        loss=dataclasses.replace(cfg.loss, kl_coef=0.05),
+        # The rules: after 300 steps one game in five ends with a move on a taken cell.
+        sft=SFT(steps=1500, batch=64, samples=8192, optimizer=Optimizer(learning_rate=3e-3)),
+    )
+
+
+def hanabi() -> Config:
+    cfg = tic_tac_toe()
+    return dataclasses.replace(cfg, steps=500, env=EnvConfig("games", {"games": ("hanabi",)}))
 
 
 def games() -> Config:
