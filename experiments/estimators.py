@@ -60,7 +60,9 @@ class Cell(NamedTuple):
         blocks = layout(self.plan, self.game.env, 1)
         seats = self.game.env.seats
         flat = self.plan.name.startswith("flat")
-        states = [sum(b.nodes // seats for b in blocks if b.branch.turn == t and b.group > 1) for t in range(self.game.turns)]
+        states = [
+            sum(b.nodes // seats for b in blocks if b.branch.turn == t and b.group > 1) for t in range(self.game.turns)
+        ]
         found = exact(self.game, logits, task, local)
         weight = np.array([1 if flat else n for n in states]) * (self.group - 1) / (self.tokens / self.batch)
         return found._replace(gradient=found.gradient * weight[found.turn][:, None])
@@ -246,6 +248,13 @@ def measured(c: Cell, logits: np.ndarray, task: PyTree, key: Any, count: int) ->
         if arm.top_k is not None:
             out[arm.name]["updated"] = arm.top_k * c.group * c.batch
     return jax.tree.map(float, out)
+
+
+def shown(found: dict[str, float]) -> str:
+    return (
+        f"bias^2 {found['bias']:.4f} +- {found['bias_error']:.4f}, noise {found['noise']:.0f} tokens, "
+        f"cosine {found['cosine']:.3f}"
+    )
 
 
 def ranking(c: Cell, logits: np.ndarray, task: PyTree, key: Any, count: int) -> dict[str, dict[str, float]]:

@@ -1,0 +1,1 @@
+"""What `experiments.study` writes of its records: one table, one figure."""
