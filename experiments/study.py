@@ -31,7 +31,8 @@ flags.DEFINE_string("out", "docs/study.json", "JSON file of every figure; resume
 DOC = Path("docs/complexity.md")
 BEGIN, END = "<!-- study -->", "<!-- /study -->"
 BATCHES = 256  # of each plan and seed
-RANKED = ("line/node-wise local/4", "line/node-wise continued/4")
+GRADED = ("line/flat/4", "line/node-wise local/4", "line/node-wise continued/4")  # played for graded payoffs as well
+RANKED = ("line/node-wise local/4", "line/node-wise continued/4", "graded/node-wise local/4")
 SIGMAS = (0.0, 0.1, 0.2, 0.4, 0.8)  # payoffs are uniform in [0, 1]: their standard deviation is 0.29
 NOISY = {"one": (0, 1, 0), "all": (1, 1, 1)}  # verifiers, by turn
 SUCCESS, GROUPS, TASKS = (0.05, 0.1, 0.3, 0.5), (2, 4, 8, 16), 2048
@@ -42,7 +43,7 @@ def run_seed(seed: int, say: Any) -> dict[str, Any]:
     import jax
 
     from experiments import estimators
-    from experiments.study_games import line
+    from experiments.study_games import graded, line
 
     out: dict[str, Any] = {"seed": seed, "plans": {}, "noise": {}, "equal": {}}
     root = jax.random.key(seed)
@@ -50,18 +51,19 @@ def run_seed(seed: int, say: Any) -> dict[str, Any]:
     for i, c in enumerate(cells):
         rng = np.random.default_rng([seed, c.game.turns])
         logits, task = rng.normal(size=(len(c.game.prompts), c.game.moves)), c.game.tasks(rng)
-        key = jax.random.fold_in(root, i)
-        out["plans"][c.name] = estimators.measured(c, logits, task, key, BATCHES)
-        say(f"seed {seed} {c.name}: {estimators.shown(out['plans'][c.name]['mean'])}")
-        if c.name not in RANKED:
-            continue
-        for pattern, turns in NOISY.items():
-            if pattern == "one" and not c.plan.local:  # only the end is judged: there is one verifier
-                continue
-            for sigma in SIGMAS:
-                noisy = {**task, "noise": np.float32(sigma) * np.array(turns, np.float32)}
-                found = estimators.ranking(c, logits, noisy, jax.random.fold_in(key, 1), BATCHES)
-                out["noise"].setdefault(f"{c.name} {pattern}", {})[str(sigma)] = found
+        key, kinds = jax.random.fold_in(root, i), {c.name: task}
+        if c.name in GRADED:
+            kinds[c.name.replace("line", "graded")] = graded(rng)
+        for name, task in kinds.items():
+            found = out["plans"][name] = estimators.measured(c, logits, task, key, BATCHES)
+            say(f"seed {seed} {name}: {estimators.shown(found['mean'])}")
+            for pattern, turns in NOISY.items() if name in RANKED else ():
+                if pattern == "one" and not c.plan.local:  # only the end is judged: there is one verifier
+                    continue
+                for sigma in SIGMAS:
+                    noisy = {**task, "noise": np.float32(sigma) * np.array(turns, np.float32)}
+                    found = estimators.ranking(c, logits, noisy, jax.random.fold_in(key, 1), BATCHES)
+                    out["noise"].setdefault(f"{name} {pattern}", {})[str(sigma)] = found
     game = line(turns=1, moves=2)
     for g in GROUPS:
         for i, p in enumerate(SUCCESS):

@@ -3,10 +3,10 @@
     line     three roles move in turn, each sees all moves so far (0>, 1a>, 2ac>); a move is a, b or c
     matrix   two rounds of chicken, both at once (envs/matrix.py), paid the social sum
 
-In ``line`` the last move pays ``payoff[moves]``. The local verifier judges a move by the best payoff that it still
+In ``line`` the last move pays ``payoff[moves]``, drawn for each joint trajectory (or `graded`, a sum over moves). The local verifier judges a move by the best payoff that it still
 allows: right about what a perfect team would do, not about what this one does. Verdicts and payoff can be noisy.
-The exact objective and gradient are sums over all joint trajectories in float64 numpy; nothing of the rollout, credit or
-loss is used.
+The exact objective and gradient are sums over all joint trajectories in float64 numpy; nothing of the rollout, credit
+or loss is used.
 """
 
 from __future__ import annotations
@@ -172,6 +172,16 @@ def line(turns: int = 3, moves: int = 3) -> Game:
     env = ArrayEnv("line", names, 1, turns, ("pay",), actors, reset, observe, step, verify)
     game = Game("line", env, Team((), ()), 1, turns, moves, "pay", prompt, pay, judge, tasks)
     return game._replace(team=team(env, game.prompts, LETTERS[:moves]))
+
+
+def graded(rng: np.random.Generator, turns: int = 3, moves: int = 3) -> PyTree:
+    """A task of ``line`` whose payoff is a sum over moves of what each is worth after those before it.
+
+    Every part is uniform; divided by sqrt(turns) the payoffs spread as those of ``line`` do.
+    """
+    parts = (rng.random((moves,) * (t + 1)).reshape((moves,) * (t + 1) + (1,) * (turns - t - 1)) for t in range(turns))
+    payoff = sum(parts, start=np.zeros((moves,) * turns)) / turns**0.5
+    return {"payoff": payoff.ravel().astype(np.float32), "noise": np.zeros(turns, np.float32)}
 
 
 def chicken(rounds: int = 2) -> Game:
