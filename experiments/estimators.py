@@ -4,6 +4,7 @@ games, many batches in one program, and their bias, noise and cosine against the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,14 +49,15 @@ class Cell(NamedTuple):
     tokens: int
 
     def own(self, logits: np.ndarray, task: PyTree) -> Exact | None:
-        """What the arm ``mean`` estimates by derivation: None where states are chosen by reward.
+        """What the arm ``mean`` estimates by derivation: None where what goes on is chosen by reward (in ``line`` only
+        the last move is paid: all are equal before, and a hand-off of the best is one of the first).
 
         Samples of a group are independent given its state, so a baseline that includes a sample itself takes
         1/G of the gradient away: a group gives (G - 1) times what its state contributes. All is divided by the number
         of trained steps. A plan with n_t branching states of a task at turn t weighs turn t n_t times.
         """
         local = self.game.judge if self.plan.local else self.game.pay if self.plan.name.startswith("handoff") else None
-        if self.plan.rank and self.game.turns > 1 and self.game.judge is None:
+        if self.plan.rank and self.game.name == "matrix":
             return None
         blocks = layout(self.plan, self.game.env, 1)
         seats = self.game.env.seats
@@ -76,7 +78,7 @@ def cell(name: str, game: Game, plan: plans.Plan, group: int, more: tuple[Arm, .
         group="task_role_turn" if plan.name.startswith("flat") else "node",
         scale="none",
     )
-    of = lambda **changes: base.__class__(**{**vars(base), **changes})
+    of = lambda **changes: dataclasses.replace(base, **changes)
     arms = [Arm("mean", base), Arm("std", of(scale="std"))]
     if plan.name.startswith("flat"):
         arms.append(Arm("none", of(centre="none")))

@@ -3,10 +3,10 @@
     line     three roles move in turn, each sees all moves so far (0>, 1a>, 2ac>); a move is a, b or c
     matrix   two rounds of chicken, both at once (envs/matrix.py), paid the social sum
 
-In ``line`` the last move pays ``payoff[moves]``, drawn for each joint trajectory (or `graded`, a sum over moves). The local verifier judges a move by the best payoff that it still
-allows: right about what a perfect team would do, not about what this one does. Verdicts and payoff can be noisy.
-The exact objective and gradient are sums over all joint trajectories in float64 numpy; nothing of the rollout, credit
-or loss is used.
+In ``line`` the last move pays ``payoff[moves]``, drawn for each joint trajectory, or `graded`: a sum over moves. The
+local verifier judges a move by the best payoff that it still allows: right about what a perfect team would do, not
+about what this one does. Verdicts and payoff can be noisy. The exact objective and gradient are sums over all joint
+trajectories in float64 numpy; nothing of the rollout, credit or loss is used.
 """
 
 from __future__ import annotations
