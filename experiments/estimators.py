@@ -247,8 +247,8 @@ def measured(c: Cell, logits: np.ndarray, task: PyTree, key: Any, count: int) ->
         out[arm.name] = quality(g, aim.ravel(), c.tokens)
         if arm.name == "mean" and (own := c.own(logits, task)) is not None:
             out[arm.name] |= {f"own_{k}": v for k, v in direction(g, own.gradient.ravel()).items()}
-        if arm.top_k is not None:
-            out[arm.name]["updated"] = arm.top_k * c.group * c.batch
+        if arm.top_k is not None:  # at most: fewer where fewer have a variance
+            out[arm.name] |= {"updated": arm.top_k * c.group * c.batch, "tokens": c.tokens}
     return jax.tree.map(float, out)
 
 

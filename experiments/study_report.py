@@ -39,56 +39,106 @@ def shown(seeds: Sequence[Row], of: Callable[[Row], float], digits: int = 3) -> 
     return f"{mean:.{digits}f} ± {half:.{digits}f}"
 
 
+def across(found: dict[str, float], which: str = "bias") -> float:
+    """Share of the mean gradient's squared length that lies across the aim: the squared sine of the angle."""
+    return found[which] / (1 + found[which])
+
+
+def noise(found: dict[str, float]) -> float:
+    """Sampled tokens at which the standard deviation of the gradient is as long as its mean."""
+    return found["noise"] / (1 + found["bias"])
+
+
 def section(record: Row, figure: Path) -> list[str]:
     seeds = record["seeds"]
-    plans = seeds[0]["plans"]
-    at = lambda cell, arm, name: lambda row: row["plans"][cell][arm][name]
-    lines = [
+    head = (
         f"`{record['command']}`, {record['date']}, commit `{record['commit']}`, {record['machine']}, "
-        f"{len(seeds)} seeds of {record['batches']} batches, {record['minutes']} min.",
-        "",
-        "| game, plan, G | advantage | scale ÷ derived | bias² | own bias² | noise, tokens | ÷ flat, same G | cosine |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+        f"{len(seeds)} seeds of {record['batches']} batches, {record['minutes']} min. Means over seeds ± 95 % (Student's t)."
+    )
+    picture = f"![estimators of sampling plans]({figure.name})"
+    return [head, "", *_plans(seeds), "", *_top_k(seeds), "", *_equal(seeds), "", *_noisy(seeds), "", picture]
+
+
+def _rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    line = lambda cells: f"| {' | '.join(cells)} |"
+    return [line(names), f"|{' --- |' * len(names)}", *map(line, rows)]
+
+
+def _plans(seeds: Sequence[Row]) -> list[str]:
+    rows, plans = [], seeds[0]["plans"]
     for cell, arms in plans.items():
         game, plan, g = cell.split("/")
-        for arm in arms:
-            if arm == "std" and (g != "4" or plan not in ("flat", "node-wise continued", "node-wise local")):
+        flat = f"{game}/flat/{g}"
+        for arm, label in (("mean", "A"), ("std", "A / std"), ("none", "R")):
+            if arm not in arms or (arm != "mean" and g != "4"):
                 continue
+            of = lambda f, c=cell, a=arm: lambda row: f(row["plans"][c][a])
             own = "own_scale" in arms[arm]
-            flat = f"{game}/flat/{g}"
-            versus = lambda row, c=cell, a=arm, f=flat: row["plans"][c][a]["noise"] / row["plans"][f]["mean"]["noise"]
-            cells = [
-                f"{game}, {plan}, {g}",
-                arm,
-                shown(seeds, at(cell, arm, "own_scale")) if own else "",
-                shown(seeds, at(cell, arm, "bias")),
-                shown(seeds, at(cell, arm, "own_bias")) if own else "",
-                shown(seeds, at(cell, arm, "noise"), 0),
-                ratio(seeds, versus) if (cell, arm) != (flat, "mean") else "1",
-                shown(seeds, at(cell, arm, "cosine")),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+            versus = lambda row, c=cell, a=arm, b=flat: noise(row["plans"][c][a]) / noise(row["plans"][b]["mean"])
+            rows.append(
+                [
+                    f"{game}, {plan}, {g}",
+                    label,
+                    shown(seeds, of(lambda f: f["own_scale"])) if own else "",
+                    shown(seeds, of(lambda f: across(f, "own_bias"))) if own else "",
+                    shown(seeds, of(across)),
+                    shown(seeds, of(noise), 0),
+                    ratio(seeds, versus) if (cell, arm) != (flat, "mean") else "1",
+                    shown(seeds, of(lambda f: f["cosine"])),
+                ]
+            )
+    names = ["game, plan, G", "advantage", "scale ÷ derived", "across own aim", "across the gradient", "noise, tokens"]
+    return _rows([*names, "÷ flat of A, same G", "cosine at 256 tokens"], rows)
+
+
+def _top_k(seeds: Sequence[Row]) -> list[str]:
+    rows = []
+    for cell, arms in seeds[0]["plans"].items():
+        for arm, label in (("mean", "A"), ("std", "A / std")):
+            for k in (1, 2, 3):
+                if (name := f"{arm} top {k}") not in arms:
+                    continue
+                of = lambda f, c=cell, a=name: lambda row: f(row["plans"][c][a])
+                every = lambda row, c=cell, a=arm: row["plans"][c][a]
+                change = lambda row, c=cell, a=name, every=every: row["plans"][c][a]["cosine"] - every(row)["cosine"]
+                trained = lambda f: noise(f) * f["updated"] / f["tokens"]
+                rows.append(
+                    [
+                        cell.replace("/", ", "),
+                        label,
+                        f"{k} of 3",
+                        shown(seeds, of(across)),
+                        shown(seeds, of(noise), 0),
+                        shown(seeds, of(trained), 0),
+                        shown(seeds, of(lambda f: f["cosine"])),
+                        shown(seeds, change),
+                    ]
+                )
+    names = ["game, plan, G", "advantage", "K", "across the gradient", "noise, sampled tokens", "noise, updated tokens"]
+    return _rows([*names, "cosine", "less that of all groups"], rows)
+
+
+def _equal(seeds: Sequence[Row]) -> list[str]:
     equal = seeds[0]["equal"]
-    groups = list(dict.fromkeys(key.split()[1] for key in equal))
-    lines += ["", f"| groups without a variance, measured (p^G + (1-p)^G) | {' | '.join(f'G = {g}' for g in groups)} |"]
-    lines.append(f"|{' --- |' * (1 + len(groups))}")
-    for p in dict.fromkeys(key.split()[0] for key in equal):
-        share = lambda g, p=p: shown(seeds, lambda row: row["equal"][f"{p} {g}"])
-        law = lambda g, p=float(p): p ** int(g) + (1 - p) ** int(g)
-        lines.append(f"| p = {p} | " + " | ".join(f"{share(g)} ({law(g):.3f})" for g in groups) + " |")
-    lines += [
-        "",
-        "| verdicts, noise | σ | ρ(variance, worth) | precision | captured | captured, std | of turns 0, 1, 2 |",
-    ]
-    lines.append(f"|{' --- |' * 7}")
-    for name, sigmas in seeds[0]["noise"].items():
-        for sigma in sigmas:
-            of = lambda key, arm="mean", n=name, s=sigma: lambda row: row["noise"][n][s][arm][key]
-            turns = ", ".join(f"{over(seeds, of(f'turn {t}'))[0]:.2f}" for t in range(3))
-            cells = [name, sigma, *(shown(seeds, of(key), 2) for key in ("spearman", "precision", "captured"))]
-            lines.append(f"| {' | '.join(cells)} | {shown(seeds, of('captured', 'std'), 2)} | {turns} |")
-    return [*lines, "", f"![estimators of sampling plans]({figure.name})"]
+    groups, chances = (list(dict.fromkeys(key.split()[i] for key in equal)) for i in (1, 0))
+    law = lambda p, g: float(p) ** int(g) + (1 - float(p)) ** int(g)
+    share = lambda p, g: shown(seeds, lambda row: row["equal"][f"{p} {g}"])
+    rows = [[f"p = {p}", *(f"{share(p, g)} ({law(p, g):.3f})" for g in groups)] for p in chances]
+    return _rows(["groups without a variance (p^G + (1 - p)^G)", *(f"G = {g}" for g in groups)], rows)
+
+
+def _noisy(seeds: Sequence[Row]) -> list[str]:
+    rows, sigmas = [], ("0.0", "0.2", "0.8")
+    for name in seeds[0]["noise"]:
+        cell, noisy = name.rsplit(" ", 1)
+        of = lambda s, key, arm="mean", n=name: lambda row: row["noise"][n][s][arm][key]
+        each = lambda key, arm="mean", of=of: [shown(seeds, of(s, key, arm), 2) for s in sigmas]
+        turn = [f"{over(seeds, of(s, 'turn 1'))[0]:.2f}" for s in sigmas]
+        join = ", ".join
+        found = (join(each("spearman")), join(each("precision")), join(each("captured")), join(each("captured", "std")))
+        rows.append([cell.replace("/", ", "), noisy, *found, join(turn)])
+    names = ["game, plan, G", "noisy verifiers", "rank correlation at σ = 0, 0.2, 0.8", "of the best third", "captured"]
+    return _rows([*names, "captured, A / std", "taken at turn 1"], rows)
 
 
 def draw(seeds: Sequence[Row], path: Path) -> None:
@@ -99,33 +149,35 @@ def draw(seeds: Sequence[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(1, 4, figsize=(17, 4), constrained_layout=True)
-    get = lambda cell, arm, name: over(seeds, lambda row: row["plans"][cell][arm][name])
-    plans = seeds[0]["plans"]
-    for ax, name in ((axes[0], "noise"), (axes[1], "cosine")):
+    get = lambda cell, arm, of: over(seeds, lambda row: float(of(row["plans"][cell][arm])))
+    plans, cosine, same = seeds[0]["plans"], lambda found: found["cosine"], lambda x: x
+    for ax, of, back in ((axes[0], lambda found: np.log(noise(found)), np.exp), (axes[1], cosine, same)):
         for plan, colour in COLOURS.items():
             groups = [g for g in (2, 4, 8) if f"line/{plan}/{g}" in plans]
             if groups:
-                y = np.array([get(f"line/{plan}/{g}", "mean", name) for g in groups])
-                ax.errorbar(groups, y[:, 0], y[:, 1], fmt="o-", color=colour, label=plan, capsize=3)
-        ax.set(xscale="log", xlabel="samples G (game line)", xticks=(2, 4, 8), xticklabels=(2, 4, 8))
+                y = np.array([get(f"line/{plan}/{g}", "mean", of) for g in groups])
+                low, mid, high = (back(y @ (1, side)) for side in (-1, 0, 1))
+                ax.errorbar(groups, mid, (mid - low, high - mid), fmt="o-", color=colour, label=plan, capsize=3)
+        ax.set(xscale="log", xlabel="samples G (game line, A)", xticks=(2, 4, 8), xticklabels=(2, 4, 8))
         ax.minorticks_off()
     axes[0].set(yscale="log", ylabel="tokens at which noise = gradient")
     axes[1].set(ylabel="cosine of a batch to the exact gradient")
     for plan in ("node-wise continued", "node-wise local"):
         cell = f"line/{plan}/4"
         for arm, style in (("mean", "o-"), ("std", "s--")):
-            y = np.array([get(cell, f"{arm} top {k}", "cosine") for k in (1, 2, 3)])
+            y = np.array([get(cell, f"{arm} top {k}", cosine) for k in (1, 2, 3)])
             label = f"{plan}, {'A' if arm == 'mean' else 'A / std'}"
             axes[2].errorbar((1, 2, 3), y[:, 0], y[:, 1], fmt=style, color=COLOURS[plan], label=label, capsize=3)
     axes[2].set(xlabel="K of 3 groups of a task, by variance", ylabel="cosine", xticks=(1, 2, 3))
     for i, (name, sigmas) in enumerate(seeds[0]["noise"].items()):
-        for arm, style in (("mean", "o-"), ("std", "s--")):
-            y = np.array([over(seeds, lambda row: row["noise"][name][s][arm]["captured"]) for s in sigmas])
-            label = f"{name.removeprefix('line/')}, {'A' if arm == 'mean' else 'A / std'}"
-            x = [float(s) for s in sigmas]
-            axes[3].errorbar(x, y[:, 0], y[:, 1], fmt=style, color=f"C{i}", label=label, capsize=3)
+        captured = [over(seeds, lambda row: row["noise"][name][s]["mean"]["captured"]) for s in sigmas]
+        y, x = np.array(captured), [float(s) for s in sigmas]
+        axes[3].errorbar(x, y[:, 0], y[:, 1], fmt="o-", color=f"C{i}", label=name.replace("/4", ","), capsize=3)
     axes[3].axhline(0, color="grey", lw=0.8)
-    axes[3].set(xlabel="noise of verdicts σ (payoffs: 0.29)", ylabel="worth captured: 0 random, 1 oracle")
+    axes[3].set(
+        xlabel="noise σ of one verifier or all (payoffs: 0.29)",
+        ylabel="worth captured: 0 random, 1 oracle",
+    )
     for ax in axes:
         ax.legend(fontsize=7)
         ax.spines[["top", "right"]].set_visible(False)
