@@ -53,7 +53,8 @@ def section(record: Row, figure: Path) -> list[str]:
     seeds = record["seeds"]
     head = (
         f"`{record['command']}`, {record['date']}, commit `{record['commit']}`, {record['machine']}, "
-        f"{len(seeds)} seeds of {record['batches']} batches, {record['minutes']} min. Means over seeds ± 95 % (Student's t)."
+        f"{len(seeds)} seeds of {record['batches']} batches, {record['minutes']} min. "
+        "Means over seeds ± 95 % (Student's t)."
     )
     picture = f"![estimators of sampling plans]({figure.name})"
     return [head, "", *_plans(seeds), "", *_top_k(seeds), "", *_equal(seeds), "", *_noisy(seeds), "", picture]

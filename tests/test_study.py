@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import estimators
+from experiments import estimators, study_report
 from experiments.estimators import Arm, direction, quality
 from experiments.study_games import chicken, exact, line
 from jaxmarl_llm import plans
@@ -157,3 +157,12 @@ def test_groups_without_a_variance(p):
     share = estimators.equal_groups(line(turns=1, moves=2), g, p, jax.random.key(7), tasks)
     law = p**g + (1 - p) ** g
     assert abs(share - law) < 5 * (law * (1 - law) / tasks) ** 0.5
+
+
+def test_the_report_of_known_records():
+    """Intervals of Student's t by hand; a squared tangent of 1 is half of the squared length."""
+    rows = [{"x": x} for x in (1.0, 2.0, 4.0)]
+    assert study_report.over(rows, lambda row: row["x"]) == pytest.approx((7 / 3, 4.302653 * (7 / 3) ** 0.5 / 3**0.5))
+    assert study_report.ratio(rows, lambda row: row["x"]).startswith("2.00 (")
+    found = {"bias": 1.0, "noise": 300.0}
+    assert study_report.across(found) == 0.5 and study_report.noise(found) == 150
