@@ -210,7 +210,8 @@ def direction(g: Float[np.ndarray, "n D"], aim: Float[np.ndarray, "D"]) -> dict[
     total, mean = across.sum(0), across.mean(0)
     squared = (total @ total - (across**2).sum()) / (n * (n - 1))
     spread = np.atleast_2d(np.cov(across, rowvar=False))
-    error = np.sqrt(2 * (spread**2).sum() / (n * (n - 1)) + 4 * max(mean @ spread @ mean, 0) / n)
+    pure = (spread**2).sum() / n  # what the noise of the mean adds to mean' spread mean
+    error = np.sqrt((2 * pure + 4 * max(mean @ spread @ mean - pure, 0)) / n)
     unit = along.mean() ** 2
     return {
         "scale": along.mean() / norm,
