@@ -22,7 +22,7 @@ LAYERS = {
         "past",
         "sandbox",
     ],
-    2: ["qwen", "generate", "envs", "data"],
+    2: ["qwen", "tabular", "generate", "envs", "data"],
     3: [
         "rollout",
         "rollout_host",

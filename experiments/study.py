@@ -1,0 +1,110 @@
+"""How good the gradients of sampling plans are, not only what they cost:
+
+    python -m experiments.study [--seeds=10] [--out=docs/study.json]
+
+On games small enough to enumerate, tabular policies drawn N(0, 1) and their exact policy gradient (`study_games`); the
+gradients are those of the project's own rollout, credit, selection and loss (`estimators`). For each plan: bias,
+variance at equal sampled tokens, cosine; selection of the K groups of largest variance; the share of groups without a
+variance; and how far selection by variance finds the groups worth most when verdicts are noisy. Resumes: seeds that
+--out holds are not run again (delete it to measure anew). Writes --out, a figure beside it, and the section of
+docs/complexity.md.
+
+Worth of a group: the derivative of the exact objective along the gradient of that group's own term,
+``<1/G sum_g A_g grad log pi(a_g), grad J>``: what a small step on this group alone brings, with the advantages it got.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from experiments import cli
+
+flags.DEFINE_integer("seeds", 10, "Seeds 0 to N-1.", lower_bound=2)
+flags.DEFINE_string("out", "docs/study.json", "JSON file of every figure; resumed from.")
+
+DOC = Path("docs/complexity.md")
+BEGIN, END = "<!-- study -->", "<!-- /study -->"
+BATCHES = 256  # of each plan and seed
+GRADED = ("line/flat/4", "line/node-wise local/4", "line/node-wise continued/4")  # played for graded payoffs as well
+RANKED = ("line/node-wise local/4", "line/node-wise continued/4", "graded/node-wise local/4")
+SIGMAS = (0.0, 0.1, 0.2, 0.4, 0.8)  # payoffs are uniform in [0, 1]: their standard deviation is 0.29
+NOISY = {"one": (0, 1, 0), "all": (1, 1, 1)}  # verifiers, by turn
+SUCCESS, GROUPS, TASKS = (0.05, 0.1, 0.3, 0.5), (2, 4, 8, 16), 2048
+
+
+def run_seed(seed: int, say: Any) -> dict[str, Any]:
+    """Every figure of one seed: policies, payoffs and samples are its own."""
+    import jax
+
+    from experiments import estimators
+    from experiments.study_games import graded, line
+
+    out: dict[str, Any] = {"seed": seed, "plans": {}, "noise": {}, "equal": {}}
+    root = jax.random.key(seed)
+    cells = estimators.cells()
+    for i, c in enumerate(cells):
+        rng = np.random.default_rng([seed, c.game.turns])
+        logits, task = rng.normal(size=(len(c.game.prompts), c.game.moves)), c.game.tasks(rng)
+        key, kinds = jax.random.fold_in(root, i), {c.name: task}
+        if c.name in GRADED:
+            kinds[c.name.replace("line", "graded")] = graded(rng)
+        for name, task in kinds.items():
+            found = out["plans"][name] = estimators.measured(c, logits, task, key, BATCHES)
+            say(f"seed {seed} {name}: {estimators.shown(found['mean'])}")
+            for pattern, turns in NOISY.items() if name in RANKED else ():
+                if pattern == "one" and not c.plan.local:  # only the end is judged: there is one verifier
+                    continue
+                for sigma in SIGMAS:
+                    noisy = {**task, "noise": np.float32(sigma) * np.array(turns, np.float32)}
+                    found = estimators.ranking(c, logits, noisy, jax.random.fold_in(key, 1), BATCHES)
+                    out["noise"].setdefault(f"{name} {pattern}", {})[str(sigma)] = found
+    game = line(turns=1, moves=2)
+    for g in GROUPS:
+        for i, p in enumerate(SUCCESS):
+            key = jax.random.fold_in(root, 1000 + 10 * g + i)
+            out["equal"][f"{p} {g}"] = estimators.equal_groups(game, g, p, key, TASKS)
+    return out
+
+
+def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
+    import jax
+
+    from experiments.budget import origin
+    from jaxmarl_llm.text import ConfigError
+
+    jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    out = Path(flag_values.out)
+    text = DOC.read_text()
+    if BEGIN not in text or END not in text:
+        raise ConfigError(f"{DOC} has no section between {BEGIN} and {END}")
+    record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"minutes": 0.0, "seeds": []}
+    done = {row["seed"] for row in record["seeds"]}
+    todo = [seed for seed in range(flag_values.seeds) if seed not in done]
+    print(f"{len(done)} seeds in {out}, {len(todo)} to run", flush=True)
+    for seed in todo:
+        clock = time.time()
+        found = run_seed(seed, lambda line: print(line, flush=True))
+        seeds = sorted([*record["seeds"], found], key=lambda row: row["seed"])
+        minutes = round(record["minutes"] + (time.time() - clock) / 60, 1)
+        record = {**origin(), "minutes": minutes, "batches": BATCHES, "seeds": seeds}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(record, indent=1))
+    from experiments import study_report
+
+    figure = out.with_suffix(".png")
+    study_report.draw(record["seeds"], figure)
+    lines = study_report.section(record, figure)
+    text = text[: text.index(BEGIN)] + "\n".join([BEGIN, *lines, END]) + text[text.index(END) + len(END) :]
+    DOC.write_text(text)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    cli.run(main, required=())

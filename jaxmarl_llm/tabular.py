@@ -1,0 +1,88 @@
+"""A policy that is a table: one row of logits for each prompt it knows, one column for each move it can make.
+
+For games small enough to enumerate, where what a rollout estimates can be computed exactly. It is a `Policy` like any
+other, so sampling, scoring, credit and the learner are those of language models. A completion is one token, its move:
+roles have ``max_new=1``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.types import Params, Policy
+
+
+@dataclass(frozen=True)
+class Config:
+    prompts: tuple[tuple[int, ...], ...]  # ids of each known prompt: the rows of the table
+    moves: tuple[int, ...]  # ids of the tokens it can say: the columns; every other token has probability 0
+    vocab_size: int
+
+    def __post_init__(self):
+        for name, entries in (("prompts", self.prompts), ("moves", self.moves)):
+            if not entries or len(set(entries)) != len(entries):
+                raise ConfigError(f"tabular: {name}: expected one or more, all different, got {len(entries)}")
+        if not 0 <= min(self.moves) <= max(self.moves) < self.vocab_size:
+            raise ConfigError(f"tabular: moves: expected ids below vocab_size={self.vocab_size}, got {self.moves}")
+
+
+@functools.cache
+def make_policy(cfg: Config) -> Policy:
+    """``{"params": {"logits": [prompts, moves]}}``; D = moves: the hidden state of a prompt is its row.
+
+    A prompt that is not in the table has NaN logits, and so has a second token: neither goes unseen. Raises ValueError
+    when completions of more than one token are scored.
+    """
+    size = max(map(len, cfg.prompts))
+    table = np.full((len(cfg.prompts), size), -1, np.int32)
+    for row, ids in zip(table, cfg.prompts, strict=True):
+        row[: len(ids)] = ids
+    moves = np.array(cfg.moves)
+
+    def init(key: jax.Array) -> Params:
+        return {"logits": jax.random.normal(key, (len(cfg.prompts), len(cfg.moves)))}
+
+    def rows(variables: Params, tokens: Int[Array, "N P"], length: Int[Array, "N"]) -> Float[Array, "N D"]:
+        short = max(0, size - tokens.shape[1])
+        shown = jnp.where(jnp.arange(tokens.shape[1]) < length[:, None], tokens, -1)
+        shown = jnp.pad(shown, ((0, 0), (0, short)), constant_values=-1)
+        here = jnp.pad(table, ((0, 0), (0, shown.shape[1] - size)), constant_values=-1)
+        same = (shown[:, None] == here).all(-1)
+        row = variables["params"]["logits"][jnp.argmax(same, axis=1)]
+        return jnp.where(same.any(1)[:, None], row, jnp.nan)
+
+    def prefill(variables: Params, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, tuple]:
+        return rows(variables, tokens, length), ()
+
+    def decode(
+        variables: Params, tokens: jax.Array, prefix: tuple, length: jax.Array, suffix: tuple, t: jax.Array
+    ) -> tuple[jax.Array, tuple]:
+        return jnp.full((*tokens.shape, len(moves)), jnp.nan), suffix
+
+    def hidden(variables: Params, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
+        if completions.shape[-1] != 1:
+            raise ValueError(f"a tabular policy says one token, not {completions.shape[-1]}")
+        row = rows(variables, tokens, length)
+        return jnp.broadcast_to(row[:, None, None], (*completions.shape, len(moves)))
+
+    def unembed(variables: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        # -inf would make 0 * inf of entropies; exp of this is 0 as well.
+        none = jnp.full((*hidden.shape[:-1], cfg.vocab_size), NEVER)
+        return none.at[..., moves].set(hidden)
+
+    def embed(variables: Params, tokens: jax.Array) -> jax.Array:
+        return jax.nn.one_hot(tokens, cfg.vocab_size)
+
+    keep: Any = lambda variables: variables
+    return Policy(cfg, init, prefill, decode, lambda prefix, group, response: (), hidden, unembed, embed, keep)
+
+
+NEVER = -1e30  # logit of a token that is no move
