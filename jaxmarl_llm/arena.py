@@ -40,6 +40,8 @@ KNOWN = (
     "matrix",
     "dilemma",
     "dilemma_text",
+    "maze",
+    "maze_text",
     "duet",
     "chain",
     "chain_text",
