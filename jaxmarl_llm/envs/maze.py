@@ -288,23 +288,29 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
     tell it in the message, others say one direction and no more. What was said before is drawn at random.
     """
     env, out = make(config), {}
-    reset, observe = (jax.jit(jax.vmap(f)) for f in (env.reset, env.observe))
+    observe = jax.jit(jax.vmap(env.observe))
     for seat in range(config.agents):
-        rng = np.random.default_rng([seed, 4, seat])
-        got = mazes(rng, config, n)
-        owner = owners(rng, config, n)
-        reachable = got["distance"].reshape(n, -1) > 0
-        cell = np.argmax(np.where(reachable, rng.random(reachable.shape), -1), axis=1)
-        known = (owner == seat) | (config.view == "full")
-        walls = (got["walls"].reshape(n, -1) & known).reshape(got["walls"].shape)
-        plans = _plans(rng, config, walls, got["goal"], cell)
-        task = {name: x.reshape(n, -1) if x.ndim > 1 else x for name, x in got.items()} | {"owner": owner}
-        states = _placed(rng, config, reset(jax.random.split(jax.random.key(seed), n), task), cell)
+        states, plans = scenes(config, seed, n, seat)
         seen = jax.device_get(observe(states))
         prompts = [row[:size].tolist() for row, size in zip(seen.tokens[:, seat], seen.length[:, seat], strict=True)]
         completions = [[*plan.encode(), EOS][: config.max_new] for plan in plans]
         out[ROLES[seat]] = samples(prompts, completions, prompt_length(config), config.max_new)
     return out
+
+
+def scenes(config: Config, seed: int, n: int, seat: int) -> tuple[State, list[str]]:
+    """``n`` states (leading axis n), and what a demonstrator in ``seat`` says there."""
+    rng = np.random.default_rng([seed, 4, seat])
+    got = mazes(rng, config, n)
+    owner = owners(rng, config, n)
+    reachable = got["distance"].reshape(n, -1) > 0
+    cell = np.argmax(np.where(reachable, rng.random(reachable.shape), -1), axis=1)
+    known = (owner == seat) | (config.view == "full")
+    walls = (got["walls"].reshape(n, -1) & known).reshape(got["walls"].shape)
+    plans = _plans(rng, config, walls, got["goal"], cell)
+    task = {name: x.reshape(n, -1) if x.ndim > 1 else x for name, x in got.items()} | {"owner": owner}
+    states = jax.jit(jax.vmap(make(config).reset))(jax.random.split(jax.random.key(seed), n), task)
+    return _placed(rng, config, states, cell), plans
 
 
 def _plans(
