@@ -25,7 +25,7 @@ flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
 
 
 def open_run(workdir, flag="workdir"):
-    """(config, recipe, state) of the newest checkpoint in ``workdir``; ConfigError that names ``flag`` if there is none."""
+    """(config, recipe, state) of the newest checkpoint in ``workdir``; without one a ConfigError naming ``flag``."""
     from jaxmarl_llm import loop
     from jaxmarl_llm.checkpoint import Checkpointer
     from jaxmarl_llm.config import from_dict
