@@ -60,9 +60,9 @@ def company(cfg, recipe, state, flag_values):
     opened, sides = [], {"run": gap.side(cfg, recipe, state, "workdir")}
     try:
         for name, folder in asked.items():
-            got = open_run(folder, name)
-            opened.append(got[1].arena)
-            sides[name] = gap.side(*got, name)
+            other, made, trained = open_run(folder, name)
+            opened.append(made.arena)
+            sides[name] = gap.side(other, made, trained, name)
         if "solo" in sides:
             sides["solo"] = gap.alone(sides["solo"])
             opened.append(sides["solo"].arena)

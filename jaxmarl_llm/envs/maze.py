@@ -27,7 +27,7 @@ share of turns with one direction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -341,12 +341,13 @@ def _placed(rng: np.random.Generator, config: Config, states: State, cell: np.nd
     said = np.where(np.arange(T) < size[..., None], letters, PAD)
     same = (letters[..., 0] == letters[:, :1, 0]).all(1)
     outcome = np.where(same, np.where(rng.random(n) < 0.7, 1, 3), 2)
-    keep = lambda new, old: np.where(later.reshape(-1, *[1] * (new.ndim - 1)), new, old).astype(np.int32)
-    return states.replace(
-        cell=cell.astype(np.int32),
-        said=keep(said, np.asarray(states.said)),
-        heard=keep(size, np.asarray(states.heard)),
-        outcome=keep(outcome, np.asarray(states.outcome)),
+    keep = lambda new, old: jnp.where(later.reshape(-1, *[1] * (new.ndim - 1)), jnp.asarray(new, jnp.int32), old)
+    return replace(
+        states,
+        cell=jnp.asarray(cell, jnp.int32),
+        said=keep(said, states.said),
+        heard=keep(size, states.heard),
+        outcome=keep(outcome, states.outcome),
     )
 
 
