@@ -50,6 +50,11 @@ class Config(maze.Config):
         check_tasks("maze_text", self)
 
     @property
+    def max_new(self) -> int:
+        """Replies are of any length; what partners hear of them is cut."""
+        return 1
+
+    @property
     def board(self) -> maze.Config:
         """The array environment's configuration: directions are played there, words are kept here."""
         names = maze.Config.__dataclass_fields__
