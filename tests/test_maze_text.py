@@ -98,7 +98,7 @@ TALKS = {
     "nobody answers": ([("a", "right"), ("a", "I said right")], (False, 0.0, "", 0)),
     "they never agree": ([("a", "right"), ("b", "down"), ("a", "right"), ("b", "down")], (False, 0.0, "", 0)),
     "a change of mind": ([("a", "down"), ("b", "right"), ("a", "right then")], (False, 0.25, "R", 0)),
-    "a third voice": ([("a", "right"), ("b", "right"), ("judge", "down"), ("judge", "down")], (False, 0.25, "R", 0)),
+    "a third voice": ([("a", "right"), ("b", "right"), ("judge", "up"), ("a", "down"), ("b", "down")], (False, 0.5, "RD", 0)),
     "back home": ([("a", "right, left"), ("b", "yes")], (False, 0.0, "RL", 0)),
     "noise": ([("a", "right"), None, 3, ("b",), ("b", 4), ("b", None, 1), ("b", "right")], (False, 0.25, "R", 0)),
     "lines": ("Agent one: let's see.\nMove: right\nAgent two: agreed", (False, 0.25, "R", 0)),
@@ -169,7 +169,16 @@ def test_no_transcript_makes_the_grader_raise(transcript):
 
 
 @pytest.mark.parametrize(
-    "text", ["right " * 40_000, "move:" * 40_000, "(" * 90_000, "R," * 60_000, ", " * 60_000, "*" * 90_000]
+    "text",
+    [
+        "right " * 40_000,
+        "move:" * 40_000,
+        "(" * 90_000,
+        "R," * 60_000,
+        ", " * 60_000,
+        "*" * 90_000,
+        "(1, " + "9" * 9999 + ")",
+    ],
 )
 def test_a_long_reply_takes_no_long_time(text):
     clock = time.process_time()
