@@ -42,13 +42,16 @@ def company():
 
 
 @functools.cache
+def rollout():
+    return jax.jit(make_rollout(company()[0], matrix.make(PRISONERS), flat(2), Sampling()))
+
+
+@functools.cache
 def rolled(how):
-    team, params = company()
-    casts = {"turns": RELAY, "none": None, "own": RELAY * 0, "tasks": RELAY[:, 0], "partner": RELAY[:, 0] * 0 + 1}
-    tasks = {"game": np.zeros(4, np.int32)}
-    rollout = jax.jit(make_rollout(team, matrix.make(PRISONERS), flat(2), Sampling()))
-    cast = casts[how]
-    return jax.device_get(rollout(params, {}, tasks, KEY, jnp.int32(0), None if cast is None else jnp.array(cast)))
+    casts = {"turns": RELAY, "none": None, "own": RELAY * 0, "tasks": RELAY[:, 0], "partner": RELAY * 0 + 1}
+    tasks, cast = {"game": np.zeros(4, np.int32)}, casts[how]
+    given = None if cast is None else jnp.array(cast)
+    return jax.device_get(rollout()(company()[1], {}, tasks, KEY, jnp.int32(0), given))
 
 
 def test_a_cast_may_depend_on_the_turn():
@@ -175,11 +178,13 @@ class Flags(dict):
         self.__dict__.update(values)
 
 
+@pytest.mark.slow
 def test_evaluate_reports_pairs_relay_solo_and_gaps(runs, tmp_path, capsys):
     out = tmp_path / "figures.json"
     flags = Flags(partner=str(runs / "b"), solo=str(runs / "b"), relay=1, out=str(out))
     evaluate.main(None, str(runs / "a"), flags)
-    printed, teams = capsys.readouterr().out, json.loads(out.read_text())["teams"]
+    printed, figures = capsys.readouterr().out, json.loads(out.read_text())
+    teams = figures["teams"]
     assert list(teams) == ["pair", "partner", "pair+partner", "partner+pair", "relay(1)", "solo"]
     assert all(line in printed for line in ("relay(1) ", "eval/success", "gap"))
     for name, got in teams.items():
@@ -189,7 +194,7 @@ def test_evaluate_reports_pairs_relay_solo_and_gaps(runs, tmp_path, capsys):
             assert got["gap"][0] == pytest.approx(teams["solo"]["accuracy"][0] - got["accuracy"][0])
     # The pair is what the run's own evaluation plays; the partner's pair plays the same mazes with its own models.
     cfg, recipe, state = evaluate.open_run(str(runs / "a"))
-    assert teams["pair"]["progress"][0] == pytest.approx(recipe.evaluate(state)["eval/progress"])
+    assert teams["pair"]["progress"][0] == pytest.approx(figures["eval/progress"])
     agents = evaluate.open_run(str(runs / "b"))[2].params["agents"]
     other = gap.Side(cfg, recipe.team, recipe.arena, state.replace(params={**state.params, "agents": agents}))
     assert teams["partner"]["progress"][0] == pytest.approx(gap.by_task(*other)["progress"].mean())

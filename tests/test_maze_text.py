@@ -98,7 +98,7 @@ TALKS = {
     "nobody answers": ([("a", "right"), ("a", "I said right")], (False, 0.0, "", 0)),
     "they never agree": ([("a", "right"), ("b", "down"), ("a", "right"), ("b", "down")], (False, 0.0, "", 0)),
     "a change of mind": ([("a", "down"), ("b", "right"), ("a", "right then")], (False, 0.25, "R", 0)),
-    "a third voice": ([("a", "right"), ("b", "right"), ("judge", "up"), ("a", "down"), ("b", "down")], (False, 0.5, "RD", 0)),
+    "a third voice": ([("a", "right"), ("b", "right"), ("judge", "up"), ("a", "D"), ("b", "D")], (False, 0.5, "RD", 0)),
     "back home": ([("a", "right, left"), ("b", "yes")], (False, 0.0, "RL", 0)),
     "noise": ([("a", "right"), None, 3, ("b",), ("b", 4), ("b", None, 1), ("b", "right")], (False, 0.25, "R", 0)),
     "lines": ("Agent one: let's see.\nMove: right\nAgent two: agreed", (False, 0.25, "R", 0)),
