@@ -5,7 +5,11 @@ paths of 2 to 4 moves, 6 turns. Both are taught by demonstrators who take the sh
 then trained for as many RL steps on as many episodes. The gap of an arm is the held-out accuracy (512 mazes, the same
 ones for all) of solo minus that of the pair after the same number of steps, solo trained included; ``frozen solo`` is
 the solo of stage 0 throughout. A 3x3 maze has so few forms that held-out ones also occur in training, with another
-split. CALIBRATION
+split.
+
+Tried on seeds 100, 101 with 100 steps at rate 1e-3 and skill 0.9 (before -> after): solo .893 .938 -> .957 .975, pair
+.729 .799 -> .785 .842. The gap stayed as it was (.164 .139 -> .172 .133): solo learned as much as the pair. Hence more
+and larger steps, and demonstrators of skill 0.95, which leave a solo agent less to learn.
 """
 
 from __future__ import annotations

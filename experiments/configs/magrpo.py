@@ -80,19 +80,19 @@ def tree() -> Config:
     )
 
 
-MAZE = {"size": 3, "shortest": 2, "longest": 4, "moves": 6, "skill": 0.9}
+MAZE = {"size": 3, "shortest": 2, "longest": 4, "moves": 6, "skill": 0.95}
 
 
 def maze() -> Config:
     small = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
     return Config(
-        steps=100,
+        steps=300,
         batch=16,
         group=8,
         team=TeamConfig(share="shared", backbone=small, max_new=1, remat=False),
         env=EnvConfig("maze", MAZE, eval_tasks=512),
         reward={"accuracy": 1.0, "progress": 1.0},
-        optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=1.0),
+        optimizer=Optimizer(learning_rate=3e-3, max_grad_norm=1.0),
         sft=SFT(steps=800, batch=64, samples=8192, optimizer=Optimizer(learning_rate=5e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )
