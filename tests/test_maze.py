@@ -311,6 +311,16 @@ def test_clumsy_demonstrators_and_places():
     np.testing.assert_allclose(outcome, [0.25, 0.75 * 0.25 * 0.7, 0.75 * 0.75, 0.75 * 0.25 * 0.3], atol=0.08)
 
 
+def test_demonstrators_who_defer():
+    """After a disagreement, and only then, they say what they heard: the reply at the end of the prompt."""
+    mild, meek = (dataclasses.replace(CONFIGS["pair"], defer=d) for d in (0.0, 1.0))
+    rows, plain = maze.demonstrations(meek, 0, 200)["two"], maze.demonstrations(mild, 0, 200)["two"]
+    np.testing.assert_array_equal(rows["tokens"], plain["tokens"])
+    heard, parted = rows["tokens"][:, 22], rows["tokens"][:, 19] == ord("=")
+    np.testing.assert_array_equal(rows["completion"][:, 0], np.where(parted, heard, plain["completion"][:, 0]))
+    assert 0 < parted.sum() < 200 and not np.array_equal(rows["completion"], plain["completion"])
+
+
 # Bad input
 
 

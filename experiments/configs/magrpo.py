@@ -80,7 +80,7 @@ def tree() -> Config:
     )
 
 
-MAZE = {"size": 3, "shortest": 2, "longest": 4, "moves": 6, "skill": 0.95}
+MAZE = {"size": 3, "shortest": 2, "longest": 4, "moves": 6, "skill": 0.95, "defer": 0.5}
 
 
 def maze() -> Config:

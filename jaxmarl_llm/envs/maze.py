@@ -67,6 +67,7 @@ class Config:
     topology: str = "complete"
     message: int = 0  # bytes after the direction
     skill: float = 0.8  # demonstrators who take the shortest way as they see it, others any direction
+    defer: float = 0.0  # demonstrators who after a turn without agreement repeat what they heard first
 
     def __post_init__(self):
         one_of("maze: view", self.view, VIEWS)
@@ -77,7 +78,7 @@ class Config:
             raise ConfigError(f"maze: size: expected 2 to 12, got {self.size}")
         if not 1 <= self.shortest <= self.longest:
             raise ConfigError(f"maze: shortest: expected 1 to longest={self.longest}, got {self.shortest}")
-        for name in ("walls", "skill"):
+        for name in ("walls", "skill", "defer"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"maze: {name}: expected a probability, got {getattr(self, name)}")
         if self.tasks < 1 or self.moves < 1 or self.message < 0:
@@ -285,7 +286,8 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
     """Players in random places who go by their own part of the map: a cell they do not see passes for free.
 
     A share of ``skill`` takes a shortest way (any of them; any direction where there seems to be none) and goes on to
-    tell it in the message, others say one direction and no more. What was said before is drawn at random.
+    tell it in the message, others say one direction and no more. What was said before is drawn at random. Where it was
+    no agreement a share of ``defer`` say what their first partner said instead.
     """
     env, out = make(config), {}
     observe = jax.jit(jax.vmap(env.observe))
@@ -310,7 +312,13 @@ def scenes(config: Config, seed: int, n: int, seat: int) -> tuple[State, list[st
     plans = _plans(rng, config, walls, got["goal"], cell)
     task = {name: x.reshape(n, -1) if x.ndim > 1 else x for name, x in got.items()} | {"owner": owner}
     states = jax.jit(jax.vmap(make(config).reset))(jax.random.split(jax.random.key(seed), n), task)
-    return _placed(rng, config, states, cell), plans
+    states = _placed(rng, config, states, cell)
+    if config.heard:
+        first = np.asarray(states.partners)[:, 0, seat, 0]
+        heard = np.asarray(states.said)[np.arange(n), first, 0].tolist()
+        gives = ((np.asarray(states.outcome) == OUTCOMES.index("=")) & (rng.random(n) < config.defer)).tolist()
+        plans = [chr(h) if g else plan for plan, h, g in zip(plans, heard, gives, strict=True)]
+    return states, plans
 
 
 def _plans(
