@@ -11,7 +11,8 @@ Tried on seeds 100, 101 with 100 steps at rate 1e-3 and skill 0.9 (before -> aft
 .729 .799 -> .785 .842. The gap stayed as it was (.164 .139 -> .172 .133): solo learned as much as the pair.
 With 300 steps at 3e-3 and skill 0.95 the pair of seed 100 went no further than .779: nobody gives way, and to do so is
 not tried often enough. Hence half of the demonstrators repeat after a disagreement what they heard (``defer``), both
-seats alike; who leads and who follows is left to RL. These settings have not been calibrated.
+seats alike; who leads and who follows is left to RL. Seed 100 with 150 steps of
+it: .77 in the first 15 steps, .934 held out after, agreement .968. Solo has not been calibrated at these settings.
 """
 
 from __future__ import annotations
