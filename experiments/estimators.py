@@ -125,7 +125,7 @@ class Seen(NamedTuple):
 
     gradient: Float[Array, "n E K D"]
     variance: Float[Array, "n Z"]
-    count: Float[Array, "n Z"]
+    size: Float[Array, "n Z"]
     turn: Float[Array, "n Z"]
     benefit: Float[Array, "n 2 Z"]
 
@@ -274,7 +274,7 @@ def ranking(c: Cell, logits: np.ndarray, task: PyTree, key: Any, count: int) -> 
     out: dict[str, dict[str, float]] = {}
     for i, name in enumerate(("mean", "std")):
         rows = []
-        for variance, size, turn, worth in zip(seen.variance, seen.count, seen.turn, seen.benefit[:, i]):
+        for variance, size, turn, worth in zip(seen.variance, seen.size, seen.turn, seen.benefit[:, i]):
             there = np.flatnonzero(size >= 2)
             variance, turn, worth = variance[there], turn[there], worth[there]
             k = len(there) // 3
@@ -295,7 +295,7 @@ def equal_groups(game: Game, group: int, p: float, key: Any, tasks: int) -> floa
     task = {"payoff": np.array([1, 0], np.float32), "noise": np.zeros(1, np.float32)}
     logits = np.array([[np.log(p / (1 - p)), 0.0]])
     seen = _groups(game, group, tasks)(jnp.float32(logits), task, jnp.zeros((1, 2)), key)
-    return float((np.asarray(seen.variance)[np.asarray(seen.count) == group] == 0).mean())
+    return float((np.asarray(seen.variance)[np.asarray(seen.size) == group] == 0).mean())
 
 
 @functools.cache

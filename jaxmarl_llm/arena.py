@@ -40,6 +40,8 @@ KNOWN = (
     "matrix",
     "dilemma",
     "dilemma_text",
+    "maze",
+    "maze_text",
     "duet",
     "chain",
     "chain_text",
@@ -124,7 +126,9 @@ class Arena(ABC):
         held_out: bool = False,
         cast: jax.Array | None = None,
     ) -> Played:
-        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones, with ``cast`` [B A]."""
+        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones. ``cast``: see
+        `rollout.make_rollout`.
+        """
 
     @abstractmethod
     def demonstrations(self, team: Team, n: int, seed: int, context: int) -> dict[str, Demonstrations]:

@@ -121,8 +121,12 @@ def held_out(
     plan: Plan,
     sampling: Sampling,
     memory_config: MemoryConfig | None = None,
+    cast: np.ndarray | None = None,
 ) -> Iterator[tuple[int, Played]]:
-    """All held-out tasks in batches: the number of tasks, and how they were played. The same draws at every call."""
+    """All held-out tasks in batches: the number of tasks, and how they were played. The same draws at every call.
+
+    ``cast``: [A] or [M A], as in `rollout.make_rollout`, the same for every task.
+    """
     count = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
     chunk = count if arena.array else min(count, 4 * cfg.batch)
     for start in range(0, count, chunk):
@@ -142,6 +146,7 @@ def held_out(
                 memory_config,
                 version=version,
                 held_out=True,
+                cast=None if cast is None else np.broadcast_to(cast, (len(indices), *cast.shape)),
             ),
         )
 
@@ -172,6 +177,23 @@ def evaluate(
         if "accuracy" in totals:
             out[f"eval/success{suffix}"] = out[f"eval/accuracy{suffix}"]
     return out
+
+
+def by_task(
+    cfg: BaseConfig, team: Team, arena: Arena, state: TrainState, cast: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
+    """Each component's mean over roles, summed over the episode, of every held-out task [n]; NaN where it is unknown.
+    Episodes are sampled as in training; ``cast`` as in `held_out`.
+    """
+    out: dict[str, list[float]] = {}
+    for tasks, played in held_out(cfg, team, arena, state, single(), cfg.sampling, cast=cast):
+        moves = played.tree.transitions
+        for name, values in moves.rewards.items():
+            total, roots = episode_values(moves, values.mean(1))
+            row = np.full(tasks, np.nan)
+            row[moves.task[roots]] = total[roots]
+            out.setdefault(name, []).extend(row.tolist())
+    return {name: np.array(values) for name, values in out.items()}
 
 
 def majority(cfg: BaseConfig, team: Team, arena: Arena, state: TrainState, votes: int) -> dict[str, float]:

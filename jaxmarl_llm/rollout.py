@@ -150,7 +150,8 @@ def make_rollout(
 
     memory: unused without a config.
     tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
-    cast: int [B A], which of ``Team.players`` plays each role of each task; None: its own model plays every role.
+    cast: int [B A], which of ``Team.players`` plays each role of each task, or [B M A], which does at each turn; None:
+    its own model plays every role.
     Raises ConfigError when the plan asks for what the environment lacks, or models to be stacked are not alike.
     """
     plan.check(env)
@@ -246,7 +247,9 @@ def make_rollout(
                 keys = fold(jnp.repeat(node_key[:, None], g, 1), jnp.arange(g)[None].repeat(f * w, 0))
                 each = lambda x, w=w: jnp.repeat(x, w)
                 # Without a cast the first of a role's players plays it, and no launch is made for others.
-                part = jnp.zeros_like(role) if cast is None else cast[each(place.task), role]
+                part = jnp.zeros_like(role)
+                if cast is not None:
+                    part = (cast if cast.ndim == 2 else cast[:, turn])[each(place.task), role]
                 speaker = table[role, part]
                 able = sorted({m for r in env.actors[turn] for m in players[r][: 1 if cast is None else None]})
                 said = speak(params, speaker, tokens, length, keys, active, able)

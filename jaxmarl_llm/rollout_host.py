@@ -102,8 +102,6 @@ def play(
     """
     env = pool.env
     plan.check(env)
-    part = lambda task, role: 0 if cast is None else int(cast[task, role])
-    speaker = lambda task, role: team.players(role)[part(task, role)]
     roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
     started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)])
     failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
@@ -118,6 +116,9 @@ def play(
     for turn in range(env.max_turns):
         if not frontier:
             break
+        now = cast if cast is None or cast.ndim == 2 else cast[:, turn]
+        part = lambda task, role, now=now: 0 if now is None else int(now[task, role])
+        speaker = lambda task, role, part=part: team.players(role)[part(task, role)]
         # Decision points of this turn, all prompts fixed before anyone speaks.
         seats: list[list[tuple[str, Prompt]]] = []
         seen: list[_Live] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,13 +159,48 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
 
 def with_past(team: Team) -> Team:
     """The team with an understudy for each model that plays a role; see past.py for its parameters."""
-    playing = dict.fromkeys(role.model for role in team.roles)
-    taken = sorted({understudy(name) for name in playing} & {m.name for m in team.models})
+    return with_understudies(
+        team, {r.name: _renamed(team.model_of(i), understudy(r.model)) for i, r in enumerate(team.roles)}
+    )
+
+
+def with_understudies(team: Team, others: Mapping[str, Model]) -> Team:
+    """The team with one more model for each role in ``others`` (by role), which a rollout's ``cast`` may let play it.
+
+    Raises ConfigError where names or tokenizers do not go together.
+    """
+    models = {m.name: m for m in others.values()}
+    taken = sorted(set(models) & {m.name for m in team.models})
     if taken:
-        raise ConfigError(f"past: a model has the name of an understudy, {taken[0]!r}; rename its role")
-    others = tuple(dataclasses.replace(m, name=understudy(m.name)) for m in team.models if m.name in playing)
-    roles = tuple(dataclasses.replace(r, understudies=(understudy(r.model),)) for r in team.roles)
-    return dataclasses.replace(team, roles=roles, models=(*team.models, *others))
+        raise ConfigError(f"a model has the name of an understudy, {taken[0]!r}; rename its role")
+    for i, role in enumerate(team.roles):
+        reads = team.model_of(i).tokenizer
+        if role.name in others and others[role.name].tokenizer.name != reads.name:
+            raise ConfigError(
+                f"role {role.name!r}: expected an understudy with the tokenizer {reads.name!r}, "
+                f"got {others[role.name].tokenizer.name!r}"
+            )
+    more = lambda r: (*r.understudies, others[r.name].name) if r.name in others else r.understudies
+    roles = tuple(dataclasses.replace(r, understudies=more(r)) for r in team.roles)
+    return dataclasses.replace(team, roles=roles, models=(*team.models, *models.values()))
+
+
+def with_partner(team: Team, params: Params, other: Team, own: Params) -> tuple[Team, Params]:
+    """``team`` with the models of another run, ``other`` with parameters ``own``, as understudies of the same roles."""
+    mine, theirs = (tuple(r.name for r in t.roles) for t in (team, other))
+    if mine != theirs:
+        raise ConfigError(f"partner: expected a team with the roles {', '.join(mine)}, got {', '.join(theirs)}")
+    called = lambda name: f"{name}-partner"
+    guests = {}
+    for i, role in enumerate(other.roles):
+        model = other.model_of(i)
+        guests[role.name] = _renamed(model, called(model.name), model.base and called(model.base))
+    both = {part: {**params[part], **{called(k): x for k, x in own[part].items()}} for part in ("agents", "shared")}
+    return with_understudies(team, guests), {**params, **both}
+
+
+def _renamed(model: Model, name: str, base: str | None = None) -> Model:
+    return dataclasses.replace(model, name=name, base=base or model.base)
 
 
 def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:

@@ -119,7 +119,7 @@ def test_worth_and_variance_by_group():
     cell, logits, task, seen = found("local")
     aim = exact(short(), logits, task).gradient
     along = (seen.gradient[:, :2].astype(np.float64) * aim).sum((2, 3))
-    there = seen.count >= 2
+    there = seen.size >= 2
     np.testing.assert_allclose((seen.benefit * there[:, None]).sum(2) / there.sum(1)[:, None], along, atol=1e-6)
     # The largest variance of each task alone: what is left of a batch where the others count for nothing.
     names = [arm.name for arm in cell.arms]

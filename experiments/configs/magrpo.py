@@ -5,6 +5,9 @@ tiny        `duet`, two random models of 0.1 M parameters write strings that mus
 sparse      the same, but a pair of strings earns nothing unless it is nearly perfect (2.75 of 3.0), 0.4 % of pairs at
             first: every string is tried with all of the partner's, which one model alone cannot do
 paper       the task of `tiny` by the paper: aligned joint actions, no std
+maze        `maze`, two agents who each see half of a 3x3 maze and must agree on every move; CPU, minutes
+maze_solo   the same for one agent who sees all of it: what the collaboration gap is measured from
+maze_text   the paper's 6x6 mazes in words (Qwen2.5-0.5B-Instruct from --config.team.backbone.path); for accelerators
 tree        `matrix`, chicken played twice: a tree of crossed joint actions, discounted child means
 smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it): two
             SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
@@ -27,7 +30,7 @@ from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Optimizer
 
-VARIANTS = ("tiny", "sparse", "paper", "tree", "smollm2", "tldr", "coding")
+VARIANTS = ("tiny", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text", "smollm2", "tldr", "coding")
 DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
 WRITING = {"words": 1.0, "ratio": 1.0, "unique": 1.0, "transitions": 1.0, "jaccard": 1.0}
 CODING = {"structure": 1.0, "syntax": 1.0, "tests": 1.0, "cooperation": 1.0}
@@ -74,6 +77,42 @@ def tree() -> Config:
         optimizer=Optimizer(learning_rate=1e-3),
         sft=SFT(steps=60, batch=32, samples=256, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
+    )
+
+
+MAZE = {"size": 3, "shortest": 2, "longest": 4, "moves": 6, "skill": 0.95, "defer": 0.5}
+
+
+def maze() -> Config:
+    small = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    return Config(
+        steps=300,
+        batch=16,
+        group=8,
+        team=TeamConfig(share="shared", backbone=small, max_new=1, remat=False),
+        env=EnvConfig("maze", MAZE, eval_tasks=512),
+        reward={"accuracy": 1.0, "progress": 1.0},
+        optimizer=Optimizer(learning_rate=3e-3, max_grad_norm=1.0),
+        sft=SFT(steps=800, batch=64, samples=8192, optimizer=Optimizer(learning_rate=5e-3)),
+        run=RunConfig(eval_every=50, checkpoint_every=100),
+    )
+
+
+def maze_solo() -> Config:
+    return dataclasses.replace(maze(), env=dataclasses.replace(maze().env, args={**MAZE, "agents": 1}))
+
+
+def maze_text() -> Config:
+    return Config(
+        steps=500,
+        batch=16,
+        team=TeamConfig(share="shared", backbone=Backbone(path="Qwen/Qwen2.5-0.5B-Instruct"), max_new=128),
+        env=EnvConfig("maze_text", workers=8, max_prompt=1024, eval_tasks=128),
+        reward={"accuracy": 1.0, "progress": 1.0},
+        sampling=Sampling(temperature=0.8),
+        micro_tokens=65_536,
+        optimizer=Optimizer(learning_rate=5e-6),
+        run=RunConfig(max_logprob_gap=0.5),
     )
 
 

@@ -1,0 +1,229 @@
+"""Who plays with whom: casts by turn in both engines, partners from another run, solo, and the gap between them."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+from experiments import evaluate, gap
+from jaxmarl_llm import loop
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.checkpoint import digests
+from jaxmarl_llm.envs import matrix
+from jaxmarl_llm.plans import flat
+from jaxmarl_llm.recipes import magrpo
+from jaxmarl_llm.rollout import make_rollout
+from jaxmarl_llm.rollout_host import play
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.stages import SFT, RunConfig
+from jaxmarl_llm.team import Backbone, TeamConfig, with_partner
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.types import FROZEN, POLICY
+from jaxmarl_llm.workers import EnvPool
+
+KEY = jax.random.key(0)
+PRISONERS = matrix.Config(game="prisoners", rounds=2)
+TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+# Relay: nobody, the first seat for one turn, both seats for one turn, the second seat throughout.
+RELAY = np.zeros((4, 2, 2), np.int32)
+RELAY[1, :1, 0] = RELAY[2, :1] = RELAY[3, :, 1] = 1
+
+
+@functools.cache
+def company():
+    own = toys.team(matrix.ROLES, 1, True)
+    scaled = jax.tree.map(lambda x: 1.7 * x, toys.params(own, 1))
+    return with_partner(own, toys.params(own, 0), own, scaled)
+
+
+@functools.cache
+def rollout():
+    return jax.jit(make_rollout(company()[0], matrix.make(PRISONERS), flat(2), Sampling()))
+
+
+@functools.cache
+def rolled(how):
+    casts = {"turns": RELAY, "none": None, "own": RELAY * 0, "tasks": RELAY[:, 0], "partner": RELAY * 0 + 1}
+    tasks, cast = {"game": np.zeros(4, np.int32)}, casts[how]
+    given = None if cast is None else jnp.array(cast)
+    return jax.device_get(rollout()(company()[1], {}, tasks, KEY, jnp.int32(0), given))
+
+
+def test_a_cast_may_depend_on_the_turn():
+    """Every step is by the model that the cast names at its turn; what understudies play is frozen."""
+    tree = rolled("turns")
+    n = tree.nodes
+    want = RELAY[n.task, n.turn, n.role]
+    team, _ = company()
+    assert [m.name for m in team.models] == ["team", "team-partner"] and team.roles[0].understudies == ("team-partner",)
+    np.testing.assert_array_equal(n.model, want)
+    np.testing.assert_array_equal(tree.steps.source, np.where(want[tree.steps.node], FROZEN, POLICY))
+    first = n.turn == 0  # equal prompts and keys: samples are those of the model alone
+    for who, alone in ((0, "own"), (1, "partner")):
+        rows = (first & (want == who))[tree.steps.node]
+        np.testing.assert_array_equal(tree.steps.tokens[rows], rolled(alone).steps.tokens[rows])
+        np.testing.assert_allclose(tree.steps.logprobs[rows], rolled(alone).steps.logprobs[rows], atol=1e-5)
+    assert not np.allclose(rolled("own").steps.logprobs, rolled("partner").steps.logprobs, atol=1e-3)
+    np.testing.assert_array_equal(digests(rolled("own").steps), digests(rolled("none").steps))
+
+
+@pytest.mark.parametrize("how", ("turns", "tasks"))
+def test_both_engines_cast_alike_by_turn(how):
+    team, params = company()
+    cast = RELAY if how == "turns" else RELAY[:, 0]
+    with EnvPool(functools.partial(toys.text_game, PRISONERS), workers=0) as pool:
+        host = play(team, params, pool, range(4), flat(2), KEY, Sampling(), max_prompt=16, cast=cast).tree
+
+    def table(tree):
+        n, s = tree.nodes, tree.steps
+        return sorted(
+            (int(n.task[k]), int(n.turn[k]), int(n.role[k]), int(n.model[k]), int(s.source[c]),
+             n.tokens[k, : n.length[k]].tolist(), s.tokens[c, : s.length[c]].tolist())
+            for c in np.flatnonzero(s.valid) for k in [s.node[c]]
+        )  # fmt: skip
+
+    assert table(rolled(how)) == table(host) and len(table(host)) == 4 * 2 * 2 * 2
+    assert {row[3] for row in table(host)} == {0, 1}
+
+
+def test_a_partner_must_fit():
+    own = toys.team(matrix.ROLES, 1, True)
+    params = toys.params(own)
+    with pytest.raises(ConfigError, match="partner: expected a team with the roles first, second, got a, b"):
+        with_partner(own, params, toys.team(), toys.params(toys.team()))
+    team, both = with_partner(own, params, own, params)
+    with pytest.raises(ConfigError, match="has the name of an understudy, 'team-partner'"):
+        with_partner(team, both, own, params)
+    model = dataclasses.replace(own.models[0], base="backbone", tokenizer=toys.TOKENIZER)
+    lora = dataclasses.replace(own, models=(model,))
+    team, both = with_partner(lora, {"shared": {"backbone": 1}, "agents": {"team": 2}}, lora,
+                              {"shared": {"backbone": 3}, "agents": {"team": 4}})  # fmt: skip
+    assert team.models[1].base == "backbone-partner" and team.models[0].base == "backbone"
+    assert both == {"shared": {"backbone": 1, "backbone-partner": 3}, "agents": {"team": 2, "team-partner": 4}}
+
+    class Other(type(toys.TOKENIZER)):
+        name = "other"
+
+    deaf = dataclasses.replace(own, models=(dataclasses.replace(own.models[0], tokenizer=Other()),))
+    with pytest.raises(ConfigError, match="role 'first': expected an understudy with the tokenizer"):
+        with_partner(own, params, deaf, params)
+
+
+def test_casts_of_the_arms():
+    got = {name: cast.tolist() for name, cast in gap.casts(2, 3, 2).items()}
+    assert got == {
+        "partner": [1, 1],
+        "pair+partner": [0, 1],
+        "partner+pair": [1, 0],
+        "relay(2)": [[1, 0], [1, 0], [0, 0]],
+    }
+    assert "relay(0)" not in gap.casts(3, 3, 0) and gap.casts(3, 3, 0)["pair+partner"].tolist() == [0, 1, 1]
+
+
+def test_figures_and_gaps_by_hand():
+    found = gap.figures(
+        {
+            "pair": {"accuracy": np.array([0.0, 1.0, np.nan, 0.0, 1.0])},
+            "solo": {"accuracy": np.array([1.0, 1.0, 1.0, 0.0])},
+        }
+    )
+    half = lambda x: 1.96 * np.std(x, ddof=1) / len(x) ** 0.5
+    pair, solo = half([0, 1, 0, 1]), half([1, 1, 1, 0])
+    assert found["pair"]["accuracy"] == pytest.approx((0.5, pair)) and "gap" not in found["solo"]
+    assert found["pair"]["gap"] == pytest.approx((0.25, (pair**2 + solo**2) ** 0.5))
+    lines = gap.table(found).split("\n")
+    assert lines[0].split() == ["accuracy", "gap"] and lines[1].startswith("pair              0.500 ± 0.566")
+    only = gap.figures({"pair": {"return": np.array([1.0, 2.0])}, "solo": {"return": np.array([4.0, 4.0])}})
+    assert only["pair"]["gap"][0] == 2.5  # of the return where nothing is an accuracy
+
+
+# The command
+
+
+def config(seed=0, **args):
+    return magrpo.Config(
+        seed=seed,
+        steps=0,
+        batch=4,
+        group=2,
+        team=TeamConfig(share="shared", backbone=TINY, max_new=1, remat=False),
+        env=EnvConfig("maze", {"size": 3, "shortest": 2, "longest": 3, "moves": 2, "tasks": 16, **args}, eval_tasks=24),
+        reward={"accuracy": 1.0, "progress": 1.0},
+        sft=SFT(steps=60, batch=32, samples=256),
+        run=RunConfig(tensorboard=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "report", lambda workdir: None)  # nothing to draw
+        for name, cfg in {"a": config(), "b": config(seed=1)}.items():
+            loop.fit(cfg, magrpo.make(cfg), folder / name)
+    return folder
+
+
+class Flags(dict):
+    """What absl gives: ``flags.relay``, and ``flags["relay"].value``."""
+
+    def __init__(self, **given):
+        values = {"partner": None, "solo": None, "relay": 0, "out": None, **given}
+        super().__init__({k: type("Flag", (), {"value": v})() for k, v in values.items()})
+        self.__dict__.update(values)
+
+
+@pytest.mark.slow
+def test_evaluate_reports_pairs_relay_solo_and_gaps(runs, tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    flags = Flags(partner=str(runs / "b"), solo=str(runs / "b"), relay=1, out=str(out))
+    evaluate.main(None, str(runs / "a"), flags)
+    printed, figures = capsys.readouterr().out, json.loads(out.read_text())
+    teams = figures["teams"]
+    assert list(teams) == ["pair", "partner", "pair+partner", "partner+pair", "relay(1)", "solo"]
+    assert all(line in printed for line in ("relay(1) ", "eval/success", "gap"))
+    for name, got in teams.items():
+        assert set(got) == {"accuracy", "progress", "agreement", "return"} | ({"gap"} if name != "solo" else set())
+        assert got["return"][0] == pytest.approx(got["accuracy"][0] + got["progress"][0])
+        if name != "solo":
+            assert got["gap"][0] == pytest.approx(teams["solo"]["accuracy"][0] - got["accuracy"][0])
+    # The pair is what the run's own evaluation plays; the partner's pair plays the same mazes with its own models.
+    cfg, recipe, state = evaluate.open_run(str(runs / "a"))
+    assert teams["pair"]["progress"][0] == pytest.approx(figures["eval/progress"])
+    agents = evaluate.open_run(str(runs / "b"))[2].params["agents"]
+    other = gap.Side(cfg, recipe.team, recipe.arena, state.replace(params={**state.params, "agents": agents}))
+    assert teams["partner"]["progress"][0] == pytest.approx(gap.by_task(*other)["progress"].mean())
+    assert len({round(got["progress"][0], 6) for got in teams.values()}) > 2
+
+
+def test_a_run_plays_alone_itself(runs):
+    cfg, recipe, state = evaluate.open_run(str(runs / "a"))
+    run = gap.side(cfg, recipe, state, "solo")
+    lone = gap.alone(run)
+    assert lone.cfg.env.args["agents"] == 1 and [r.name for r in lone.team.roles] == ["one"]
+    assert gap.by_task(*lone)["accuracy"].shape == (24,) and gap.alone(lone) is lone
+    np.testing.assert_array_equal(lone.arena.held_out["walls"], run.arena.held_out["walls"])
+
+
+def test_what_cannot_be_compared_is_one_line(runs, tmp_path):
+    run = str(runs / "a")
+    for flags, message in (
+        (Flags(relay=2), "--relay: expected a --partner"),
+        (Flags(partner=str(tmp_path)), "--partner: .* holds no checkpoints"),
+        (Flags(solo=str(tmp_path)), "--solo: .* holds no checkpoints"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            evaluate.main(None, run, flags)
+    cfg, recipe, state = evaluate.open_run(run)
+    with pytest.raises(ConfigError, match="--partner: magrpo on 'maze' plays with a memory"):
+        gap.side(cfg, recipe, state.replace(memory={"one": jnp.zeros(3)}), "partner")
+    duet = gap.Side(dataclasses.replace(cfg, env=EnvConfig("duet")), recipe.team, recipe.arena, state)
+    with pytest.raises(ConfigError, match="--solo: environment 'duet' has no form for one agent"):
+        gap.alone(duet)
+    with pytest.raises(ConfigError, match="--solo: expected a run of 'maze', got one of 'duet'"):
+        gap.played(gap.side(cfg, recipe, state, "workdir"), None, duet, 0)
