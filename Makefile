@@ -81,8 +81,10 @@ sandbox:
 			|| echo "sandbox: apt-get could not install bubblewrap and libseccomp2"; \
 	else echo "sandbox: install bubblewrap and libseccomp2 (apt-get, as root; libseccomp on Fedora and Arch)"; fi
 
+# As in the tests (tests/conftest.py): half the compile time on CPU.
+notebooks: export XLA_FLAGS := --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 notebooks: $(VENV)/.installed-test
-	$(CPU) $(RUN) -m pytest --nbmake notebooks
+	$(CPU) $(RUN) -m pytest --nbmake --nbmake-timeout=300 --durations=4 notebooks
 
 weights: $(VENV)/.installed-test
 	$(RUN) -m experiments.fetch_weights --out=weights/smollm2
