@@ -96,7 +96,7 @@ class Counts(struct.PyTreeNode):
 
     sequences: Int[Array, ""]  # sampled completions
     branch_sequences: Int[Array, ""]  # of which at nodes where the plan branches (G > 1)
-    prompt_tokens: Int[Array, ""]  # prefilled, each node once
+    prompt_tokens: Int[Array, ""]  # of prompts, really sent through the trunk: what was cached is not sent again
     completion_tokens: Int[Array, ""]  # decoded
     env_calls: Int[Array, ""]  # environment steps
     invalid: Int[Array, ""]  # transitions whose reward could not be computed
@@ -115,6 +115,8 @@ class Policy(NamedTuple):
 
     init(key) -> params
     prefill(variables, tokens [N P], length [N]) -> (hidden [N D] at the last prompt token, prefix cache)
+    extend(variables, tokens [N E], count [N], start [N], prefix) -> (hidden [N D] at the last new token, prefix):
+        ``count`` new tokens of each row stand behind ``start`` that are in the cache
     decode(variables, tokens [N G], prefix, length [N], suffix, t) -> (hidden [N G D], suffix): one token for every
         sample at the shared scalar position t behind its node's prompt
     init_suffix(prefix, G, R) -> suffix cache
@@ -128,6 +130,7 @@ class Policy(NamedTuple):
     config: Any
     init: Callable[[jax.Array], Params]
     prefill: Callable[..., tuple[jax.Array, PyTree]]
+    extend: Callable[..., tuple[jax.Array, PyTree]]
     decode: Callable[..., tuple[jax.Array, PyTree]]
     init_suffix: Callable[..., PyTree]
     hidden: Callable[..., jax.Array]
