@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmarl_llm import complexity as cx
-from jaxmarl_llm import costs, rollout_host
+from jaxmarl_llm import costs, prefixes, rollout_host
 from jaxmarl_llm.generate import Completions
 from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
 from jaxmarl_llm.qwen import make_policy
@@ -113,6 +113,8 @@ def host_tree(monkeypatch, plan, work, ends_at=None):
     keys = lambda data, role, *, group: (len(data), group)
     zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
     monkeypatch.setattr(rollout_host, "generate", recorder)
+    monkeypatch.setattr(prefixes, "_put", lambda pool, *_: pool)
+    monkeypatch.setattr(prefixes, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
     monkeypatch.setattr(rollout_host, "_sample_keys", keys)
     monkeypatch.setattr(rollout_host, "_branch_keys", lambda data, *, group: zeros(len(data), group))
     monkeypatch.setattr(rollout_host, "_root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)

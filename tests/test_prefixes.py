@@ -181,7 +181,7 @@ def make_team(kind, max_new=6):
     """Roles a and b of one model, of two, or of two adapters over a base."""
     names = ("m", "m") if kind == "shared" else ("a", "b")
     base = "base" if kind == "lora" else None
-    policy = model()
+    policy = model(layers=1)
     odd = np.zeros(264, np.float32)
     odd[[BYTES.EOS, *range(97, 105)]] = 3.0, *[1.5] * 8  # ends, and says alike things, often
     policy = policy._replace(unembed=lambda v, hidden, inner=policy.unembed: inner(v, hidden) + odd)
@@ -191,7 +191,7 @@ def make_team(kind, max_new=6):
 
 @functools.cache
 def params_of(team):
-    init = jax.jit(model().init)
+    init = jax.jit(model(layers=1).init)
     if team.models[0].base:
         base = init(jax.random.key(0))
         return {
@@ -276,9 +276,8 @@ def test_samples_are_those_without_reuse_and_each_token_is_sent_once(name):
     sent, full = int(tree.counts.prompt_tokens), int(tree.nodes.length[tree.nodes.valid].sum())
     assert int(whole.counts.prompt_tokens) == full
     needed, unique = beginnings(tree)
-    print(f"{name}: sent {sent} of {full}, needed {needed}, unique {unique}")
     assert needed <= sent <= 1.05 * needed < 1.05 * unique
-    assert full > 1.7 * sent
+    assert full > 1.5 * sent
     assert len(set(tree.nodes.length[tree.nodes.valid].tolist())) > 5  # ragged
 
 
