@@ -32,7 +32,7 @@ from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.rollout import make_rollout
 from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import ConfigError, HostEnv, Message
+from jaxmarl_llm.text import ConfigError, HostEnv, Message, Prompt
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner
 from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team
@@ -132,17 +132,24 @@ def workload(s: Setting) -> tuple[plans.Plan, cx.Workload]:
 
 
 def ring(agents: int, turns: int) -> HostEnv:
-    """Agents speak in turn and are paid for the first byte of what they say."""
+    """Agents speak in turn and are paid for the first byte of what they say.
+
+    A prompt begins with the state's seed: were two alike, the engine would prefill what they share once.
+    """
     names = tuple(f"a{i}" for i in range(agents))
-    prompt = (Message("raw", "", tuple(range(65, 65 + PROMPT))),)
 
-    def step(seed: int, turn: int, actions: Any) -> tuple[int, dict, bool]:
+    def observe(state: tuple[int, int]) -> dict[str, Prompt]:
+        turn, seed = state
+        ids = (*seed.to_bytes(8, "big"), *range(65, 65 + PROMPT))[:PROMPT]
+        return {names[turn % agents]: (Message("raw", "", ids),)}
+
+    def step(seed: int, state: tuple[int, int], actions: Any) -> tuple[tuple[int, int], dict, bool]:
         ((role, said),) = actions.items()
-        return turn + 1, {role: {"pay": float(said.ids[0] % 2)}}, turn + 1 >= turns
+        turn = state[0] + 1
+        return (turn, seed), {role: {"pay": float(said.ids[0] % 2)}}, turn >= turns
 
-    verify = lambda turn: {names[0]: {"pay": 1.0}}
-    observe = lambda turn: {names[turn % agents]: prompt}
-    return HostEnv("ring", names, turns, ("pay",), lambda seed, task: 0, observe, step, verify)
+    verify = lambda state: {names[0]: {"pay": 1.0}}
+    return HostEnv("ring", names, turns, ("pay",), lambda seed, task: (0, seed), observe, step, verify)
 
 
 def measure_host(s: Setting) -> Callable[[], dict[str, int]]:

@@ -11,7 +11,8 @@ expectation needs no independence; the longest of n completions, which ends a la
 
     E[max] = sum over t >= 0 of 1 - F(t)^n          (not the mean: 8 completions of 1 or 9 tokens take 9, not 5)
 
-Where what is uncertain decides (launches of a host rollout) the largest possible is meant.
+Where what is uncertain decides (launches of a host rollout) the largest possible is meant. Prompts are taken to share
+nothing: where those of a host rollout begin alike, it sends fewer tokens than ``prompt_tokens`` (`prefixes`).
 
 The closed forms (`flat_counts`, ...) are the formulas of the field, derived in their docstrings. They are witnesses:
 nothing is computed with them but tests and tables.
@@ -195,7 +196,7 @@ class Counts(NamedTuple):
 
     sequences: float  # sampled completions
     branch_sequences: float  # of which at nodes where the plan branches
-    prompt_tokens: float  # prefilled, each node once
+    prompt_tokens: float  # prefilled, each node once: the most that host rollouts send
     completion_tokens: float  # decoded
     env_calls: float
     launches: int  # generation programs started

@@ -111,7 +111,9 @@ def work_of(launch: Launch, weights: Weights) -> Work:
 
 
 class Memory(NamedTuple):
-    """Bytes a run holds, at least: activations, tables and what the compiler adds are not in it."""
+    """Bytes a run holds, at least: activations, tables, what earlier turns of a host rollout left cached (`prefixes`)
+    and what the compiler adds are not in it.
+    """
 
     base: int  # frozen
     own: int  # trained, all models

@@ -1,9 +1,10 @@
-"""Prefill each node's prompt once, then decode its G samples in lock step against the shared prefix."""
+"""Prefill each node's prompt once, or go on behind what is cached of it, then decode its G samples in lock step."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +36,24 @@ def sample_completions(
     stop_ids: tuple[int, ...],
     pad_id: int,
     sampling: Sampling,
-) -> Completions:
-    """Pure; call it inside a larger program, or `generate`, its jitted form, from the host.
+    prefix: PyTree = None,
+    start: Int[Array, "N"] | None = None,
+    keep: bool = False,
+) -> Any:
+    """Completions. Pure; call it inside a larger program, or `generate`, its jitted form, from the host.
 
     tokens: prompts, right-padded. keys: one key per sample; token t is drawn from ``fold_in(key, t)`` alone, hence
     the same completion in any batch or bucket. active: rows that are not (padding) are done from the start. Ends when
     every sample is done, after at most ``max_new`` tokens.
+
+    prefix: a cache whose first ``start`` slots are filled; ``tokens`` and ``length`` are then what follows there, at
+    least one token each. `generate` donates it. keep: also return the caches, (Completions, prefix, suffix): suffix
+    slots 0 to length - 2 of a sample are filled, its last token is never read.
     """
     n, g = keys.shape
-    length = jnp.maximum(length, 1)
     stops = jnp.array(stop_ids, jnp.int32)
     layers = policy.unstack(variables)
-    hidden, prefix = policy.prefill(variables, tokens, length)
+    hidden, prefix, length = fill(policy, variables, tokens, length, prefix, start)
 
     def draw(hidden: jax.Array, t: jax.Array | int, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         u = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))(keys.reshape(-1)).reshape(n, g)
@@ -77,12 +84,33 @@ def sample_completions(
         return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix
 
     state = (jnp.int32(0), idle, jnp.zeros((n, g), jnp.int32), out_tokens, out_logprobs, hidden, suffix)
-    _, done, count, out_tokens, out_logprobs, _, _ = jax.lax.while_loop(unfinished, step, state)
-    return Completions(tokens=out_tokens, length=count, logprobs=out_logprobs, truncated=~done)
+    _, done, count, out_tokens, out_logprobs, _, suffix = jax.lax.while_loop(unfinished, step, state)
+    out = Completions(tokens=out_tokens, length=count, logprobs=out_logprobs, truncated=~done)
+    return (out, prefix, suffix) if keep else out
 
 
-generate = functools.partial(jax.jit, static_argnames=("policy", "max_new", "stop_ids", "pad_id", "sampling"))(
-    sample_completions
+def fill(
+    policy: Policy,
+    variables: Params,
+    tokens: Int[Array, "N E"],
+    length: Int[Array, "N"],
+    prefix: PyTree = None,
+    start: Int[Array, "N"] | None = None,
+) -> tuple[Float[Array, "N D"], PyTree, Int[Array, "N"]]:
+    """Prompts into the cache, from nothing or behind the ``start`` slots of ``prefix`` that are filled.
+
+    Hidden state of the last token, the cache and how many of its slots are filled now."""
+    length = jnp.maximum(length, 1)
+    if prefix is None or start is None:
+        return *policy.prefill(variables, tokens, length), length
+    assert policy.extend is not None  # or nothing would have been kept
+    return *policy.extend(variables, tokens, length, start, prefix), start + length
+
+
+generate = jax.jit(
+    sample_completions,
+    static_argnames=("policy", "max_new", "stop_ids", "pad_id", "sampling", "keep"),
+    donate_argnames=("prefix",),
 )
 
 
@@ -110,6 +138,7 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
 
     return policy._replace(
         prefill=over_rows(policy.prefill),
+        extend=None,  # no host rollout has parameters by row
         decode=decode,
         unembed=over_rows(policy.unembed),
         embed=over_rows(policy.embed),

@@ -67,6 +67,7 @@ def make_tables(
     moves: list[dict],
     found: list[Retrieval],
     version: int,
+    sent: int,
     calls: int,
     launches: int,
 ) -> Tree:
@@ -74,7 +75,8 @@ def make_tables(
 
     Keys of a row: ``nodes`` ids, role, model, task, turn, parent; ``steps`` node, ids, logprobs, truncated; ``moves``
     steps (one a seat), parent, task, turn, rewards [components, A], done, valid. ``found``: a Retrieval for each turn,
-    all nodes in order, or nothing without memory.
+    all nodes in order, or nothing without memory. ``sent``, ``calls``, ``launches``: what the tables do not show, as in
+    `types.Counts` (prompt_tokens, env_calls, launches).
     """
     n, c, j = (bucket(len(rows), 16) for rows in (nodes, steps, moves))
     p = bucket(max((len(x["ids"]) for x in nodes), default=1), 32)
@@ -148,7 +150,7 @@ def make_tables(
         Counts(
             sequences=np.int32(len(steps)),
             branch_sequences=np.int32((per_node * (per_node > 1)).sum()),
-            prompt_tokens=np.int32(prompt_length.sum()),
+            prompt_tokens=np.int32(sent),
             completion_tokens=np.int32(length.sum()),
             env_calls=np.int32(calls),
             invalid=np.int32(len(moves) - valid.sum()),

@@ -5,11 +5,12 @@ Parameters are a plain tree with all layers stacked on a leading axis L and kern
 
     embed.embedding [V D]   layers.<Hugging Face's module path> [L ...]   norm.scale [D]   lm_head.kernel [D V] (untied)
 
-A group of samples shares its prompt everywhere: `prefill` runs a prompt once, `decode` extends all of a node's samples
-by one token against that shared prefix, and `hidden` (training) sends prompt and responses through each layer together,
-so that the P prompt tokens of a group of G cost P, not G * P, forward and backward. The three use one `Block`; they
-differ in the function it calls to attend. Layers are scanned for prefill and training (unrolled where there are
-but a few), and unrolled for decoding (per-layer caches: no slicing of stacked weights inside the token loop).
+A group of samples shares its prompt everywhere: `prefill` runs a prompt once, `extend` goes on behind what is cached
+of it, `decode` extends all of a node's samples by one token against that shared prefix, and `hidden` (training) sends
+prompt and responses through each layer together, so that the P prompt tokens of a group of G cost P, not G * P, forward
+and backward. All use one `Block`; they differ in the function it calls to attend. Layers are scanned for prefill and
+training (unrolled where there are but a few), and unrolled for the others (per-layer caches: no slicing of stacked
+weights inside the token loop).
 """
 
 from __future__ import annotations
@@ -288,6 +289,24 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         prefix = tuple((kv[0][i], kv[1][i]) for i in range(cfg.num_layers))
         return final(variables, last(x, length)), prefix
 
+    def extend(
+        variables: Any, tokens: jax.Array, count: jax.Array, start: jax.Array, prefix: Any
+    ) -> tuple[jax.Array, Any]:
+        at = start[:, None] + jnp.arange(tokens.shape[1])  # slots of the new tokens, which are their positions
+        row, a = jnp.arange(len(start))[:, None], angles(at)
+        see = (jnp.arange(prefix[0][0].shape[1]) <= at[..., None])[:, None]
+        x, grown = embed(variables, tokens), []
+        for layer, (pk, pv) in zip(unstack(variables)["params"]["layers"], prefix):
+
+            def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv) -> Any:
+                # Padding behind `count` may lie beyond the cache: dropped, where a slice would be moved.
+                pk, pv = pk.at[row, at].set(k, mode="drop"), pv.at[row, at].set(v, mode="drop")
+                return jax.nn.dot_product_attention(q, pk, pv, mask=see), (pk, pv)
+
+            x, kept = apply(layer, x, a, attend)
+            grown.append(kept)
+        return final(variables, last(x, count)), tuple(grown)
+
     def unstack(variables: Any) -> Any:
         """What `decode` takes: one tree per layer and the head as [D V], cut once per launch, not once per token."""
         stacked, p = layers(variables), dict(variables["params"])
@@ -335,4 +354,4 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         first = jnp.broadcast_to(last(x_p, length)[:, None, None], (n, g, 1, cfg.hidden_size))
         return final(variables, jnp.concatenate([first, x_r], axis=2))
 
-    return Policy(cfg, init, prefill, decode, init_suffix, hidden, unembed, embed, unstack)
+    return Policy(cfg, init, prefill, decode, init_suffix, hidden, unembed, embed, unstack, extend)

@@ -1,8 +1,9 @@
 """Host rollouts: the same plans, keys and tables as `rollout`, over Python environments and text.
 
 The frontier is a list of live states. At each turn every node's prompt is rendered by its role's tokenizer, nodes are
-grouped by model and number of samples, each group is one generation launch padded to a bucket, and the environments
-step in worker processes. Tables come back padded to buckets, so that what follows does not recompile either.
+grouped by model and number of samples, each group is one generation launch padded to a bucket that goes on from what
+earlier ones cached (`prefixes`), and the environments step in worker processes. Tables come back padded to buckets, so
+that what follows does not recompile either.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from jaxmarl_llm.generate import bucket, generate
 from jaxmarl_llm.host_tables import checked, make_tables, replace_rewards, reward_row
 from jaxmarl_llm.plans import ROOT, Branch, Plan
+from jaxmarl_llm.prefixes import Prefixes
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.text import Action, Prompt
@@ -112,6 +114,7 @@ def play(
     moves: list[dict] = []
     records: list[Record] = []
     found: list[Retrieval] = []
+    cached: dict[int, Prefixes] = {}  # by model
     launches = calls = cut = 0
     for turn in range(env.max_turns):
         if not frontier:
@@ -148,27 +151,29 @@ def play(
         launch: dict[tuple[int, int], list[int]] = {}
         for n, (i, role, _) in enumerate(flat):
             launch.setdefault((speaker(frontier[i].task, role), widths[i]), []).append(n)
-        for (m, g), members in sorted(launch.items()):
+        for at, ((m, g), members) in enumerate(sorted(launch.items())):
             launches += 1
             model, size = team.models[m], bucket(len(members), 4)
-            p = bucket(max(len(ids[n]) for n in members), 32)
             limit = max(team.roles[flat[n][1]].max_new for n in members)
-            tokens, length = np.full((size, p), model.tokenizer.pad_id, np.int32), np.ones((size,), np.int32)
-            for row, n in enumerate(members):
-                tokens[row, : len(ids[n])], length[row] = ids[n], len(ids[n])
             data = _pad(np.stack([frontier[flat[n][0]].key for n in members]), size)
             roles = _pad(np.array([flat[n][1] for n in members]), size)
-            out = generate(
+            prefixes = cached.setdefault(m, Prefixes(model.policy, model.tokenizer.pad_id))
+            of, given = [frontier[flat[n][0]].task for n in members], [np.array(ids[n], np.int32) for n in members]
+            ready = prefixes.ready(model.variables(params), of, given)
+            out, prefix, suffix = generate(
                 model.policy,
                 model.variables(params),
-                tokens,
-                length,
+                ready.tokens,
+                ready.length,
                 _sample_keys(data, roles, group=g),
                 np.arange(size) < len(members),
                 max_new=limit,
                 stop_ids=model.tokenizer.stop_ids,
                 pad_id=model.tokenizer.pad_id,
                 sampling=sampling,
+                prefix=ready.prefix,
+                start=ready.start,
+                keep=True,
             )
             out = jax.device_get(out)
             for row, n in enumerate(members):
@@ -178,6 +183,9 @@ def play(
                     text = model.tokenizer.decode(got if out.truncated[row, s] else got[:-1])
                     action = Action(text, tuple(got), bool(out.truncated[row, s]))
                     said[n].append((action, out.logprobs[row, s, : len(got)]))
+            if turn + 1 < env.max_turns or any(other == m for other, _ in sorted(launch)[at + 1 :]):
+                words = [[action.ids for action, _ in said[n]] for n in members]
+                prefixes.keep(of, given, prefix, suffix, words)
 
         # Tables, then the joint actions.
         step_of: dict[tuple[int, int], int] = {}
@@ -261,7 +269,8 @@ def play(
                 if to is not None and not moves[move]["done"]:
                     reached.append(_Live(to, after[move], child_keys[i][j], move, live.task))
         frontier = reached
-    tree = make_tables(team, env.components, nodes, steps, moves, found, version, calls, launches)
+    sent = sum(prefixes.sent for prefixes in cached.values())
+    tree = make_tables(team, env.components, nodes, steps, moves, found, version, sent, calls, launches)
     return HostRollout(tree, records, failures, cut)
 
 

@@ -96,7 +96,7 @@ class Counts(struct.PyTreeNode):
 
     sequences: Int[Array, ""]  # sampled completions
     branch_sequences: Int[Array, ""]  # of which at nodes where the plan branches (G > 1)
-    prompt_tokens: Int[Array, ""]  # prefilled, each node once
+    prompt_tokens: Int[Array, ""]  # of prompts, really sent through the trunk: what was cached is not sent again
     completion_tokens: Int[Array, ""]  # decoded
     env_calls: Int[Array, ""]  # environment steps
     invalid: Int[Array, ""]  # transitions whose reward could not be computed
@@ -123,6 +123,8 @@ class Policy(NamedTuple):
     unembed(variables, hidden [... D]) -> float32 logits [... V]
     embed(variables, tokens) -> [... D]: rows of the token embedding
     unstack(variables) -> variables as `decode` takes them: cut per layer once per launch instead of once per token
+    extend(variables, tokens [N E], count [N], start [N], prefix) -> (hidden [N D] at the last new token, prefix):
+        ``count`` new tokens of each row stand behind ``start`` that are in the cache. None: prompts are prefilled whole
     """
 
     config: Any
@@ -134,6 +136,7 @@ class Policy(NamedTuple):
     unembed: Callable[..., jax.Array]
     embed: Callable[..., jax.Array]
     unstack: Callable[..., PyTree]
+    extend: Callable[..., tuple[jax.Array, PyTree]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmarl_llm import complexity as cx
-from jaxmarl_llm import costs, rollout_host
+from jaxmarl_llm import costs, prefixes, rollout_host
 from jaxmarl_llm.generate import Completions
 from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
 from jaxmarl_llm.qwen import make_policy
@@ -64,7 +64,24 @@ class Recorded:
     def __init__(self, lengths):
         self.lengths, self.launches = lengths, []
 
-    def __call__(self, policy, variables, tokens, length, keys, active, *, max_new, stop_ids, pad_id, sampling):
+    def __call__(
+        self,
+        policy,
+        variables,
+        tokens,
+        length,
+        keys,
+        active,
+        *,
+        max_new,
+        stop_ids,
+        pad_id,
+        sampling,
+        prefix,
+        start,
+        keep,
+    ):
+        assert prefix is None and start is None and keep  # no prompt begins as another
         n, g = keys
         self.launches.append((n, g, tokens.shape[1], max_new))
         said = np.zeros((n, g), np.int32)
@@ -72,7 +89,9 @@ class Recorded:
             said[row] = self.lengths[tokens[row, 0]]  # the first token of a prompt names its role
         self.steps = getattr(self, "steps", 0) + int(said.max())
         shape = (n, g, max_new)
-        return Completions(np.full(shape, 65, np.int32), said, np.zeros(shape, np.float32), said == max_new)
+        out = Completions(np.full(shape, 65, np.int32), said, np.zeros(shape, np.float32), said == max_new)
+        cache = lambda *slots: ((np.zeros((*slots, 1, 1), np.float32),) * 2,)
+        return out, cache(*tokens.shape), cache(n, g, max(max_new - 1, 1))
 
     def cache_bytes(self, cfg):
         """As `generate` allocates it: shapes from the policy itself."""
@@ -94,16 +113,21 @@ def host_tree(monkeypatch, plan, work, ends_at=None):
     keys = lambda data, role, *, group: (len(data), group)
     zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
     monkeypatch.setattr(rollout_host, "generate", recorder)
+    monkeypatch.setattr(prefixes, "_put", lambda pool, *_: pool)
+    monkeypatch.setattr(prefixes, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
     monkeypatch.setattr(rollout_host, "_sample_keys", keys)
     monkeypatch.setattr(rollout_host, "_branch_keys", lambda data, *, group: zeros(len(data), group))
     monkeypatch.setattr(rollout_host, "_root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)
+
+    seen = itertools.count()
 
     def observe(turn):
         out = {}
         for seat in work.turns[turn].seats:
             (role,) = (r for r, p in seat.items() if p)
             (size,) = work.speakers[role].prompt_at(turn)
-            out[names[role]] = (Message("raw", "", (role,) + (65,) * (size - 1)),)
+            number = divmod(next(seen), 200)  # no two prompts begin alike, or rollouts would not prefill them in full
+            out[names[role]] = (Message("raw", "", (role, *number, *(65,) * 80)[:size]),)
         return out
 
     def step(seed, turn, actions):

@@ -26,6 +26,7 @@ LAYERS = {
     3: [
         "rollout",
         "rollout_host",
+        "prefixes",
         "host_tables",
         "workers",
         "train",
