@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
 from jaxmarl_llm.kernels.head import Head, logits
+from jaxtyping import Array, Float, Int
 
 SHARE = 128  # chunks that the tokens are cut into, unless they would be smaller than the two numbers below
 SMALLEST = 1 << 20  # entries of a chunk's logits
@@ -95,8 +94,7 @@ class _Seen(NamedTuple):
 def _see(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> _Seen:
     head = form.head(weight)
     start = _start(form, head)
-    # Behind the barrier the same arithmetic in every program: scores of unchanged parameters have a ratio of exactly 1.
-    z = jax.lax.optimization_barrier(logits(hidden, head, start) / form.temperature)
+    z = logits(hidden, head, start) / form.temperature
     top = z.max(-1)
     if form.axis_name is not None:
         top = jax.lax.pmax(top, form.axis_name)
@@ -261,7 +259,10 @@ def _over_rows(
     data: Any,
     trained: bool | None = None,
 ) -> tuple[HeadLoss, jax.Array | None, jax.Array | None]:
-    """The loss, and the gradients of hidden states and weight. ``trained``: whether the weight has one; None: neither."""
+    """The loss, and the gradients of hidden states and weight.
+
+    ``trained``: whether the weight has one; None is for the loss alone.
+    """
 
     def step(total: Any, rows: Any) -> tuple[Any, Any, Any]:
         hidden, targets, data = rows
