@@ -9,13 +9,15 @@ mesh.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.kernels.head_sample import sample_logits
+from jaxmarl_llm.kernels.head import Head
+from jaxmarl_llm.kernels.head_sample import head_sample, sample_logits
 from jaxmarl_llm.text import ConfigError
 
 
@@ -94,5 +96,15 @@ def sample(
     logits: Float[Array, "*B V"], u: Float[Array, "*B"], sampling: Sampling
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
     """Token and its log-prob, from one uniform number ``u`` in [0, 1) per row."""
-    keep = functools.partial(kept, sampling=sampling) if sampling.filters else None
-    return sample_logits(logits, u, temperature=sampling.temperature, keep=keep)
+    return sample_logits(logits, u, temperature=sampling.temperature, keep=_keep(sampling))
+
+
+def sample_hidden(
+    hidden: Float[Array, "*B D"], head: Head, u: Float[Array, "*B"], sampling: Sampling
+) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
+    """`sample` from the logits of ``hidden``, which need not be formed."""
+    return head_sample(hidden, head, u, temperature=sampling.temperature, keep=_keep(sampling))
+
+
+def _keep(sampling: Sampling) -> Callable[[jax.Array], jax.Array] | None:
+    return functools.partial(kept, sampling=sampling) if sampling.filters else None

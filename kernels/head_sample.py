@@ -5,18 +5,21 @@ With z = h W / temperature, top = max z and e_j = exp(z_j - top), the token is t
 in groups where there are many), the running sum inside it the token. One uniform number per row, so that a row's token
 depends on its own number and not on batch or mesh.
 
-The logits are read twice, for their maximum and for the sums of blocks of exponentials, and nothing of their size is
-written; e is formed again for the chosen block alone.
+``sample_logits`` reads the logits twice, for their maximum and for the sums of blocks of exponentials, and writes
+nothing of their size; e is formed again for the chosen block alone. The portable form of `head_sample` is this on logits
+of its own; filters (top-k, top-p, min-p) and greedy sampling always take it. The Pallas forms (`head_blocks`) get the
+sums of blocks without logits, and form those of the chosen block once more.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxmarl_llm.kernels.head import Head, logits
+from jaxmarl_llm.kernels.head import NEG, Head, logits
 from jaxtyping import Array, Bool, Float, Int
 
 BLOCK = 256  # entries of one block of the inverse CDF, or 128 or 64 where that divides the vocabulary and 256 does not
@@ -110,10 +113,61 @@ def head_sample(
     *,
     temperature: float = 1.0,
     keep: Keep | None = None,
+    impl: str = "auto",
+    interpret: bool = False,
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
     """Token and float32 log-prob of one draw a row, from uniform numbers ``u`` in [0, 1).
 
     temperature: 0 is greedy: the lowest id of the largest logit, log-prob 0. keep: which of the logits, already divided
     by the temperature, may be drawn (top-k, top-p, min-p); the rest is renormalised. Padding ids are never drawn.
+
+    impl: xla, gpu or tpu; auto is tpu where that is the default backend and its form can do what is asked, else xla
+    (the gpu form has not been timed yet). interpret: run a Pallas form on any machine, slowly. Raises ValueError for an
+    impl that cannot do what is asked.
     """
+    if impl not in ("auto", "xla", "gpu", "tpu"):
+        raise ValueError(f"impl is auto, xla, gpu or tpu, not {impl!r}")
+    if hidden.shape[-1] != head.dim:
+        raise ValueError(f"hidden states of size {hidden.shape[-1]} do not fit a head of {head.dim}")
+    if impl == "xla" or (impl == "auto" and jax.default_backend() != "tpu"):
+        return sample_logits(logits(hidden, head), u, temperature=temperature, keep=keep)
+    from jaxmarl_llm.kernels import head_blocks  # loads Pallas, which takes as long as JAX
+
+    form, refused = "tpu" if impl == "auto" else impl, None
+    if keep is not None or temperature == 0:
+        refused = "has no filters and no temperature 0"
+    elif not head_blocks.takes(head, form):
+        refused = f"does not take hidden states of size {head.dim}"
+    if refused is None:
+        return _from_blocks(hidden, head, u, temperature, form, interpret)
+    if impl != "auto":
+        raise ValueError(f"impl {impl!r} {refused}; auto and xla do")
     return sample_logits(logits(hidden, head), u, temperature=temperature, keep=keep)
+
+
+AT_ONCE = 64  # rows whose chosen blocks of the weight are gathered at once
+
+
+def _from_blocks(
+    hidden: jax.Array, head: Head, u: jax.Array, temperature: float, impl: str, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    from jaxmarl_llm.kernels.head_blocks import BLOCK, block_stats
+
+    flat, shape, u = hidden.reshape(-1, head.dim), u.shape, u.reshape(-1)
+    tops, totals = block_stats(flat, head, temperature=temperature, impl=impl, interpret=interpret)
+    top = tops.max(0)
+    sums = (totals * jnp.exp(tops - top)).T
+    total = sums.sum(-1)
+    block, before = _find(sums, u * total)
+
+    def of_block(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden, block = row
+        ids = block * BLOCK + jnp.arange(BLOCK)
+        own = jnp.take(head.weight, ids, axis=0 if head.rows else 1, mode="clip")
+        z = logits(hidden, Head(own, head.rows)) / temperature
+        return jnp.where(ids < (head.vocab if head.used is None else head.used), z, NEG)
+
+    inside = jax.lax.map(of_block, (flat, block), batch_size=AT_ONCE) - top[:, None]
+    index, _ = _first_over(jnp.exp(inside), u * total - before)
+    logprob = jnp.take_along_axis(inside, index[:, None], axis=-1)[:, 0] - jnp.log(total)
+    return (block * BLOCK + index).astype(jnp.int32).reshape(shape), logprob.reshape(shape)

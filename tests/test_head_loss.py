@@ -45,13 +45,14 @@ def draw(case, dtype=np.float32, seed=0):
         targets[-1] = used
     coefficients = rng.normal(size=(tokens, 3)).astype(np.float32)
     if used is not None:
-        coefficients[-1, 2] = 0.0  # the square of a log-prob of -1e30 says nothing
+        coefficients[-1, 2] = 0.0
     return jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), targets, coefficients
 
 
 def quadratic(logprob, entropy, data):
     """Adds over tokens; its cotangents are c0 + 2 c2 logprob and c1."""
-    total = jnp.sum(data[..., 0] * logprob + data[..., 1] * entropy + data[..., 2] * logprob**2)
+    square = jnp.where(data[..., 2] == 0, 0.0, logprob) ** 2  # that of -1e30 is infinite
+    total = jnp.sum(data[..., 0] * logprob + data[..., 1] * entropy + data[..., 2] * square)
     return total, {"logprob": logprob.sum(), "count": jnp.float32(logprob.size)}
 
 

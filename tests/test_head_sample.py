@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -140,12 +144,100 @@ def test_filters_are_those_of_sampling(sampling):
     np.testing.assert_allclose(logprob, z[np.arange(32), np.asarray(token)] / sampling.temperature - log_p, atol=1e-5)
 
 
+# ------------------------------------------------------------------------------------------------ the Pallas forms
+
+
+@pytest.mark.parametrize("impl", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    "vocab, dim, rows, used, dtype",
+    [(1300, 72, True, 1290, jnp.float32), (1300, 72, False, None, jnp.float32), (200, 128, True, 130, jnp.bfloat16)],
+)
+def test_pallas_forms_draw_what_the_portable_one_draws(impl, vocab, dim, rows, used, dtype):
+    """Blocks, tiles and hidden units with rests; the first hidden unit is a bias that makes padding ids tempting."""
+    rng = np.random.default_rng(vocab)
+    hidden = jnp.asarray(rng.normal(size=(4, 5, dim)), dtype).at[..., 0].set(1.0)
+    weight = rng.normal(0, 0.3, (vocab, dim))
+    weight[vocab if used is None else used :, 0] = 30.0
+    head = Head(jnp.asarray(weight if rows else weight.T, dtype), rows, used)
+    u = rng.random((4, 5), dtype=np.float32)
+    u[0, :2] = 0.0, LAST
+    want, want_logprob = head_sample(hidden, head, u, temperature=0.8, impl="xla")
+    token, logprob = head_sample(hidden, head, u, temperature=0.8, impl=impl, interpret=True)
+    assert token.dtype == jnp.int32 and len(np.unique(want)) > 10
+    np.testing.assert_array_equal(token, want)
+    np.testing.assert_allclose(logprob, want_logprob, atol=1e-5 if dtype == jnp.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("impl, platform", [("gpu", "cuda"), ("tpu", "tpu")])
+def test_pallas_forms_lower(impl, platform, rows):
+    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
+    weight = shape(151_936, 896) if rows else shape(896, 151_936)
+    step = jax.jit(lambda hidden, weight, u: head_sample(hidden, Head(weight, rows, 151_665), u, impl=impl))
+    traced = step.trace(shape(8, 896), weight, shape(8, dtype=jnp.float32))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert {"gpu": "triton", "tpu": "tpu_custom_call"}[impl] in text and "head_block_stats" in text
+    assert "8x151936" not in text  # nowhere are there logits
+
+
+AHEAD_OF_TIME = """
+import sys
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from jaxmarl_llm.kernels.head import Head
+from jaxmarl_llm.kernels.head_sample import head_sample
+
+device = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0]
+shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype, sharding=SingleDeviceSharding(device))
+for rows, dtype, batch, dim, vocab in [
+    (True, jnp.bfloat16, 8, 896, 151_936), (False, jnp.float32, 5, 72, 300), (True, jnp.float32, 300, 576, 49_152)
+]:
+    weight = shape(dtype, vocab, dim) if rows else shape(dtype, dim, vocab)
+    draw = jax.jit(lambda hidden, weight, u, rows=rows: head_sample(hidden, Head(weight, rows), u, impl="tpu"))
+    done = draw.lower(shape(dtype, batch, dim), weight, shape(jnp.float32, batch)).compile()
+    assert "head_block_stats" in done.as_text()
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+def test_pallas_form_compiles_for_tpu(topology):
+    """Ahead of time, by the TPU's own compiler and without a TPU: needs ``pip install libtpu``."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (pip install libtpu)")
+    env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", AHEAD_OF_TIME, topology]
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0 and ran.stdout.strip() == "compiled", ran.stderr[-2000:]
+
+
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_lowers_for_accelerators(platform):
     hidden, head = as_head(np.zeros((4, 300), np.float32))
     step = jax.jit(lambda hidden, weight, u: head_sample(hidden, Head(weight), u))
     lowered = step.trace(hidden, head.weight, np.zeros(4, np.float32)).lower(lowering_platforms=(platform,))
     assert "stablehlo" in lowered.as_text()
+
+
+def test_a_form_that_cannot_do_what_is_asked_says_so():
+    hidden, head = as_head(np.zeros((4, 300), np.float32))
+    u = np.zeros(4, np.float32)
+    wide = Head(jax.ShapeDtypeStruct((300, 1 << 14), jnp.float32))
+    ask = lambda *args, **options: jax.eval_shape(lambda u: head_sample(*args, u, **options), u)
+    with pytest.raises(ValueError, match="impl is auto, xla, gpu or tpu, not 'cuda'"):
+        ask(hidden, head, impl="cuda")
+    with pytest.raises(ValueError, match="impl 'gpu' has no filters and no temperature 0; auto and xla do"):
+        ask(hidden, head, impl="gpu", keep=lambda z: z > 0)
+    with pytest.raises(ValueError, match="impl 'tpu' has no filters and no temperature 0"):
+        ask(hidden, head, impl="tpu", temperature=0.0)
+    with pytest.raises(ValueError, match="impl 'tpu' does not take hidden states of size 16384; auto and xla do"):
+        ask(jax.ShapeDtypeStruct((4, 1 << 14), jnp.float32), wide, impl="tpu")
+    for impl in ("gpu", "tpu"):  # not on this machine
+        with pytest.raises(Exception, match="Only interpret mode is supported on CPU"):
+            head_sample(hidden, head, u, impl=impl)
 
 
 def test_bad_input():
