@@ -290,18 +290,19 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
     def variables(own: Params, shared: Params | None) -> Params:
         return own if shared is None else {"params": shared, **own}
 
-    fused = isinstance(policy.unembed, Unembed) and not sampling.filters and sampling.temperature > 0
+    unembed, kernels_serve = policy.unembed, not sampling.filters and sampling.temperature > 0
+    head = unembed.head if isinstance(unembed, Unembed) and kernels_serve else None
 
     def hidden_states(v: Params, batch: Batch) -> Float[Array, "N G R D"]:
         return policy.hidden(v, batch.tokens, batch.length, batch.completions)
 
     def scores(v: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [N G R] under ``v``, from the hidden states."""
-        if fused:
-            return head_logprob(hidden, policy.unembed.head(v), batch.completions, temperature=sampling.temperature)
+        if head is not None:
+            return head_logprob(hidden, head(v), batch.completions, temperature=sampling.temperature)
         # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
         rows = hidden.reshape(-1, *hidden.shape[2:]), batch.completions.reshape(-1, batch.completions.shape[-1])
-        one = jax.checkpoint(lambda row: score(policy.unembed(v, row[0]), row[1], sampling))
+        one = jax.checkpoint(lambda row: score(unembed(v, row[0]), row[1], sampling))
         logprob, entropy = jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
         return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape)
 
@@ -318,7 +319,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         hidden = hidden_states(v, batch)
         data = RowData(batch.weights, batch.advantages, batch.behaviour, batch.old, batch.reference)
         terms = functools.partial(row_loss, loss)
-        if fused:
+        if head is not None:
             # What adds up: groups, completions or tokens, the leading one, two or three axes of [N G R].
             axes = 1 if loss.objective == "dpo" else 2 if loss.level == "sequence" else 3
             hidden_rows, completions, data_rows = jax.tree.map(
@@ -326,7 +327,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
             )
             value, metrics, logprobs, _ = head_loss(
                 hidden_rows,
-                policy.unembed.head(v),
+                head(v),
                 completions,
                 data_rows,
                 terms,

@@ -6,7 +6,7 @@ For block k of 128 ids and row b, with z = h W / temperature:
 
 Each program forms the logits of its ids for some rows in registers or on-chip memory and writes two numbers a block and
 row: 1/64 of what the logits would take. One body for GPU (Triton) and one for TPU (Mosaic); padding ids count as -1e30.
-Compiler parameters are always given, because the backend that Pallas takes on GPU without them differs between releases.
+Compiler parameters are always given: the backend that Pallas takes on GPU without them differs between releases of JAX.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as mosaic
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float
-
 from jaxmarl_llm.kernels.head import NEG, Head
+from jaxtyping import Array, Float
 
 BLOCK = 128
 DEPTH = 64  # GPU: hidden units of one partial product

@@ -1,19 +1,18 @@
 """A token and its log-prob from hidden states, by inverting the cumulative distribution at one uniform number a row.
 
 With z = h W / temperature, top = max z and e_j = exp(z_j - top), the token is the least j with
-``e_0 + ... + e_j > u sum e``, its log-prob ``z_j - top - log sum e``. The sums of blocks of e choose a block (themselves
-in groups where there are many), the running sum inside it the token. One uniform number per row, so that a row's token
-depends on its own number and not on batch or mesh.
+``e_0 + ... + e_j > u sum e``, its log-prob ``z_j - top - log sum e``. The sums of blocks of e choose a block (found in
+groups of blocks where there are many), the running sum inside it the token. One uniform number per row, so that a row's
+token depends on its own number and not on batch or mesh.
 
 ``sample_logits`` reads the logits twice, for their maximum and for the sums of blocks of exponentials, and writes
-nothing of their size; e is formed again for the chosen block alone. The portable form of `head_sample` is this on logits
-of its own; filters (top-k, top-p, min-p) and greedy sampling always take it. The Pallas forms (`head_blocks`) get the
-sums of blocks without logits, and form those of the chosen block once more.
+nothing of their size; e is formed again for the chosen block alone. The portable form of `head_sample` is this on
+logits of its own; filters (top-k, top-p, min-p) and greedy sampling always take it. The Pallas forms (`head_blocks`)
+get the sums of blocks without logits, and form those of the chosen block once more.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 

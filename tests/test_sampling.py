@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jaxmarl_llm.kernels.head_sample import BLOCK, inverse_cdf
+
 from jaxmarl_llm.sampling import Sampling, kept, sample, score
 from jaxmarl_llm.text import ConfigError
 
