@@ -168,6 +168,7 @@ def test_pallas_forms_draw_what_the_portable_one_draws(impl, vocab, dim, rows, u
     np.testing.assert_allclose(logprob, want_logprob, atol=1e-5 if dtype == jnp.float32 else 1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # from JAX 0.11
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize("impl, platform", [("gpu", "cuda"), ("tpu", "tpu")])
 def test_pallas_forms_lower(impl, platform, rows):
