@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxmarl_llm.sampling import Sampling, sample
-from jaxmarl_llm.types import Params, Policy, PyTree
+from jaxmarl_llm.sampling import Sampling, sample, sample_hidden
+from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
 
 class Completions(struct.PyTreeNode):
@@ -57,7 +57,10 @@ def sample_completions(
 
     def draw(hidden: jax.Array, t: jax.Array | int, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         u = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))(keys.reshape(-1)).reshape(n, g)
-        token, logprob = sample(policy.unembed(layers, hidden), u, sampling)
+        if isinstance(policy.unembed, Unembed):
+            token, logprob = sample_hidden(hidden, policy.unembed.head(layers), u, sampling)
+        else:
+            token, logprob = sample(policy.unembed(layers, hidden), u, sampling)
         token = jnp.where(done, pad_id, token)
         return token, jnp.where(done, 0.0, logprob), done | jnp.isin(token, stops)
 
@@ -138,7 +141,7 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
 
     return policy._replace(
         prefill=over_rows(policy.prefill),
-        extend=None,  # no host rollout has parameters by row
+        extend=None if policy.extend is None else over_rows(policy.extend),
         decode=decode,
         unembed=over_rows(policy.unembed),
         embed=over_rows(policy.embed),

@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.kernels.group_attention import NEG, group_attention
+from jaxmarl_llm.kernels.group_attention import group_attention
+from jaxmarl_llm.kernels.head import Head
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.types import Policy
+from jaxmarl_llm.types import Policy, Unembed
 
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
@@ -252,15 +253,11 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
     def final(variables: Any, x: jax.Array) -> jax.Array:
         return rms_norm(x, variables["params"]["norm"]["scale"], cfg.rms_norm_eps)
 
-    def unembed(variables: Any, hidden: jax.Array) -> jax.Array:
+    def head(variables: Any) -> Head:
         p = variables["params"]
         if "lm_head" in p:
-            logits = jnp.matmul(hidden, p["lm_head"]["kernel"], preferred_element_type=jnp.float32)
-        else:
-            logits = jnp.einsum("...d,vd->...v", hidden, p["embed"]["embedding"], preferred_element_type=jnp.float32)
-        if cfg.used_vocab is None:
-            return logits
-        return jnp.where(jnp.arange(cfg.vocab_size) < cfg.used_vocab, logits, NEG)
+            return Head(p["lm_head"]["kernel"], rows=False, used=cfg.used_vocab)
+        return Head(p["embed"]["embedding"], used=cfg.used_vocab)
 
     def init(key: jax.Array) -> Any:
         k_embed, k_layers, k_head = jax.random.split(key, 3)
@@ -354,4 +351,4 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         first = jnp.broadcast_to(last(x_p, length)[:, None, None], (n, g, 1, cfg.hidden_size))
         return final(variables, jnp.concatenate([first, x_r], axis=2))
 
-    return Policy(cfg, init, prefill, decode, init_suffix, hidden, unembed, embed, unstack, extend)
+    return Policy(cfg, init, prefill, decode, init_suffix, hidden, Unembed(head), embed, unstack, extend)

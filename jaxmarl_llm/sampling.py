@@ -2,21 +2,23 @@
 
 The sampler and the learner call the same functions, so a log-prob means one thing: temperature, top-k, top-p and min-p
 included, renormalised over what was kept. A token is drawn by inverting the cumulative distribution at one uniform
-number per row, in two levels (block sums, then inside a block), so that a row's token depends on its own key alone and
-not on batch, bucket or mesh.
+number per row (`kernels.head_sample`), so that a row's token depends on its own key alone and not on batch, bucket or
+mesh.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmarl_llm.kernels.head import Head
+from jaxmarl_llm.kernels.head_sample import head_sample, sample_logits
 from jaxmarl_llm.text import ConfigError
-
-BLOCK = 256  # entries of one block of the two-level inverse CDF
 
 
 @dataclass(frozen=True)
@@ -90,42 +92,19 @@ def score(
     return logprob, entropy
 
 
-def inverse_cdf(weights: Float[Array, "*B V"], u: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """The index at which the running sum of ``weights`` (>= 0) first exceeds u * total, u in [0, 1).
-
-    Never an index of weight 0, whatever rounding does.
-    """
-    v = weights.shape[-1]
-    w = jnp.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, -v % BLOCK)])
-    w = w.reshape(*weights.shape[:-1], -1, BLOCK)
-    sums = w.sum(-1)
-    block, before = _first_over(sums, u * sums.sum(-1))
-    inside = jnp.take_along_axis(w, block[..., None, None], axis=-2)[..., 0, :]
-    index, _ = _first_over(inside, u * sums.sum(-1) - before)
-    return (block * BLOCK + index).astype(jnp.int32)
-
-
-def _first_over(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    positions = jnp.arange(weights.shape[-1])
-    # A cumulative sum as a triangular product: it compiles ten times faster than a scan, in every generation program.
-    upper = (positions[:, None] <= positions).astype(weights.dtype)
-    running = jnp.matmul(weights, upper, precision="highest")
-    positive = weights > 0
-    over = positive & (running > target[..., None])
-    final = jnp.max(jnp.where(positive, positions, 0), axis=-1)
-    index = jnp.where(over.any(-1), jnp.argmax(over, axis=-1), final)
-    at = lambda x: jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0]
-    return index, at(running) - at(weights)
-
-
 def sample(
     logits: Float[Array, "*B V"], u: Float[Array, "*B"], sampling: Sampling
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
     """Token and its log-prob, from one uniform number ``u`` in [0, 1) per row."""
-    if sampling.temperature == 0:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return token, jnp.zeros(token.shape, jnp.float32)
-    scaled = _scaled(logits, sampling)
-    norm = jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
-    token = inverse_cdf(jnp.exp(scaled - norm), u)
-    return token, jnp.take_along_axis(scaled - norm, token[..., None], axis=-1)[..., 0]
+    return sample_logits(logits, u, temperature=sampling.temperature, keep=_keep(sampling))
+
+
+def sample_hidden(
+    hidden: Float[Array, "*B D"], head: Head, u: Float[Array, "*B"], sampling: Sampling
+) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
+    """`sample` from the logits of ``hidden``, which need not be formed."""
+    return head_sample(hidden, head, u, temperature=sampling.temperature, keep=_keep(sampling))
+
+
+def _keep(sampling: Sampling) -> Callable[[jax.Array], jax.Array] | None:
+    return functools.partial(kept, sampling=sampling) if sampling.filters else None

@@ -23,10 +23,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.advantages import step_episodes
 from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.kernels.head_loss import head_logprob, head_loss
 from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, dpo, head_value, policy_loss, value_loss
 from jaxmarl_llm.sampling import Sampling, score
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.types import Model, Params, Policy, PyTree, Tree
+from jaxmarl_llm.types import Model, Params, Policy, PyTree, Tree, Unembed
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,50 @@ class Learner(NamedTuple):
     apply: Callable[..., tuple[Params, PyTree, jax.Array, jax.Array]]
 
 
+class RowData(NamedTuple):
+    """What the loss of some rows needs beside their log-probs and entropies; names and shapes as in `Batch`."""
+
+    weights: jax.Array
+    advantages: jax.Array
+    behaviour: jax.Array
+    old: jax.Array | None
+    reference: jax.Array | None
+
+
+def row_loss(
+    loss: Loss, logprobs: jax.Array, entropy: jax.Array, data: RowData
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss and its metrics over rows [... (N) (G) R]; both add over whatever the loss does not couple."""
+    if loss.objective == "dpo":
+        value, metrics = dpo(
+            logprobs,
+            ref_logprobs=data.reference,
+            advantages=data.advantages,
+            weights=data.weights,
+            beta=loss.beta,
+        )
+    else:
+        value, metrics = policy_loss(
+            logprobs,
+            old_logprobs=data.old,
+            advantages=data.advantages,
+            weights=data.weights,
+            clip=loss.clip,
+            dual_clip=loss.dual_clip,
+            level=loss.level,
+            max_log_ratio=loss.max_log_ratio,
+            kl_coef=loss.kl_coef,
+            kl_kind=loss.kl_kind,
+            behaviour_logprobs=None if loss.importance_cap is None else data.behaviour,
+            importance_cap=loss.importance_cap,
+            ref_logprobs=data.reference,
+            entropy=entropy,
+            entropy_coef=loss.entropy_coef,
+        )
+    nll = -jnp.sum(data.weights * jnp.where(data.weights > 0, logprobs, 0.0))
+    return value, {**metrics, "nll": jax.lax.stop_gradient(nll)}
+
+
 @functools.cache
 def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sampling) -> Learner:
     """Cached: agents of one architecture and configuration share their compiled programs."""
@@ -245,53 +290,56 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
     def variables(own: Params, shared: Params | None) -> Params:
         return own if shared is None else {"params": shared, **own}
 
-    def scores(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Log-probs and entropies [N G R], and the hidden state of each node's last prompt token [N D]."""
-        v = variables(own, shared)
-        hidden = policy.hidden(v, batch.tokens, batch.length, batch.completions)
+    unembed, kernels_serve = policy.unembed, not sampling.filters and sampling.temperature > 0
+    head = unembed.head if isinstance(unembed, Unembed) and kernels_serve else None
+
+    def hidden_states(v: Params, batch: Batch) -> Float[Array, "N G R D"]:
+        return policy.hidden(v, batch.tokens, batch.length, batch.completions)
+
+    def scores(v: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Log-probs and entropies [N G R] under ``v``, from the hidden states."""
+        if head is not None:
+            return head_logprob(hidden, head(v), batch.completions, temperature=sampling.temperature)
         # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
         rows = hidden.reshape(-1, *hidden.shape[2:]), batch.completions.reshape(-1, batch.completions.shape[-1])
-        one = jax.checkpoint(lambda row: score(policy.unembed(v, row[0]), row[1], sampling))
+        one = jax.checkpoint(lambda row: score(unembed(v, row[0]), row[1], sampling))
         logprob, entropy = jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
-        return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape), hidden[:, 0, 0]
+        return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape)
+
+    def score_batch(own: Params, shared: Params | None, batch: Batch) -> jax.Array:
+        v = variables(own, shared)
+        return scores(v, batch, hidden_states(v, batch))[0]
 
     def value(own: Params, shared: Params | None, tokens: jax.Array, length: jax.Array) -> jax.Array:
         empty = jnp.zeros((tokens.shape[0], 1, 1), jnp.int32)
         return head_value(own["value"], policy.hidden(variables(own, shared), tokens, length, empty)[:, 0, 0])
 
     def objective(own: Params, shared: Params | None, batch: Batch) -> tuple[jax.Array, tuple[dict, jax.Array]]:
-        logprobs, entropy, prompt = scores(own, shared, batch)
-        if loss.objective == "dpo":
-            value, metrics = dpo(
-                logprobs,
-                ref_logprobs=batch.reference,
-                advantages=batch.advantages,
-                weights=batch.weights,
-                beta=loss.beta,
+        v = variables(own, shared)
+        hidden = hidden_states(v, batch)
+        data = RowData(batch.weights, batch.advantages, batch.behaviour, batch.old, batch.reference)
+        terms = functools.partial(row_loss, loss)
+        if head is not None:
+            # What adds up: groups, completions or tokens, the leading one, two or three axes of [N G R].
+            axes = 1 if loss.objective == "dpo" else 2 if loss.level == "sequence" else 3
+            hidden_rows, completions, data_rows = jax.tree.map(
+                lambda x: x.reshape(-1, *x.shape[axes:]), (hidden, batch.completions, data)
             )
+            value, metrics, logprobs, _ = head_loss(
+                hidden_rows,
+                head(v),
+                completions,
+                data_rows,
+                terms,
+                temperature=sampling.temperature,
+            )
+            logprobs = logprobs.reshape(batch.weights.shape)
         else:
-            value, metrics = policy_loss(
-                logprobs,
-                old_logprobs=batch.old,
-                advantages=batch.advantages,
-                weights=batch.weights,
-                clip=loss.clip,
-                dual_clip=loss.dual_clip,
-                level=loss.level,
-                max_log_ratio=loss.max_log_ratio,
-                kl_coef=loss.kl_coef,
-                kl_kind=loss.kl_kind,
-                behaviour_logprobs=None if loss.importance_cap is None else batch.behaviour,
-                importance_cap=loss.importance_cap,
-                ref_logprobs=batch.reference,
-                entropy=entropy,
-                entropy_coef=loss.entropy_coef,
-            )
-        seen = batch.weights > 0
-        metrics["nll"] = -jnp.sum(batch.weights * jnp.where(seen, logprobs, 0.0))
-        gap = jnp.max(jnp.where(seen, jnp.abs(logprobs - batch.behaviour), 0.0))
+            logprobs, entropy = scores(v, batch, hidden)
+            value, metrics = terms(logprobs, entropy, data)
+        gap = jnp.max(jnp.where(batch.weights > 0, jnp.abs(logprobs - batch.behaviour), 0.0))
         if batch.values is not None:
-            estimate, to = head_value(own["value"], prompt), batch.values
+            estimate, to = head_value(own["value"], hidden[:, 0, 0]), batch.values
             metrics["value_loss"] = value_loss(estimate, to.target, to.weight, to.old, loss.value_clip)
             value = value + loss.value_coef * metrics["value_loss"]
         return value, ({**metrics, "loss": value}, gap)
@@ -315,14 +363,14 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
 
     return Learner(
         init=jax.jit(tx.init),
-        score=jax.jit(lambda own, shared, batch: scores(own, shared, batch)[0]),
+        score=jax.jit(score_batch),
         value=jax.jit(value),
         accumulate=jax.jit(accumulate, donate_argnums=(3,)),
         apply=jax.jit(apply, donate_argnums=(0, 1)),
     )
 
 
-CHUNK = 256  # tokens whose logits are alive at once in the update
+CHUNK = 256  # tokens whose logits are alive at once in the update where the head kernels do not serve: with filters
 
 
 class Updated(NamedTuple):

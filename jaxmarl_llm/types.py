@@ -28,6 +28,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmarl_llm.kernels.head import Head, logits
+
 Params = Any  # a tree of arrays
 PyTree = Any
 
@@ -110,6 +112,20 @@ class Tree(struct.PyTreeNode):
     counts: Counts
 
 
+@dataclass(frozen=True)
+class Unembed:
+    """`Policy.unembed` of a model whose logits are a linear map of its hidden states: ``head(variables) -> Head``.
+
+    Where ``unembed`` is one of these, log-probs, losses and samples come from hidden states by the kernels
+    ``head_loss`` and ``head_sample``; any other function is called, and its logits are used.
+    """
+
+    head: Callable[[Params], Head]
+
+    def __call__(self, variables: Params, hidden: jax.Array) -> jax.Array:
+        return logits(hidden, self.head(variables))
+
+
 class Policy(NamedTuple):
     """A language model as pure functions. ``variables`` is ``{"params": ...}`` or ``{"params": ..., "lora": ...}``.
 
@@ -120,7 +136,7 @@ class Policy(NamedTuple):
     init_suffix(prefix, G, R) -> suffix cache
     hidden(variables, tokens [N P], length [N], completions [N G R]) -> [N G R D]: hidden state that predicts each
         completion token; the prompt of a group goes through the trunk once
-    unembed(variables, hidden [... D]) -> float32 logits [... V]
+    unembed(variables, hidden [... D]) -> float32 logits [... V]: an `Unembed`, or any function
     embed(variables, tokens) -> [... D]: rows of the token embedding
     unstack(variables) -> variables as `decode` takes them: cut per layer once per launch instead of once per token
     extend(variables, tokens [N E], count [N], start [N], prefix) -> (hidden [N D] at the last new token, prefix):

@@ -30,14 +30,15 @@ def test_forms_take_turns_and_ratios_are_of_rounds(monkeypatch):
     assert uneven.ratio("other") == (4, 2, 6)
 
 
-@pytest.mark.parametrize("part", ["decode", "update"])
+@pytest.mark.parametrize("part", ["decode", "head", "update"])
 def test_a_part_runs_and_its_forms_do_the_same_work(part, monkeypatch):
     monkeypatch.setattr(torch_forms, "available", lambda: False)
     from importlib import import_module
 
     rows = import_module(f"experiments.bench.{part}").run("tiny", 1)
     assert rows and all(np.isfinite(s) and s > 0 for row in rows for form in row.seconds.values() for s in form)
-    assert {name for row in rows for name in row.seconds} == {"ours", "naive JAX"}
+    others = {"head": {"head_logprob", "dense", "jax.random.categorical", "jnp.argmax"}}.get(part, {"naive JAX"})
+    assert {name for row in rows for name in row.seconds} == {"ours", *others}
 
 
 @pytest.mark.parity

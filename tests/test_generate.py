@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from toys import Compiles
 
 from jaxmarl_llm.generate import bucket, generate
+from jaxmarl_llm.kernels.head_sample import inverse_cdf
 from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.sampling import Sampling, inverse_cdf, score
+from jaxmarl_llm.sampling import Sampling, score
 
 V = 61
 LLAMA3 = (

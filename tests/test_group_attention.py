@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxmarl_llm.kernels.group_attention import group_attention
 
 attend = jax.jit(group_attention)

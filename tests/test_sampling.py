@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.sampling import BLOCK, Sampling, inverse_cdf, kept, sample, score
+from jaxmarl_llm.kernels.head_sample import BLOCK, inverse_cdf
+from jaxmarl_llm.sampling import Sampling, kept, sample, score
 from jaxmarl_llm.text import ConfigError
 
 LAST = np.float32(1 - 2**-24)  # the largest float32 below 1

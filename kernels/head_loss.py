@@ -1,0 +1,338 @@
+"""Log-probs, entropies and losses from hidden states, without [tokens, vocabulary] in memory.
+
+With z = h W / temperature, y the target, s = sum_j exp(z_j) and p_j = exp(z_j) / s:
+
+    logprob = z_y - log s                      d logprob / d z_j = [j = y] - p_j
+    entropy = log s - sum_j p_j z_j            d entropy / d z_j = -p_j (log p_j + entropy)
+
+`head_logprob` returns both for each token. Its backward pass gets one cotangent per token and output, and forms the
+logits of a chunk of tokens again: four matrix products in all.
+
+`head_loss` is for a loss that adds over rows, ``sum_i loss(logprob_i, entropy_i, data_i)``, where a row is a token, a
+completion or a group. The cotangents of a row are known as soon as its own log-probs are, so the gradient is formed in
+the forward pass, while the row's logits are there: three products. The backward pass only scales it. (Liger's
+fused losses work alike, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009, is the form with four.)
+
+A chunk holds 1/128 of the tokens, so that the three arrays of a chunk's logits that XLA keeps are 1/40 of the dense
+logits. Everything is accumulated in
+float32, the gradient of the weight too; its products take the logits' gradient in the dtype of the hidden states. A
+weight that is not differentiated (a frozen backbone under adapters) gets no gradient and costs no product. With
+``axis_name`` the weight is one shard of the vocabulary, inside `jax.shard_map`, and the sums over the vocabulary go
+over that axis.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmarl_llm.kernels.head import Head, logits
+
+SHARE = 128  # chunks that the tokens are cut into, unless they would be smaller than the two numbers below
+SMALLEST = 1 << 20  # entries of a chunk's logits
+FEWEST = 32  # tokens: the rows of a matrix product, which reads the whole weight
+TILE = 8192  # ids whose weight gradient is added up at once, or as many entries of it
+
+# (logprob [rows of a chunk, ...], entropy, data of those rows) -> (loss, sums to report)
+RowLoss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+class HeadLoss(NamedTuple):
+    """Only ``loss`` carries gradient."""
+
+    loss: Float[Array, ""]
+    sums: dict[str, Float[Array, ""]]  # added up over the chunks
+    logprob: Float[Array, "*rows"]
+    entropy: Float[Array, "*rows"]
+
+
+class _Form(NamedTuple):
+    """What is static."""
+
+    rows: bool
+    used: int | None
+    temperature: float
+    chunk: int  # tokens
+    axis_name: str | None
+
+    def head(self, weight: jax.Array) -> Head:
+        return Head(weight, self.rows, self.used)
+
+
+def chunk_tokens(tokens: int, vocab: int) -> int:
+    """Tokens of a chunk: 1/128 of all, but no fewer than make 2^20 logits, and at least 32."""
+    return max(-(-tokens // SHARE), SMALLEST // vocab, FEWEST)
+
+
+def _form(head: Head, tokens: int, temperature: float, chunk: int | None, axis_name: str | None) -> _Form:
+    if not temperature > 0:
+        raise ValueError(f"temperature is positive, not {temperature}")
+    return _Form(head.rows, head.used, float(temperature), chunk or chunk_tokens(tokens, head.vocab), axis_name)
+
+
+def _start(form: _Form, head: Head) -> jax.Array | int:
+    return 0 if form.axis_name is None else jax.lax.axis_index(form.axis_name) * head.vocab
+
+
+def _over_shards(form: _Form, x: Any) -> Any:
+    return x if form.axis_name is None else jax.lax.psum(x, form.axis_name)
+
+
+class _Seen(NamedTuple):
+    """A chunk's logits and what is known of each token [C]."""
+
+    z: jax.Array  # [C V], divided by the temperature
+    norm: jax.Array  # log-sum-exp
+    logprob: jax.Array
+    entropy: jax.Array
+
+
+def _see(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> _Seen:
+    head = form.head(weight)
+    start = _start(form, head)
+    z = logits(hidden, head, start) / form.temperature
+    top = z.max(-1)
+    if form.axis_name is not None:
+        top = jax.lax.pmax(top, form.axis_name)
+    shifted = z - top[:, None]
+    e = jnp.exp(shifted)
+    own = targets - start
+    here = (own >= 0) & (own < head.vocab)
+    at = jnp.take_along_axis(z, jnp.where(here, own, 0)[:, None], axis=-1)[:, 0]
+    total, moment, at = _over_shards(form, (e.sum(-1), (e * shifted).sum(-1), jnp.where(here, at, 0.0)))
+    norm = jnp.log(total)
+    return _Seen(z, top + norm, at - top - norm, norm - moment / total)
+
+
+def _pull(form: _Form, seen: _Seen, targets: jax.Array, to_logprob: jax.Array, to_entropy: jax.Array) -> jax.Array:
+    """The gradient with respect to h W [C V], from cotangents of log-prob and entropy [C]."""
+    ids = jnp.arange(seen.z.shape[-1])
+    log_p = seen.z - seen.norm[:, None]
+    dz = -jnp.exp(log_p) * (to_logprob[:, None] + to_entropy[:, None] * (log_p + seen.entropy[:, None]))
+    head_start = 0 if form.axis_name is None else jax.lax.axis_index(form.axis_name) * len(ids)
+    dz = jnp.where(ids == (targets - head_start)[:, None], dz + to_logprob[:, None], dz) / form.temperature
+    # Nothing flows through the logit of a padding id, not even where it is the target.
+    return dz if form.used is None else jnp.where(head_start + ids < form.used, dz, 0.0)
+
+
+def _to_hidden(form: _Form, dz: jax.Array, weight: jax.Array) -> jax.Array:
+    over = (((1,), (0 if form.rows else 1,)), ((), ()))
+    dh = jax.lax.dot_general(dz, weight, over, preferred_element_type=jnp.float32)
+    return _over_shards(form, dh)
+
+
+def _add_to_weight(form: _Form, total: jax.Array, dz: jax.Array, hidden: jax.Array) -> jax.Array:
+    """total + dz^T h, some rows at a time: a product as large as the weight would be a second copy of it.
+
+    Rows, that is ids [V D] or hidden units [D V], because they lie together: a tile of columns takes twice the time.
+    """
+    left, right = (dz, hidden) if form.rows else (hidden, dz)
+    size = total.shape[0]
+    tile = TILE if form.rows else max(1, TILE * size // total.shape[1])
+
+    def add(total: jax.Array, start: jax.Array | int, width: int) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(left, start, width, axis=1)
+        new = jax.lax.dot_general(part, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        new += jax.lax.dynamic_slice_in_dim(total, start, width, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(total, new, start, axis=0)
+
+    full = size // tile
+    if full:
+        total = jax.lax.fori_loop(0, full, lambda i, total: add(total, i * tile, tile), total)
+    return add(total, full * tile, size % tile) if size % tile else total
+
+
+def _gradients(
+    form: _Form, seen: _Seen, hidden: jax.Array, weight: jax.Array, targets: jax.Array, cotangents: Any, total: Any
+) -> tuple[jax.Array, Any]:
+    """Gradient of the chunk's hidden states, and ``total`` plus that of the weight (None stays None)."""
+    dz = _pull(form, seen, targets, *cotangents).astype(hidden.dtype)
+    dh = _to_hidden(form, dz, weight).astype(hidden.dtype)
+    return dh, None if total is None else _add_to_weight(form, total, dz, hidden)
+
+
+def _scan(function: Callable, carry: Any, rows: Any, size: int) -> tuple[Any, Any, Any]:
+    """``function(carry, rows of a chunk) -> carry, outputs of those rows, sums``, over chunks of ``size`` rows and
+    what remains of them."""
+    n = jax.tree.leaves(rows)[0].shape[0]
+    full = n // size if n > size else 0
+    outputs, sums = [], []
+    if full:
+        cut = lambda x: x[: full * size].reshape(full, size, *x.shape[1:])
+
+        def step(carry: Any, rows: Any) -> tuple[Any, Any]:
+            carry, out, sums = function(carry, rows)
+            return carry, (out, sums)
+
+        carry, (out, added) = jax.lax.scan(step, carry, jax.tree.map(cut, rows))
+        outputs.append(jax.tree.map(lambda x: x.reshape(full * size, *x.shape[2:]), out))
+        sums.append(jax.tree.map(lambda x: x.sum(0), added))
+    if full * size < n:
+        carry, out, added = function(carry, jax.tree.map(lambda x: x[full * size :], rows))
+        outputs.append(out)
+        sums.append(added)
+    if len(outputs) == 1:
+        return carry, outputs[0], sums[0]
+    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *outputs), jax.tree.map(jnp.add, *sums)
+
+
+def _zeros(form: _Form, weight: jax.Array) -> jax.Array:
+    zeros = jnp.zeros(weight.shape, jnp.float32)
+    return zeros if form.axis_name is None else jax.lax.pcast(zeros, form.axis_name, to="varying")
+
+
+# ------------------------------------------------------------------------------------------------ one value a token
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprob(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(carry: None, rows: Any) -> tuple[None, Any, None]:
+        seen = _see(form, rows[0], weight, rows[1])
+        return None, (seen.logprob, seen.entropy), None
+
+    return _scan(step, None, (hidden, targets), form.chunk)[1]
+
+
+def _logprob_forward(form: _Form, hidden: Any, weight: Any, targets: Any) -> tuple[Any, Any]:
+    hidden, targets, trained = hidden.value, targets.value, weight.perturbed
+    # Whether the weight is differentiated is static, so it travels in the structure of the residuals.
+    return _logprob(form, hidden, weight.value, targets), (hidden, weight.value, targets, () if trained else None)
+
+
+def _logprob_backward(form: _Form, saved: Any, cotangents: Any) -> tuple[Any, Any, None]:
+    hidden, weight, targets, trained = saved
+    a, b = (jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x for x in cotangents)
+
+    def step(total: Any, rows: Any) -> tuple[Any, jax.Array, None]:
+        hidden, targets, *cotangents = rows
+        seen = _see(form, hidden, weight, targets)
+        dh, total = _gradients(form, seen, hidden, weight, targets, cotangents, total)
+        return total, dh, None
+
+    total = None if trained is None else _zeros(form, weight)
+    total, dh, _ = _scan(step, total, (hidden, targets, a, b), form.chunk)
+    return dh, None if total is None else total.astype(weight.dtype), None
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+_logprob.defvjp(_logprob_forward, _logprob_backward, symbolic_zeros=True)
+
+
+def head_logprob(
+    hidden: Float[Array, "*T D"],
+    head: Head,
+    targets: Int[Array, "*T"],
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    axis_name: str | None = None,
+) -> tuple[Float[Array, "*T"], Float[Array, "*T"]]:
+    """Float32 log-probs of ``targets`` and entropies (nats) of the distributions they are from.
+
+    chunk: tokens whose logits are in memory at once. axis_name: see above; hidden states and targets (ids of the whole
+    vocabulary) are the same on all its devices. Raises ValueError for a temperature that is not positive.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    form = _form(head, len(flat), temperature, chunk, axis_name)
+    out = _logprob(form, flat, head.weight, targets.reshape(-1))
+    logprob, entropy = (x.reshape(targets.shape) for x in out)
+    return logprob, entropy
+
+
+# --------------------------------------------------------------------------------------------------- a loss of rows
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _loss(form: _Form, row_loss: RowLoss, hidden: jax.Array, weight: jax.Array, targets: jax.Array, data: Any) -> Any:
+    return _over_rows(form, row_loss, hidden, weight, targets, data)[0]
+
+
+def _over_rows(
+    form: _Form,
+    row_loss: RowLoss,
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    data: Any,
+    trained: bool | None = None,
+) -> tuple[HeadLoss, jax.Array | None, jax.Array | None]:
+    """The loss, and the gradients of hidden states and weight.
+
+    ``trained``: whether the weight has one; None is for the loss alone.
+    """
+
+    def step(total: Any, rows: Any) -> tuple[Any, Any, Any]:
+        hidden, targets, data = rows
+        flat, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        seen = _see(form, flat, weight, ids)
+        as_rows = lambda x: x.reshape(targets.shape)
+        of_rows = lambda logprob, entropy: row_loss(as_rows(logprob), as_rows(entropy), data)
+        if trained is None:
+            dh, (value, sums) = None, of_rows(seen.logprob, seen.entropy)
+        else:
+            value, pull, sums = jax.vjp(of_rows, seen.logprob, seen.entropy, has_aux=True)
+            dh, total = _gradients(form, seen, flat, weight, ids, pull(jnp.ones_like(value)), total)
+            dh = dh.reshape(hidden.shape)
+        return total, (as_rows(seen.logprob), as_rows(seen.entropy), dh), (value, sums)
+
+    total = _zeros(form, weight) if trained else None
+    size = max(1, form.chunk // max(1, targets[0].size))
+    total, (logprob, entropy, dh), (value, sums) = _scan(step, total, (hidden, targets, data), size)
+    return HeadLoss(value, sums, logprob, entropy), dh, total
+
+
+def _loss_forward(form: _Form, row_loss: RowLoss, hidden: Any, weight: Any, targets: Any, data: Any) -> Any:
+    value = lambda x: jax.tree.map(lambda leaf: leaf.value, x)
+    arrays = hidden.value, weight.value, targets.value, value(data)
+    out, dh, total = _over_rows(form, row_loss, *arrays, trained=weight.perturbed)
+    return out, (dh, None if total is None else total.astype(weight.value.dtype))
+
+
+def _loss_backward(form: _Form, row_loss: RowLoss, saved: Any, cotangent: Any) -> tuple[Any, Any, None, None]:
+    dh, total = saved
+    to_loss = cotangent.loss
+    if _is_zero(to_loss):
+        return jnp.zeros_like(dh), None if total is None else jnp.zeros_like(total), None, None
+    scale = lambda x: None if x is None else (x.astype(jnp.float32) * to_loss).astype(x.dtype)
+    return scale(dh), scale(total), None, None
+
+
+_loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
+
+
+def head_loss(
+    hidden: Float[Array, "rows *T D"],
+    head: Head,
+    targets: Int[Array, "rows *T"],
+    data: Any,
+    row_loss: RowLoss,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    axis_name: str | None = None,
+) -> HeadLoss:
+    """``sum over rows of row_loss(logprob, entropy, data)``, with the gradient of hidden states and weight.
+
+    row_loss: takes some of the rows (their leading axis), returns (scalar, {name: scalar}); both must add over rows.
+        It is a function of its arguments alone: arrays go into ``data`` (leading axis rows), which has no gradient.
+    chunk: tokens whose logits are in memory at once; a multiple of whole rows is taken. Where a single row is larger,
+        `head_logprob` scores it in pieces and its logits are formed twice.
+    """
+    form = _form(head, targets.size, temperature, chunk, axis_name)
+    if targets[0].size > form.chunk:
+        logprob, entropy = head_logprob(
+            hidden, head, targets, temperature=temperature, chunk=form.chunk, axis_name=axis_name
+        )
+        loss, sums = row_loss(logprob, entropy, jax.lax.stop_gradient(data))
+        out = HeadLoss(loss, sums, logprob, entropy)
+    else:
+        out = _loss(form, row_loss, hidden, head.weight, targets, data)
+    return HeadLoss(out.loss, *jax.lax.stop_gradient(tuple(out[1:])))
