@@ -160,7 +160,7 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
         model = work.models[0]
         found = calibrate_generation(model)
         seconds = found.predict(costs.features(plan, work))
-        print(f"seconds of generation on this machine {seconds:.3g} (spread of repeats {found.spread:.0%})")
+        print(f"seconds of generation on this machine {seconds:.3g} (repeats spread by {found.spread:.0%})")
         if not found.stable:
             print("unstable: repeats lie too far apart (a busy machine?); calibrate again before relying on it")
 

@@ -195,10 +195,10 @@ def features(plan: Plan, work: Workload) -> list[float]:
 
 
 class Calibration(NamedTuple):
-    """Seconds for one of each of FEATURES on one machine; ``spread``: how far repeats lay apart."""
+    """Seconds for one of each of FEATURES on one machine."""
 
     seconds: tuple[float, ...]
-    spread: float  # the largest (longest - shortest) / median of one setting's repeats
+    spread: float  # the largest gap between a setting's shortest and third shortest repeat, over the shortest
     stable: bool
 
     def predict(self, parts: Sequence[float]) -> float:
@@ -211,7 +211,8 @@ UNSTABLE = 0.25  # spread of repeats above which a machine is called unstable
 def calibrate(parts: Sequence[Sequence[float]], repeats: Sequence[Sequence[float]]) -> Calibration:
     """Non-negative least squares of each setting's shortest repeat on its features [settings, 5], errors relative.
 
-    Other programs only add time, hence the shortest. Repeats that lie apart show them: ``stable`` is then False.
+    Other programs only add time, hence the shortest. It is believed where two more come close to it: ``stable`` is
+    otherwise False.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -222,7 +223,7 @@ def calibrate(parts: Sequence[Sequence[float]], repeats: Sequence[Sequence[float
     x = np.array(parts, float) / best[:, None]
     scale = np.maximum(x.max(0), 1e-300)
     found, _ = nnls(x / scale, np.ones(len(best)))
-    spread = float(max((max(r) - min(r)) / np.median(r) for r in repeats))
+    spread = float(max((sorted(r)[2] - min(r)) / min(r) for r in repeats))
     return Calibration(tuple(float(v) for v in found / scale), spread, spread <= UNSTABLE)
 
 

@@ -535,6 +535,8 @@ def test_a_calibration_finds_the_costs_and_says_when_it_cannot():
     assert calm.stable and np.allclose([calm.predict(p) for p in parts], seconds, rtol=0.02)
     busy = costs.calibrate(parts, [[s, s * 3, s] for s in seconds])
     assert not busy.stable and busy.spread == pytest.approx(2)
+    often = costs.calibrate(parts, [[s * 3, s, s * 9, s * 1.1, s * 1.05, s * 2] for s in seconds])
+    assert often.stable and often.spread == pytest.approx(0.1) and np.allclose(often.seconds, calm.seconds, rtol=0.05)
     with pytest.raises(ConfigError, match="calibration: expected 5 settings"):
         costs.calibrate(parts[:4], [[1, 1, 1]] * 4)
 
@@ -582,7 +584,7 @@ def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
     sweeps.report(asked)
     text = (tmp_path / "doc.md").read_text()
     assert "equal to the prediction" in text and "1 settings were refused" in text and (tmp_path / "doc.png").exists()
-    assert re.search(r"8 other settings: rounds spread by 98%, \*\*unstable", text)
+    assert re.search(r"8 other settings: rounds spread by 100%, \*\*unstable", text)
     file.write_text("hello\n")
     with pytest.raises(ConfigError, match="not JSON"):
         sweeps.report(asked)
