@@ -122,6 +122,8 @@ class Policy(NamedTuple):
     init_suffix(prefix, G, R) -> suffix cache
     hidden(variables, tokens [N P], length [N], completions [N G R]) -> [N G R D]: hidden state that predicts each
         completion token; the prompt of a group goes through the trunk once
+    hidden_tree(variables, tokens [B T], position [B T], end [B T]) -> [B T D]: hidden state at each token of sequences
+        that share their beginnings, laid out depth first as kernels/tree_attention takes them
     unembed(variables, hidden [... D]) -> float32 logits [... V]
     embed(variables, tokens) -> [... D]: rows of the token embedding
     unstack(variables) -> variables as `decode` takes them: cut per layer once per launch instead of once per token
@@ -134,6 +136,7 @@ class Policy(NamedTuple):
     decode: Callable[..., tuple[jax.Array, PyTree]]
     init_suffix: Callable[..., PyTree]
     hidden: Callable[..., jax.Array]
+    hidden_tree: Callable[..., jax.Array]
     unembed: Callable[..., jax.Array]
     embed: Callable[..., jax.Array]
     unstack: Callable[..., PyTree]
