@@ -231,7 +231,7 @@ class Trained(NamedTuple):
     """Expected size of an update's batch."""
 
     sequences: float
-    prompt_tokens: float  # each trained node's prompt once
+    prompt_tokens: float  # each trained node's prompt once: the most, conversations share more (`packing`)
     completion_tokens: float
     unshared_prompt_tokens: float
     flops: float  # of one epoch

@@ -32,6 +32,7 @@ def diagnose(
     tree = played.tree
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
     out = {f"count/{k}": float(v) for k, v in dataclasses.asdict(tree.counts).items()}
+    out["count/trunk_tokens"] = sum(m["trunk_tokens"] for m in updated.values())
     ended = moves.valid & moves.done
     total = 0.0
     for name, values in moves.rewards.items():

@@ -10,6 +10,7 @@ Keys are paths; everything that reads metrics (panel, report, notebooks) goes by
     critic/<model>/{loss, value, explained_variance}
     scheme/<name>                        cooperation schemes, shares of joint actions
     count/{sequences, branch_sequences, prompt_tokens, completion_tokens, env_calls, invalid, launches}
+    count/trunk_tokens                   tokens that an epoch of the update sends through the models, without padding
     time/{rollout, reward, update, memory, step}   seconds; written by the logger from its stages
     speed/{rollout, reward, update, step}          tokens per second; written by the logger where counts allow
     nonfinite_metrics                              how many values of this step were NaN or infinite (absent: none)

@@ -8,9 +8,9 @@ Parameters are a plain tree with all layers stacked on a leading axis L and kern
 A group of samples shares its prompt everywhere: `prefill` runs a prompt once, `extend` goes on behind what is cached
 of it, `decode` extends all of a node's samples by one token against that shared prefix, and `hidden` (training) sends
 prompt and responses through each layer together, so that the P prompt tokens of a group of G cost P, not G * P, forward
-and backward. All use one `Block`; they differ in the function it calls to attend. Layers are scanned for prefill and
-training (unrolled where there are but a few), and unrolled for the others (per-layer caches: no slicing of stacked
-weights inside the token loop).
+and backward; `hidden_tree` does so for conversations that branch. All use one `Block`; they differ in the function it
+calls to attend. Layers are scanned for prefill and training (unrolled where there are but a few), and unrolled for the
+others (per-layer caches: no slicing of stacked weights inside the token loop).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxmarl_llm.kernels.group_attention import group_attention
 from jaxmarl_llm.kernels.head import Head
+from jaxmarl_llm.kernels.tree_attention import tree_attention
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Policy, Unembed
 
@@ -351,4 +352,14 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         first = jnp.broadcast_to(last(x_p, length)[:, None, None], (n, g, 1, cfg.hidden_size))
         return final(variables, jnp.concatenate([first, x_r], axis=2))
 
-    return Policy(cfg, init, prefill, decode, init_suffix, hidden, Unembed(head), embed, unstack, extend)
+    def hidden_tree(variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array) -> jax.Array:
+        a = angles(position)
+
+        def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return apply(layer, x, a, lambda q, k, v: (tree_attention(q, k, v, end), None))
+
+        step = jax.checkpoint(layer_step) if remat else layer_step
+        x, _ = jax.lax.scan(step, embed(variables, tokens), layers(variables), unroll=unroll)
+        return final(variables, x)
+
+    return Policy(cfg, init, prefill, decode, init_suffix, hidden, Unembed(head), embed, unstack, extend, hidden_tree)

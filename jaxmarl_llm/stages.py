@@ -17,6 +17,7 @@ from jaxmarl_llm.advantages import generalised_advantage, scalarise, step_return
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
 from jaxmarl_llm.credit import Credit, Credited, Weights, assign
 from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.packing import pack
 from jaxmarl_llm.past import Past
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.team import TeamConfig
@@ -27,7 +28,6 @@ from jaxmarl_llm.train import (
     Loss,
     NodeTargets,
     Optimizer,
-    pack,
     task_order,
     token_weights,
     update_models,
@@ -207,6 +207,7 @@ def learn(
             micro_tokens=cfg.micro_tokens,
             smallest=smallest,
             values=values,
+            trees=played.records is not None,
         )
     params, opt_state, metrics = update_models(
         team.models, learners, cfg.loss, state.params, state.opt_state, batches, state.params.get("reference")

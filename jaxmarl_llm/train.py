@@ -1,10 +1,10 @@
 """The update: from a tree with advantages to new parameters of the models that own a selected group.
 
-`pack` lays the trained steps out as micro-batches [N prompts, G completions] of a few fixed shapes; `Learner` holds the
-jitted functions that score, accumulate gradients over micro-batches and apply them. All averaging is in the token
-weights, computed once over the whole batch, so that any split into micro-batches adds up to the same gradient.
-Supervised fine-tuning is the same update: expert steps with advantage 1 and ratio 1, whose gradient is that of the
-log-likelihood. A model without a trained step is not called at all: it stays bit-identical, optimizer state included.
+`packing` lays the trained steps out as micro-batches of a few fixed shapes; `Learner` holds the jitted functions that
+score, accumulate gradients over micro-batches and apply them. All averaging is in the token weights, computed once over
+the whole batch, so that any split into micro-batches adds up to the same gradient. Supervised fine-tuning is the same
+update: expert steps with advantage 1 and ratio 1, whose gradient is that of the log-likelihood. A model without a
+trained step is not called at all: it stays bit-identical, optimizer state included.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.advantages import step_episodes
-from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.kernels.head_loss import head_logprob, head_loss
 from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, dpo, head_value, policy_loss, value_loss
 from jaxmarl_llm.sampling import Sampling, score
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.types import Model, Params, Policy, PyTree, Tree, Unembed
+from jaxmarl_llm.types import Model, Params, Policy, PyTree, Unembed
 
 
 @dataclass(frozen=True)
@@ -137,6 +135,15 @@ class NodeTargets(struct.PyTreeNode):
     old: Float[Array, "N"] | None = None
 
 
+class Forest(struct.PyTreeNode):
+    """Sequences that begin alike, each token once: depth first, as kernels/tree_attention takes it."""
+
+    tokens: Int[Array, "T"]
+    position: Int[Array, "T"]  # in its sequence
+    end: Int[Array, "T"]  # index behind the last token of its subtree; 0 is padding
+    at: Int[Array, "N G R"]  # the token that predicts each of the batch's completion tokens
+
+
 class Batch(struct.PyTreeNode):
     """One micro-batch: N prompts with G completions each. Weight 0 marks padding and what is not trained."""
 
@@ -149,75 +156,19 @@ class Batch(struct.PyTreeNode):
     old: Float[Array, "N G R"] | None = None  # log-probs of the policy before the first epoch
     reference: Float[Array, "N G R"] | None = None
     values: NodeTargets | None = None
+    forest: Forest | None = None  # in place of tokens and length, which are then empty
 
 
-def pack(
-    tree: Tree,
-    model: int,
-    advantages: np.ndarray,
-    trained: np.ndarray,
-    loss: Loss,
-    *,
-    micro_tokens: int,
-    smallest: tuple[int, int] = (16, 8),
-    values: NodeTargets | None = None,
-) -> list[Batch]:
-    """Micro-batches of the steps of ``model`` marked in ``trained`` [C]; ``advantages`` [C] or [C R].
-
-    Nodes are grouped by the bucket of their number of trained steps, prompt and completion length (from ``smallest``
-    on). A micro-batch holds as many nodes, a power of two, as fit ``micro_tokens`` trunk tokens P + G R, at least one;
-    what remains goes into one of a quarter, a sixteenth, ... of that size, so that few programs are compiled.
-    ``values`` of all nodes of the tree go along with the nodes that have a trained step.
-    """
-    nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
-    trained = trained & steps.valid & (nodes.model[steps.node] == model) & (steps.loss_mask.any(-1))
-    rows = np.flatnonzero(trained)
-    if not len(rows):
-        return []
-    # Over the padded table: its shapes are few, those of the trained rows are not.
-    counted = trained.astype(np.float32)
-    moves, episode = tree.transitions, None
-    if loss.aggregate == "trajectory":
-        episode = _step_episodes(moves.steps, moves.parent, num_steps=len(counted))
-    weights = np.asarray(token_weights(steps.loss_mask, counted, loss.aggregate, loss.constant, episode))[rows]
-    adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(counted), -1)[rows], weights.shape)
-    of_node: dict[int, list[int]] = {}
-    for i, c in enumerate(rows):
-        of_node.setdefault(int(steps.node[c]), []).append(i)
-
-    shapes: dict[tuple[int, int, int], list[int]] = {}
-    for n, members in of_node.items():
-        p = min(bucket(int(nodes.length[n]), smallest[0]), nodes.tokens.shape[1])
-        r = min(bucket(int(steps.length[rows[members]].max()), smallest[1]), steps.tokens.shape[1])
-        shapes.setdefault((bucket(len(members)), p, r), []).append(n)
-
-    batches = []
-    for (g, p, r), members in sorted(shapes.items()):
-        full = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
-        while members:
-            size = full
-            while size >= 4 and size // 4 >= len(members):
-                size //= 4
-            part, members = members[:size], members[size:]
-            tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
-            completions = np.zeros((size, g, r), np.int32)
-            w, a, b = (np.zeros((size, g, r), np.float32) for _ in range(3))
-            for k, n in enumerate(part):
-                tokens[k], length[k] = nodes.tokens[n, :p], nodes.length[n]
-                own = np.array(of_node[n])
-                completions[k, : len(own)] = steps.tokens[rows[own], :r]
-                w[k, : len(own)], a[k, : len(own)] = weights[own, :r], adv[own, :r]
-                b[k, : len(own)] = steps.logprobs[rows[own], :r]
-            targets = None
-            if values is not None:
-                rows_of = lambda x, part=part, size=size: np.concatenate([x[part], np.zeros(size - len(part), x.dtype)])
-                targets = jax.tree.map(rows_of, values)
-            batches.append(Batch(tokens, length, completions, w, a, b, values=targets))
-    return batches
+def trunk_tokens(batch: Batch) -> int:
+    """Tokens that go through the trunk for a batch made by `packing.pack`, without padding."""
+    if batch.forest is not None:
+        return int((np.asarray(batch.forest.end) > 0).sum())
+    said = np.asarray(batch.weights) > 0
+    last = np.where(said, np.arange(said.shape[-1]), 0).max(-1)  # whose hidden state nothing asks for
+    return int(np.where(said.any((1, 2)), batch.length, 0).sum() + last.sum())
 
 
 token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
-_step_episodes = jax.jit(step_episodes, static_argnames=("num_steps",))
 
 
 class Learner(NamedTuple):
@@ -294,7 +245,11 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
     head = unembed.head if isinstance(unembed, Unembed) and kernels_serve else None
 
     def hidden_states(v: Params, batch: Batch) -> Float[Array, "N G R D"]:
-        return policy.hidden(v, batch.tokens, batch.length, batch.completions)
+        if batch.forest is None:
+            return policy.hidden(v, batch.tokens, batch.length, batch.completions)
+        f = batch.forest
+        assert policy.hidden_tree is not None  # or nothing would have been packed so
+        return policy.hidden_tree(v, f.tokens[None], f.position[None], f.end[None])[0][f.at]
 
     def scores(v: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [N G R] under ``v``, from the hidden states."""
@@ -376,7 +331,8 @@ CHUNK = 256  # tokens whose logits are alive at once in the update where the hea
 class Updated(NamedTuple):
     own: Params
     opt_state: PyTree
-    # Means over the trained tokens (dpo: pairs); grad_norm; logprob_gap; ok 1.0, or 0.0 when skipped. Of the first
+    # Means over the trained tokens (dpo: pairs); grad_norm; logprob_gap; ok 1.0, or 0.0 when skipped; trunk_tokens,
+    # how many tokens the trained steps and their prompts are, each counted as often as it is sent. Of the first
     # epoch, but ratio, clip_fraction and approx_kl of the last.
     metrics: dict[str, float]
 
@@ -418,7 +374,7 @@ def update(
         if epoch == 0:
             seen = mean | {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
         seen |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
-    return Updated(own, opt_state, {**seen, "ok": float(ok)})
+    return Updated(own, opt_state, {**seen, "ok": float(ok), "trunk_tokens": float(sum(map(trunk_tokens, batches)))})
 
 
 def update_models(

@@ -141,6 +141,8 @@ class Policy(NamedTuple):
     unstack(variables) -> variables as `decode` takes them: cut per layer once per launch instead of once per token
     extend(variables, tokens [N E], count [N], start [N], prefix) -> (hidden [N D] at the last new token, prefix):
         ``count`` new tokens of each row stand behind ``start`` that are in the cache. None: prompts are prefilled whole
+    hidden_tree(variables, tokens [B T], position [B T], end [B T]) -> [B T D]: hidden state at each token of sequences
+        that share their beginnings, laid out depth first as kernels/tree_attention takes them. None: never so packed
     """
 
     config: Any
@@ -153,6 +155,7 @@ class Policy(NamedTuple):
     embed: Callable[..., jax.Array]
     unstack: Callable[..., PyTree]
     extend: Callable[..., tuple[jax.Array, PyTree]] | None = None
+    hidden_tree: Callable[..., jax.Array] | None = None
 
 
 @dataclass(frozen=True, eq=False)

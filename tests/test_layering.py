@@ -30,6 +30,7 @@ LAYERS = {
         "host_tables",
         "workers",
         "train",
+        "packing",
         "checkpoint",
         "offline",
         "weights",

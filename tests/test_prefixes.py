@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toys import conversation
 
 from jaxmarl_llm import plans, prefixes
 from jaxmarl_llm.generate import by_row, fill, generate
@@ -18,7 +19,6 @@ from jaxmarl_llm.lora import init_lora
 from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import HostEnv, Message
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import Model, Retrieval, Role, Team
 from jaxmarl_llm.workers import EnvPool
@@ -201,31 +201,6 @@ def params_of(team):
     return {"shared": {}, "agents": {m.name: {"params": init(jax.random.key(i))} for i, m in enumerate(team.models)}}
 
 
-def talk(turns, *, together=False, summary=False):
-    """Roles speak in turn, or both at once; a prompt is the whole conversation. ``summary``: its last turn alone,
-    behind a number of the turn, so that no prompt is a continuation."""
-
-    def observe(state):
-        task, said = state
-        out = {}
-        for role in "ab" if together else "ab"[len(said) % 2]:
-            system = f"{len(said)}: you are {role}, " if summary else f"you are {role}, "
-            prompt = [Message("system", system + "and answer in a few words of plain text"), Message("user", task)]
-            for k, turn in enumerate(said[-1:] if summary else said):
-                for owner, action in turn:
-                    prompt.append(action.message(owner) if owner == role else Message("user", action.text))
-                prompt.append(Message("user", f"turn {k} is over; what do you say now, {role}?"))
-            out[role] = tuple(prompt)
-        return out
-
-    def step(seed, state, actions):
-        state = state[0], (*state[1], tuple(sorted(actions.items())))
-        return state, {r: {"pay": float(len(a.ids))} for r, a in actions.items()}, len(state[1]) == turns
-
-    verify = lambda state: {"a": {"pay": 1.0}}
-    return HostEnv("talk", ("a", "b"), turns, ("pay",), lambda seed, task: (task, ()), observe, step, verify)
-
-
 def go(env, team, plan, *, reuse=True, **options):
     with EnvPool(lambda: env, workers=0) as pool, pytest.MonkeyPatch.context() as patch:
         if not reuse:
@@ -261,10 +236,10 @@ def beginnings(tree):
 
 
 CASES = {
-    "flat, one model": (talk(4), "shared", plans.flat(3)),
-    "node_wise, two models": (talk(3, together=True), "separate", plans.node_wise(2)),
-    "local, adapters": (talk(4), "lora", plans.node_wise(3, "local")),
-    "product, one model at once": (talk(3, together=True), "shared", plans.product(2)),
+    "flat, one model": (conversation(4), "shared", plans.flat(3)),
+    "node_wise, two models": (conversation(3, together=True), "separate", plans.node_wise(2)),
+    "local, adapters": (conversation(4), "lora", plans.node_wise(3, "local")),
+    "product, one model at once": (conversation(3, together=True), "shared", plans.product(2)),
 }
 
 
@@ -282,7 +257,7 @@ def test_samples_are_those_without_reuse_and_each_token_is_sent_once(name):
 
 
 def test_a_prompt_that_is_no_continuation_is_prefilled_in_full():
-    tree = go(talk(3, summary=True), make_team("separate"), plans.flat(1))
+    tree = go(conversation(3, summary=True), make_team("separate"), plans.flat(1))
     assert int(tree.counts.prompt_tokens) == tree.nodes.length[tree.nodes.valid].sum()
 
 
@@ -298,9 +273,9 @@ def test_memory_that_changes_a_prompt_ends_its_reuse():
         return first, Retrieval.empty(len(prompts))
 
     team = make_team("shared")
-    tree = go(talk(3), team, plans.flat(1), recall=recall)
+    tree = go(conversation(3), team, plans.flat(1), recall=recall)
     turn = -1
-    assert_same_samples(tree, go(talk(3), team, plans.flat(1), reuse=False, recall=recall))
+    assert_same_samples(tree, go(conversation(3), team, plans.flat(1), reuse=False, recall=recall))
     length, turn = tree.nodes.length[tree.nodes.valid], tree.nodes.turn[tree.nodes.valid]
     alike = np.array([0, 9, 13])[turn].sum()  # <system>you are | a, a| where the third turn differs
     assert int(tree.counts.prompt_tokens) == length.sum() - alike

@@ -147,3 +147,28 @@ def text_game(config):
         )
 
     return HostEnv("game", matrix.ROLES, config.rounds, matrix.COMPONENTS, lambda s, t: (), observe, step)
+
+
+def conversation(turns, *, together=False, summary=False):
+    """Roles a and b speak in turn, or both at once; a prompt is the whole conversation. ``summary``: its last turn
+    alone, behind a number of the turn, so that no prompt is a continuation."""
+
+    def observe(state):
+        task, said = state
+        out = {}
+        for role in "ab" if together else "ab"[len(said) % 2]:
+            system = f"{len(said)}: you are {role}, " if summary else f"you are {role}, "
+            prompt = [Message("system", system + "and answer in a few words of plain text"), Message("user", task)]
+            for k, turn in enumerate(said[-1:] if summary else said):
+                for owner, action in turn:
+                    prompt.append(action.message(owner) if owner == role else Message("user", action.text))
+                prompt.append(Message("user", f"turn {k} is over; what do you say now, {role}?"))
+            out[role] = tuple(prompt)
+        return out
+
+    def step(seed, state, actions):
+        state = state[0], (*state[1], tuple(sorted(actions.items())))
+        return state, {r: {"pay": float(len(a.ids))} for r, a in actions.items()}, len(state[1]) == turns
+
+    verify = lambda state: {"a": {"pay": 1.0}}
+    return HostEnv("conversation", ("a", "b"), turns, ("pay",), lambda seed, task: (task, ()), observe, step, verify)

@@ -1,0 +1,206 @@
+"""Forests of trained conversations: whose tokens they are, that an update is that of separate nodes, what it sends."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import toys
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmarl_llm import packing, plans, prefixes, rollout_host
+from jaxmarl_llm.generate import Completions
+from jaxmarl_llm.losses import init_head
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.train import Loss, NodeTargets, Optimizer, make_learner, trunk_tokens, update
+from jaxmarl_llm.workers import EnvPool
+
+pytestmark = pytest.mark.usefixtures("numpy_tables")
+
+TASKS = ["how many apples", "which of the four rivers and seas"]
+
+
+def array(ids):
+    return np.array(ids, np.int32)
+
+
+def said(policy, variables, tokens, length, keys, active, *, max_new, **_):
+    """Stands for generation, which would compile: random letters, often alike. Caches of one number a slot."""
+    n, g = keys.shape[:2]
+    rng = np.random.default_rng([n, g, int(tokens.sum())])
+    shape = (n, g, max_new)
+    size = rng.integers(1, max_new + 1, (n, g)).astype(np.int32)
+    cache = lambda *slots: ((np.zeros((*slots, 1, 1), np.float32),) * 2,)
+    words, logprobs = rng.integers(97, 100, shape).astype(np.int32), -rng.random(shape, np.float32)
+    return Completions(words, size, logprobs, size == max_new), cache(n, 512), cache(n, g, max_new - 1)
+
+
+@functools.cache
+def rollout(name):
+    """The tree of a real host rollout with random words."""
+    env, plan = {
+        "flat": (toys.conversation(4), plans.flat(3)),
+        "node_wise": (toys.conversation(3, together=True), plans.node_wise(2)),
+        "product": (toys.conversation(3), plans.product(2)),
+        "one turn": (toys.conversation(1), plans.flat(4)),
+    }[name]
+    team = toys.team(shared=name != "node_wise", max_new=5)
+    with EnvPool(lambda: env, workers=0) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout_host, "generate", said)
+        slots = lambda *size: ((np.zeros((*size, 1, 1), np.float32),) * 2,)
+        patch.setattr(prefixes, "_fill", lambda policy, variables, tokens, *_: slots(len(tokens), 512))
+        patch.setattr(prefixes, "_take", lambda pool, slot: slots(*slot.shape))
+        patch.setattr(prefixes, "_put", lambda pool, *_: pool)
+        patch.setattr(prefixes, "_grow", lambda pool, more: slots(len(pool[0][0]) + more))
+        params = {"shared": {}, "agents": {m.name: {} for m in team.models}}
+        key = jax.random.key(0)
+        tree = rollout_host.play(team, params, pool, TASKS, plan, key, Sampling(), max_prompt=512).tree
+    rng = np.random.default_rng(3)
+    trained = tree.steps.valid & (rng.random(len(tree.steps.valid)) < 0.8)
+    return tree, rng.normal(size=len(trained)).astype(np.float32), trained
+
+
+def packed(name, *, trees, micro_tokens=4096, loss=Loss(), values=None, model=0):
+    tree, advantages, trained = rollout(name)
+    smallest = (64, 8) if trees else (512, 8)  # separate nodes in one width: few programs
+    return packing.pack(
+        tree, model, advantages, trained, loss, micro_tokens=micro_tokens, smallest=smallest, values=values, trees=trees
+    )
+
+
+def trained_lines(name, model=0):
+    """{step: (task, prompt, completion)} of what is trained, from the tables."""
+    tree, _, trained = rollout(name)
+    nodes, steps, out = tree.nodes, tree.steps, {}
+    for c in np.flatnonzero(trained):
+        n = steps.node[c]
+        if nodes.model[n] == model:
+            prompt = nodes.tokens[n, : nodes.length[n]].tolist()
+            out[int(c)] = int(nodes.task[n]), prompt, steps.tokens[c, : steps.length[c]].tolist()
+    return out
+
+
+# --- the layout ------------------------------------------------------------------
+
+words = st.lists(
+    st.tuples(st.integers(0, 1), st.lists(st.integers(0, 1), min_size=1, max_size=7)), min_size=1, max_size=12
+)
+
+
+@given(words, st.integers(1, 40))
+def test_a_token_sees_its_own_sequence_and_stands_once(lines, most):
+    grown = packing.grow([(task, array(ids)) for task, ids in lines], most)
+    assert sorted(i for one in grown for i, _ in one.paths) == list(range(len(lines)))
+    for one in grown:
+        tokens, position, end = map(array, (one.tokens, one.position, one.end))
+        assert len(tokens) <= most or len(one.paths) == 1
+        distinct = {(lines[i][0], *lines[i][1][: t + 1]) for i, _ in one.paths for t in range(len(lines[i][1]))}
+        assert len(tokens) == len(distinct)
+        for i, path in one.paths:
+            assert tokens[path].tolist() == lines[i][1] and position[path].tolist() == list(range(len(path)))
+            for t, at in enumerate(path):
+                seen = [j for j in range(len(tokens)) if j <= at < end[j]]
+                assert seen == path[: t + 1].tolist()
+    for a, b in itertools.pairwise(grown):  # cut only where it has to be
+        assert len(a.tokens) + len(b.tokens) > most
+
+
+@pytest.mark.parametrize("name", ["flat", "product"])
+@pytest.mark.parametrize("micro_tokens", [100_000, 300])
+def test_batches_hold_the_trained_steps(name, micro_tokens):
+    """Walks the mask of every batch: what a target's token sees is the step's prompt and what was said before it."""
+    tree, advantages, trained = rollout(name)
+    batches, found = packed(name, trees=True, micro_tokens=micro_tokens), []
+    assert len(batches) == 1 or micro_tokens == 300
+    for batch in batches:
+        f = batch.forest
+        assert batch.tokens.shape[1] == 0 and (batch.weights.sum((1, 2)) > 0).any()
+        for row in np.flatnonzero(batch.weights.any((1, 2))):
+            size = int((batch.weights[row, 0] > 0).sum())
+            seen = [j for j in range(len(f.end)) if j <= f.at[row, 0, size - 1] < f.end[j]]
+            words = batch.completions[row, 0, :size].tolist()
+            context = f.tokens[seen].tolist()
+            assert context[len(context) - size + 1 :] == words[:-1] and f.position[seen].tolist() == [*range(len(seen))]
+            for t in range(size):
+                assert f.at[row, 0, t] == seen[len(seen) - size + t]
+            found.append((context[: len(context) - size + 1], words, float(batch.advantages[row, 0, 0])))
+    want = [(prompt, words, float(advantages[c])) for c, (_, prompt, words) in trained_lines(name).items()]
+    assert sorted(found) == sorted(want) and len(found) > 10
+
+
+# --- the update ------------------------------------------------------------------
+
+
+@functools.cache
+def policy():
+    return toys.policy(layers=2)
+
+
+@functools.cache
+def own(head=False):
+    start = {"params": jax.jit(policy().init)(jax.random.key(0))}
+    return start | {"value": init_head(jax.random.key(1), 16, 8)} if head else start
+
+
+def gradient(batches, own, loss):
+    kit, total, value = make_learner(policy(), loss, Optimizer(), Sampling(0.8)), None, 0.0
+    for batch in batches:
+        total, metrics, _ = kit.accumulate(own, None, batch, total)
+        value += float(metrics["loss"])
+    return value, total
+
+
+def assert_same_update(one, two):
+    assert one[0] == pytest.approx(two[0], rel=1e-5, abs=1e-6)
+    for x, y in zip(jax.tree.leaves(one[1]), jax.tree.leaves(two[1])):
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y) + 1e-6
+
+
+@pytest.mark.parametrize("name,micro_tokens", [("flat", 4096), ("product", 700)])
+def test_loss_and_gradients_are_those_of_separate_nodes(name, micro_tokens):
+    loss = Loss(importance_cap=2.0, entropy_coef=0.1, aggregate="sequence")
+    forest = packed(name, trees=True, micro_tokens=micro_tokens, loss=loss)
+    nodes = packed(name, trees=False, micro_tokens=micro_tokens, loss=loss)
+    assert all(b.forest is not None for b in forest) and all(b.forest is None for b in nodes)
+    assert len(forest) == 1 or micro_tokens == 700
+    one, two = (gradient(batches, own(), loss) for batches in (forest, nodes))
+    assert abs(one[0]) > 1e-3
+    assert_same_update(one, two)
+
+
+def test_values_of_nodes_go_along_once():
+    """A node's value is at its last prompt token, whatever completions the forest holds."""
+    tree, loss = rollout("product")[0], Loss(value_coef=0.5)
+    rng, n = np.random.default_rng(0), len(tree.nodes.role)
+    values = NodeTargets(*(rng.normal(size=n).astype(np.float32) for _ in range(3)))
+    values = values.replace(weight=np.abs(values.weight))
+    batches = [packed("product", trees=t, micro_tokens=700, loss=loss, values=values) for t in (True, False)]
+    assert len(batches[0]) > 1 and batches[0][0].forest is not None
+    assert_same_update(*(gradient(b, own(head=True), loss) for b in batches))
+
+
+@pytest.mark.parametrize("name", ["flat", "node_wise", "product"])
+def test_an_update_sends_each_token_of_the_tree_once(name):
+    batches, lines = packed(name, trees=True), trained_lines(name).values()
+    context = [(task, prompt + words[:-1]) for task, prompt, words in lines]
+    unique = len({(task, *ids[: t + 1]) for task, ids in context for t in range(len(ids))})
+    assert unique <= sum(map(trunk_tokens, batches)) <= 1.05 * unique
+    assert sum(map(trunk_tokens, packed(name, trees=False))) > 1.5 * unique
+
+
+def test_nothing_is_gained_where_prompts_are_not_shared():
+    assert all(b.forest is None for b in packed("one turn", trees=True))
+    dpo = Loss(objective="dpo", aggregate="sum")
+    assert all(b.forest is None for b in packed("flat", trees=True, loss=dpo))
+
+
+def test_the_update_counts_what_it_sends():
+    batches, loss = packed("flat", trees=True), Loss()
+    kit = make_learner(policy(), loss, Optimizer(), Sampling(0.8))
+    start = jax.tree.map(np.array, own())
+    got = update(kit, loss, start, None, kit.init(start), batches)
+    assert got.metrics["trunk_tokens"] == sum(map(trunk_tokens, batches)) > 100 and got.metrics["ok"]
