@@ -207,7 +207,7 @@ def learn(
             micro_tokens=cfg.micro_tokens,
             smallest=smallest,
             values=values,
-            trees=played.records is not None,
+            trees=played.records is not None and m.policy.hidden_tree is not None,
         )
     params, opt_state, metrics = update_models(
         team.models, learners, cfg.loss, state.params, state.opt_state, batches, state.params.get("reference")
