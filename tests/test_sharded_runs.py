@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import toys
 
+from experiments import evaluate
 from jaxmarl_llm import loop, sharding
 from jaxmarl_llm.checkpoint import Checkpointer, digests
+from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs import matrix
 from jaxmarl_llm.lora import init_lora
@@ -25,7 +27,7 @@ from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.sharding import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner, pad_rows, update
+from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner, pack, pad_rows, update
 from jaxmarl_llm.workers import EnvPool
 
 MESHES = {"8x1x1": (8, 1, 1), "1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2)}
@@ -341,3 +343,26 @@ def test_models_that_do_not_fit_the_mesh_are_named(backbone, mesh, message):
     team = {"backbone": {**BACKBONE, "head_dim": 8, **backbone}}
     with pytest.raises(ConfigError, match=message):
         magrpo.make(config(magrpo, None, team=team, mesh=dict(zip(sharding.AXES, mesh))))
+
+
+def test_what_takes_no_mesh_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.mesh: a run compiled as a whole has none"):
+        make_program(config(magrpo, "8x1x1"), flat(2))
+    with pytest.raises(ConfigError, match=r"--mesh: expected three numbers as in 1,8,1, got '1,x,1'"):
+        evaluate.open_run(tmp_path, ["1", "x", "1"])
+
+
+def test_micro_batches_are_whole_on_every_device(folder):
+    """Nodes of a packed batch are a multiple of the parts, hold what they held, and cost no device more tokens."""
+    tree, loss = stepped(magrpo, None, folder).tree, Loss(clip_low=None, aggregate="sum")
+    gain = np.random.default_rng(0).normal(size=len(tree.steps.node)).astype(np.float32)
+    packed = {parts: pack(tree, 0, gain, tree.steps.valid, loss, micro_tokens=40, parts=parts) for parts in (1, 4, 8)}
+    seen = lambda batches: sorted(b.advantages[b.weights > 0].tolist() for b in batches)
+    flat_seen = {parts: sorted(x for row in seen(batches) for x in row) for parts, batches in packed.items()}
+    assert len(flat_seen[1]) > 8 and flat_seen[1] == flat_seen[4] == flat_seen[8]
+    for parts, batches in packed.items():
+        for b in batches:
+            n, p = b.tokens.shape
+            assert n % parts == 0
+            assert n // parts == 1 or n // parts * (p + b.completions[0].size) <= 40
+    assert len(packed[8]) < len(packed[4]) < len(packed[1])
