@@ -1,14 +1,15 @@
 """Evaluate a run's newest checkpoint on held-out tasks:
 
-    python -m experiments.evaluate --workdir=runs/demo [--out=FILE.json]
+    python -m experiments.evaluate --workdir=runs/demo [--out=FILE.json] [--mesh=1,1,1]
     python -m experiments.evaluate --workdir=runs/pair --partner=runs/other --relay=2 --solo=runs/solo
 
 Prints success and mean reward components of episodes sampled as in training and of greedy ones. The configuration is
-the one the checkpoint was trained with. With ``--partner`` or ``--solo`` also a table of who plays with whom, and of
-the gap to one agent alone (experiments/gap.py); ``--solo`` may be the run itself where its environment has a form for
-one agent.
+the one the checkpoint was trained with, but for the devices: ``--mesh`` says which of this machine's are used. With
+``--partner`` or ``--solo`` also a table of who plays with whom, and of the gap to one agent alone (experiments/gap.py);
+``--solo`` may be the run itself where its environment has a form for one agent.
 """
 
+import dataclasses
 import importlib
 import json
 import logging as python_logging
@@ -22,15 +23,21 @@ flags.DEFINE_string("partner", None, "Folder of another run of the same roles: i
 flags.DEFINE_integer("relay", 0, "Turns for which the partner plays the first seat; then its own model.", lower_bound=0)
 flags.DEFINE_string("solo", None, "Folder of a run whose first model plays alone; what the gap is measured from.")
 flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
+flags.DEFINE_list("mesh", "1,1,1", "Devices along data, fsdp and tensor; -1 on one of them: those that remain.")
 
 
-def open_run(workdir, flag="workdir"):
-    """(config, recipe, state) of the newest checkpoint in ``workdir``; without one a ConfigError naming ``flag``."""
+def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
+    """(config, recipe, state) of the newest checkpoint in ``workdir``, on ``mesh``; without one a ConfigError that
+    names ``flag``.
+    """
     from jaxmarl_llm import loop
     from jaxmarl_llm.checkpoint import Checkpointer
     from jaxmarl_llm.config import from_dict
+    from jaxmarl_llm.sharding import MeshConfig
     from jaxmarl_llm.text import ConfigError
 
+    if len(mesh) != 3 or not all(size.removeprefix("-").isdigit() for size in mesh):
+        raise ConfigError(f"--mesh: expected three numbers as in 1,8,1, got {','.join(mesh)!r}")
     if not (Path(workdir) / "checkpoints").is_dir():
         raise ConfigError(f"--{flag}: {workdir} holds no checkpoints; train first")
     saver = Checkpointer(workdir)
@@ -39,7 +46,7 @@ def open_run(workdir, flag="workdir"):
         if meta is None:
             raise ConfigError(f"--{flag}: {workdir}/checkpoints holds no readable step")
         module = importlib.import_module(f"jaxmarl_llm.recipes.{meta['config']['recipe']}")
-        cfg = from_dict(module.Config, meta["config"])
+        cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(*map(int, mesh)))
         recipe = module.make(cfg)
         state = loop.restore(saver, recipe, meta)[0]
     finally:
@@ -76,7 +83,7 @@ def company(cfg, recipe, state, flag_values):
 def main(cfg, workdir, flag_values):
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
-    cfg, recipe, state = open_run(workdir)
+    cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh)
     try:
         teams = company(cfg, recipe, state, flag_values)
         figures = {"step": int(state.step), **recipe.evaluate(state)}

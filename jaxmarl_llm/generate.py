@@ -12,6 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmarl_llm.sampling import Sampling, sample, sample_hidden
+from jaxmarl_llm.sharding import cut_rows, meshed
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
 
@@ -51,13 +52,14 @@ def sample_completions(
     slots 0 to length - 2 of a sample are filled, its last token is never read.
     """
     n, g = keys.shape
+    tokens, length, keys, active = cut_rows((tokens, length, keys, active))
     stops = jnp.array(stop_ids, jnp.int32)
     layers = policy.unstack(variables)
     hidden, prefix, length = fill(policy, variables, tokens, length, prefix, start)
 
     def draw(hidden: jax.Array, t: jax.Array | int, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         u = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))(keys.reshape(-1)).reshape(n, g)
-        if isinstance(policy.unembed, Unembed):
+        if isinstance(policy.unembed, Unembed) and not meshed():
             token, logprob = sample_hidden(hidden, policy.unembed.head(layers), u, sampling)
         else:
             token, logprob = sample(policy.unembed(layers, hidden), u, sampling)
@@ -86,7 +88,8 @@ def sample_completions(
         )
         return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix
 
-    state = (jnp.int32(0), idle, jnp.zeros((n, g), jnp.int32), out_tokens, out_logprobs, hidden, suffix)
+    rows = cut_rows((idle, jnp.zeros((n, g), jnp.int32), out_tokens, out_logprobs, hidden, suffix))
+    state = (jnp.int32(0), *rows)
     _, done, count, out_tokens, out_logprobs, _, suffix = jax.lax.while_loop(unfinished, step, state)
     out = Completions(tokens=out_tokens, length=count, logprobs=out_logprobs, truncated=~done)
     return (out, prefix, suffix) if keep else out
@@ -147,6 +150,11 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
         embed=over_rows(policy.embed),
         unstack=lambda variables: variables,
     )
+
+
+def up_to(n: int, multiple: int) -> int:
+    """The least multiple that holds n."""
+    return -(-n // multiple) * multiple
 
 
 def bucket(n: int, smallest: int = 1) -> int:

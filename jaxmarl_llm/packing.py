@@ -37,13 +37,15 @@ def pack(
     smallest: tuple[int, int] = (16, 8),
     values: NodeTargets | None = None,
     trees: bool = False,
+    parts: int = 1,
 ) -> list[Batch]:
     """Micro-batches of the steps of ``model`` marked in ``trained`` [C]; ``advantages`` [C] or [C R].
 
     Nodes are grouped by the bucket of their number of trained steps, prompt and completion length (from ``smallest``
     on). A micro-batch holds as many nodes, a power of two, as fit ``micro_tokens`` trunk tokens P + G R, at least one;
     what remains goes into one of a quarter, a sixteenth, ... of that size, so that few programs are compiled.
-    ``values`` of all nodes of the tree go along with the nodes that have a trained step.
+    ``values`` of all nodes of the tree go along with the nodes that have a trained step. ``parts``: devices that share
+    the rows of a micro-batch; each has ``micro_tokens``.
 
     ``trees``: as forests where these have fewer than 1 / 1.3 of the tokens. A completion is then a group of its own
     (dpo, which compares samples of a node, keeps its groups), and a forest of more than ``micro_tokens`` or 2048 tokens
@@ -65,12 +67,12 @@ def pack(
     for i, c in enumerate(rows):
         of_node.setdefault(int(steps.node[c]), []).append(i)
 
-    parts = _Trained(nodes, steps, rows, weights, adv, values)
+    given = _Trained(nodes, steps, rows, weights, adv, values)
     if trees and loss.objective == "policy":
-        grown = grow(parts.lines(), min(micro_tokens, ROW))
+        grown = grow(given.lines(), min(micro_tokens, ROW))
         groups = sum(int(nodes.length[n]) for n in of_node) + int((steps.length[rows] - 1).sum())
         if groups > GAIN * sum(len(one.tokens) for one in grown):
-            return [parts.forest(one, smallest) for one in grown]
+            return [given.forest(one, smallest) for one in grown]
 
     shapes: dict[tuple[int, int, int], list[int]] = {}
     for n, members in of_node.items():
@@ -83,8 +85,9 @@ def pack(
         full = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
         while members:
             size = full
-            while size >= 4 and size // 4 >= len(members):
+            while size >= 4 and size // 4 * parts >= len(members):
                 size //= 4
+            size *= parts
             part, members = members[:size], members[size:]
             tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
             completions = np.zeros((size, g, r), np.int32)

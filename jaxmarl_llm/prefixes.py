@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxmarl_llm.generate import bucket, fill
+from jaxmarl_llm.generate import bucket, fill, up_to
+from jaxmarl_llm.sharding import meshed, row_parts
 from jaxmarl_llm.types import Params, Policy, PyTree
 
 SHORT = 8  # tokens: a shorter beginning is computed again, which takes less than fetching it
@@ -113,6 +114,7 @@ class Prefixes:
 
     def __init__(self, policy: Policy, pad_id: int) -> None:
         self._policy, self._pad = policy, pad_id
+        self._reuses = policy.extend is not None and not meshed()  # a pool is not cut over devices yet
         self._tries: dict[int, Trie] = {}
         self._pool: PyTree = None
         self._used = 0
@@ -120,7 +122,7 @@ class Prefixes:
 
     def ready(self, variables: Params, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> Ready:
         """A launch of these prompts, one row each in their order, after the stems they share."""
-        if self._policy.extend is None:
+        if not self._reuses:
             return self._gather(tasks, prompts)
         groups: dict[tuple[int, int], list[np.ndarray]] = {}
         known: dict[tuple[int, int], int] = {}
@@ -150,7 +152,7 @@ class Prefixes:
         said: Sequence[Sequence[Sequence[int]]] = (),
     ) -> None:
         """Into the pool: prompts, and the samples ``said`` at each but their last tokens, from a launch's caches."""
-        if self._policy.extend is None:
+        if not self._reuses:
             return
         to_prompt = np.full(prefix[0][0].shape[:2], NOWHERE, np.int32)
         to_said = None if suffix is None else np.full(suffix[0][0].shape[:3], NOWHERE, np.int32)
@@ -179,7 +181,10 @@ class Prefixes:
 
     def _gather(self, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> Ready:
         found = [self._find(task, ids) for task, ids in zip(tasks, prompts)]
-        size, rest = bucket(len(prompts), 4), [len(ids) - len(slots) for ids, slots in zip(prompts, found)]
+        size, rest = (
+            up_to(bucket(len(prompts), 4), row_parts()),
+            [len(ids) - len(slots) for ids, slots in zip(prompts, found)],
+        )
         self.sent += sum(rest)
         cached = any(len(slots) for slots in found)
         tokens = np.full((size, bucket(max(rest), 16 if cached else 32)), self._pad, np.int32)

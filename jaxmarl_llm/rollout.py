@@ -19,6 +19,7 @@ from jaxmarl_llm.generate import Completions, by_row, sample_completions
 from jaxmarl_llm.memory import MemoryConfig, read
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import cut_rows
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import (
     FROZEN,
@@ -216,6 +217,7 @@ def make_rollout(
         cast: jax.Array | None = None,
     ) -> Tree:
         batch = jax.tree.leaves(tasks)[0].shape[0]
+        tasks = cut_rows(tasks)
         ids = jnp.arange(batch, dtype=jnp.int32)
         roots = fold(jnp.broadcast_to(key, (batch,)), ids)
         state = jax.vmap(env.reset)(fold(roots, RESET), tasks)
@@ -353,7 +355,7 @@ def make_rollout(
             frontier = {b: jax.tree.map(lambda *x: jnp.concatenate(x), *places) for b, places in reached.items()}
 
         join = lambda tables: jax.tree.map(lambda *x: jnp.concatenate(x), *tables)
-        all_nodes, all_steps, all_moves = join(nodes), join(steps), join(moves)
+        all_nodes, all_steps, all_moves = cut_rows((join(nodes), join(steps), join(moves)))
         counts = Counts(
             sequences=all_steps.valid.sum(),
             branch_sequences=branched,

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.generate import bucket, generate
+from jaxmarl_llm.generate import bucket, generate, up_to
 from jaxmarl_llm.host_tables import checked, make_tables, replace_rewards, reward_row
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.prefixes import Prefixes
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import put_rows, row_parts
 from jaxmarl_llm.text import Action, Prompt
 from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
@@ -153,7 +154,7 @@ def play(
             launch.setdefault((speaker(frontier[i].task, role), widths[i]), []).append(n)
         for at, ((m, g), members) in enumerate(sorted(launch.items())):
             launches += 1
-            model, size = team.models[m], bucket(len(members), 4)
+            model, size = team.models[m], up_to(bucket(len(members), 4), row_parts())
             limit = max(team.roles[flat[n][1]].max_new for n in members)
             data = _pad(np.stack([frontier[flat[n][0]].key for n in members]), size)
             roles = _pad(np.array([flat[n][1] for n in members]), size)
@@ -163,10 +164,9 @@ def play(
             out, prefix, suffix = generate(
                 model.policy,
                 model.variables(params),
-                ready.tokens,
-                ready.length,
+                *put_rows((ready.tokens, ready.length)),
                 _sample_keys(data, roles, group=g),
-                np.arange(size) < len(members),
+                put_rows(np.arange(size) < len(members)),
                 max_new=limit,
                 stop_ids=model.tokenizer.stop_ids,
                 pad_id=model.tokenizer.pad_id,

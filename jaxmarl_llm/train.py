@@ -21,6 +21,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxmarl_llm import sharding
 from jaxmarl_llm.kernels.head_loss import head_logprob, head_loss
 from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, dpo, head_value, policy_loss, value_loss
 from jaxmarl_llm.sampling import Sampling, score
@@ -168,6 +169,15 @@ def trunk_tokens(batch: Batch) -> int:
     return int(np.where(said.any((1, 2)), batch.length, 0).sum() + last.sum())
 
 
+def pad_rows(batch: Batch, multiple: int) -> Batch:
+    """``batch`` with rows of weight 0 behind it, up to a multiple of rows."""
+    extra = -len(batch.length) % multiple
+    if not extra:
+        return batch
+    more = jax.tree.map(lambda x: np.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
+    return more.replace(length=np.maximum(more.length, 1))
+
+
 token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
 
 
@@ -253,12 +263,23 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
 
     def scores(v: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [N G R] under ``v``, from the hidden states."""
-        if head is not None:
+        if head is not None and not sharding.meshed():
             return head_logprob(hidden, head(v), batch.completions, temperature=sampling.temperature)
-        # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
         rows = hidden.reshape(-1, *hidden.shape[2:]), batch.completions.reshape(-1, batch.completions.shape[-1])
-        one = jax.checkpoint(lambda row: score(unembed(v, row[0]), row[1], sampling))
-        logprob, entropy = jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
+
+        def score_rows(v: Params, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
+            one = jax.checkpoint(lambda row: score(unembed(v, row[0]), row[1], sampling))
+            return jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
+
+        parts = sharding.row_parts()
+        if parts == 1 or len(hidden) % parts:
+            logprob, entropy = score_rows(v, rows)
+        else:
+            # Each part goes through its own rows with its own copy of the head, whose gradients are added up once, at
+            # the end, and not after every completion.
+            own_rows = sharding.cut_rows(jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows), rest=None)
+            logprob, entropy = jax.vmap(score_rows)(sharding.copies(v), own_rows)
         return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape)
 
     def score_batch(own: Params, shared: Params | None, batch: Batch) -> jax.Array:
@@ -274,7 +295,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         hidden = hidden_states(v, batch)
         data = RowData(batch.weights, batch.advantages, batch.behaviour, batch.old, batch.reference)
         terms = functools.partial(row_loss, loss)
-        if head is not None:
+        if head is not None and not sharding.meshed():
             # What adds up: groups, completions or tokens, the leading one, two or three axes of [N G R].
             axes = 1 if loss.objective == "dpo" else 2 if loss.level == "sequence" else 3
             hidden_rows, completions, data_rows = jax.tree.map(
@@ -301,7 +322,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
 
     def accumulate(own: Params, shared: Params | None, batch: Batch, gradient: PyTree | None) -> Any:
         new, (metrics, gap) = jax.grad(objective, has_aux=True)(own, shared, batch)
-        new = jax.tree.map(lambda g: g.astype(jnp.float32), new)
+        new = sharding.settle(jax.tree.map(lambda g: g.astype(jnp.float32), new))
         return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, gap
 
     def apply(own: Params, opt_state: PyTree, gradient: PyTree, value: jax.Array) -> Any:
@@ -310,14 +331,14 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         updates, after = tx.update(gradient, opt_state, own)
         keep = lambda new, old: jnp.where(ok, new, old)
         return (
-            jax.tree.map(keep, optax.apply_updates(own, updates), own),
-            jax.tree.map(keep, after, opt_state),
+            sharding.settle(jax.tree.map(keep, optax.apply_updates(own, updates), own)),
+            sharding.settle(jax.tree.map(keep, after, opt_state)),
             norm,
             ok,
         )
 
     return Learner(
-        init=jax.jit(tx.init),
+        init=jax.jit(lambda own: sharding.settle(tx.init(own))),
         score=jax.jit(score_batch),
         value=jax.jit(value),
         accumulate=jax.jit(accumulate, donate_argnums=(3,)),
@@ -351,6 +372,7 @@ def update(
     ``reference`` (a tree like own) is the policy of the KL term, or of dpo. A non-finite loss or gradient skips that
     optimizer step: parameters and optimizer state come back as they were, ``ok`` is 0.
     """
+    batches = [sharding.put_rows(pad_rows(b, sharding.row_parts())) for b in batches]
     if loss.refers:
         if reference is None:
             raise ValueError("the loss needs the reference parameters: kl_coef is set, or it is dpo")

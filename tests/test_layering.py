@@ -21,6 +21,7 @@ LAYERS = {
         "credit",
         "past",
         "sandbox",
+        "sharding",
     ],
     2: ["qwen", "tabular", "generate", "envs", "data"],
     3: [

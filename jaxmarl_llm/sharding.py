@@ -1,0 +1,274 @@
+"""Where arrays live: a mesh of (data, fsdp, tensor) axes, and rules from a leaf's path to its place on it.
+
+    data    rows of batches and tables; parameters are copies
+    fsdp    rows too; parameters and optimizer state are cut along their D axis and gathered where they are used
+    tensor  heads, feed-forward units and vocabulary, of parameters and of what is computed from them
+
+A dimension of a leaf has a logical name (``axes_of``), a logical name a mesh axis (``RULES``). The engine is JAX's own:
+programs are compiled for the mesh that ``on`` sets (GSPMD, Auto axes), and without one they are what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.types import PyTree
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")
+
+# Logical axis -> mesh axes. What is not named lies whole on every device.
+RULES: dict[str, tuple[str, ...]] = {
+    "rows": ROWS,
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "rank": (),
+}
+
+# Kernels are stored [in, out]. An adapter's A is [in, rank], its B [rank, out], a bias [out].
+KERNELS = {
+    "q_proj": ("embed", "heads"),
+    "k_proj": ("embed", "kv_heads"),
+    "v_proj": ("embed", "kv_heads"),
+    "o_proj": ("heads", "embed"),
+    "gate_proj": ("embed", "mlp"),
+    "up_proj": ("embed", "mlp"),
+    "down_proj": ("mlp", "embed"),
+    "lm_head": ("embed", "vocab"),
+}
+# Small by nature, whole on every device: norms, value heads, factored second moments (optax.adafactor).
+WHOLE = {"scale", "value", "v_row", "v_col"}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; -1 on one of them: the devices that remain."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def check(self, path: str) -> None:
+        sizes = {name: getattr(self, name) for name in AXES}
+        for name, size in sizes.items():
+            if size != -1 and size < 1:
+                raise ConfigError(f"{path}.{name}: expected >= 1, or -1 for the devices that remain, got {size}")
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise ConfigError(f"{path}: expected -1 on one axis at most, got it on {' and '.join(free)}")
+
+
+def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str = "config.mesh") -> Mesh:
+    """The mesh over all of ``devices`` (None: those of JAX). ConfigError when they cannot be laid out like that."""
+    cfg.check(path)
+    devices = jax.devices() if devices is None else devices
+    sizes = [getattr(cfg, name) for name in AXES]
+    known = math.prod(s for s in sizes if s != -1)
+    if -1 in sizes and len(devices) % known == 0:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if math.prod(sizes) != len(devices):
+        asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in AXES)
+        raise ConfigError(f"{path}: {len(devices)} devices cannot be {asked}; expected a product of {len(devices)}")
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def spec(*axes: str | None) -> PartitionSpec:
+    """The mesh axes of logical ones, a dimension each. ConfigError when two dimensions would share a mesh axis."""
+    taken: dict[str, str] = {}
+    for axis in axes:
+        for mesh_axis in RULES[axis] if axis is not None else ():
+            if mesh_axis in taken:
+                raise ConfigError(f"sharding: {taken[mesh_axis]!r} and {axis!r} would both lie on axis {mesh_axis!r}")
+            taken[mesh_axis] = str(axis)
+    places = (RULES[axis] if axis is not None else () for axis in axes)
+    return PartitionSpec(*(p[0] if len(p) == 1 else p or None for p in places))
+
+
+def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The keys, fields and positions of a path of jax.tree_util."""
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+def axes_of(names: Sequence[str], ndim: int) -> tuple[str | None, ...]:
+    """Logical axes of a leaf of parameters, adapters, heads, or of an optimizer state that mirrors them.
+
+    Leading axes that the rule does not name (layers, snapshots) are whole. ConfigError for a leaf that no rule knows.
+    """
+    parent, last = names[-2] if len(names) > 1 else "", names[-1] if names else ""
+    axes: tuple[str | None, ...] = ()
+    if WHOLE.isdisjoint(names):
+        if parent in KERNELS:
+            fan_in, fan_out = KERNELS[parent]
+            axes = {"kernel": (fan_in, fan_out), "bias": (fan_out,), "a": (fan_in, "rank"), "b": ("rank", fan_out)}[
+                last
+            ]
+        elif (parent, last) == ("embed", "embedding"):
+            axes = ("vocab", "embed")
+        elif ndim > 1:
+            raise ConfigError(f"sharding: no rule for parameter {'/'.join(names)}")
+    if ndim < len(axes):
+        axes = ()  # the stand-in [1] of a factored optimizer
+    return (None,) * (ndim - len(axes)) + axes
+
+
+def param_specs(tree: PyTree) -> PyTree:
+    """PartitionSpec of every leaf (arrays or ShapeDtypeStructs), by its path."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes_of(names_of(path), len(x.shape))), tree)
+
+
+def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
+    """ConfigError that names the leaf, its size and the axis where a dimension cannot be cut into equal parts."""
+    by_leaf = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    for (path, leaf), place in zip(jax.tree_util.tree_leaves_with_path(tree), by_leaf, strict=True):
+        for dim, entry in zip(leaf.shape, place):
+            axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            parts = math.prod(mesh.shape[a] for a in axes)
+            if dim % parts:
+                raise ConfigError(
+                    f"parameter {'/'.join(names_of(path))} {tuple(leaf.shape)}: {dim} does not divide into the {parts} "
+                    f"parts of mesh axis {' x '.join(axes)}"
+                )
+
+
+def check_heads(mesh: Mesh, model: str, heads: int, kv_heads: int) -> None:
+    """ConfigError unless every device of the tensor axis holds whole heads."""
+    parts = mesh.shape["tensor"]
+    for name, count in (("query", heads), ("key/value", kv_heads)):
+        if count % parts:
+            raise ConfigError(f"config.mesh.tensor: {count} {name} heads of {model} do not divide into {parts} parts")
+
+
+def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
+    """NamedSharding of every leaf, checked."""
+    specs = param_specs(tree)
+    check_divides(mesh, tree, specs)
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def rows(mesh: Mesh) -> NamedSharding:
+    """The leading axis of tables and batches, over data and fsdp."""
+    return NamedSharding(mesh, spec("rows"))
+
+
+def whole(mesh: Mesh) -> NamedSharding:
+    """A copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def place(mesh: Mesh, tree: PyTree) -> PyTree:
+    """Parameters, adapters, heads or optimizer states on their devices."""
+    return jax.device_put(tree, shardings(mesh, tree))
+
+
+def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """What runs inside is compiled for ``mesh`` (the functions below do their work there); None: as without."""
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def current() -> Mesh | None:
+    """The mesh of `on`, outside of compiled functions."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def meshed() -> bool:
+    """Whether what runs here is compiled for a mesh."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
+def row_parts() -> int:
+    """Into how many parts rows are cut; 1 without a mesh. Here and below also inside of compiled functions."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[a] for a in ROWS)
+
+
+def put_rows(tree: PyTree) -> PyTree:
+    """Host tables onto the mesh, their leading axes cut; without a mesh as they are."""
+    mesh = current()
+    return tree if mesh is None else jax.device_put(tree, rows(mesh))
+
+
+def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree:
+    """Inside a compiled function: leading axes are cut, those that do not divide are left to the compiler.
+
+    ``rest``: the place of the other axes, left to the compiler or None (whole).
+    """
+    parts = row_parts()
+    if parts == 1:
+        return tree
+
+    def cut(x: jax.Array) -> jax.Array:
+        if not x.ndim or x.shape[0] % parts:
+            return x
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, *[rest] * (x.ndim - 1)))
+
+    return jax.tree.map(cut, tree)
+
+
+def settle(tree: PyTree) -> PyTree:
+    """Inside a compiled function: parameters, gradients or optimizer states where the rules say."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, param_specs(tree))
+
+
+def _gathered(place: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if axis == "fsdp" else axis for axis in place))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x: jax.Array, place: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, _gathered(place))
+
+
+# The transpose of a constraint is the same constraint, which would have every device hold the whole gradient.
+_gather.defvjp(
+    lambda x, place: (_gather(x, place), None),
+    lambda place, _, g: (jax.lax.with_sharding_constraint(g, place),),
+)
+
+
+def gather(tree: PyTree) -> PyTree:
+    """Inside a compiled function: parameters whole along fsdp for use, their gradients cut again."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["fsdp"] == 1:
+        return tree
+    return jax.tree.map(_gather, tree, param_specs(tree))
+
+
+def copies(tree: PyTree) -> PyTree:
+    """Inside a compiled function: parameters once for each part of the rows [parts ...], whole along fsdp."""
+    parts = row_parts()
+
+    def copy(x: jax.Array, place: PartitionSpec) -> jax.Array:
+        wide = jnp.broadcast_to(_gather(x, place), (parts, *x.shape))
+        return jax.lax.with_sharding_constraint(wide, PartitionSpec(ROWS, *_gathered(place)))
+
+    return jax.tree.map(copy, tree, param_specs(tree))
+
+
+def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
+    """The layout of generation: whole along fsdp, so that no token waits for weights, cut along tensor as before.
+
+    Made once a rollout, in the process: what is cut along fsdp moves, every other leaf is the same array.
+    """
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return params
+
+    def move(x: jax.Array, place: PartitionSpec) -> jax.Array:
+        return x if _gathered(place) == place else jax.device_put(x, NamedSharding(mesh, _gathered(place)))
+
+    return jax.tree.map(move, params, param_specs(params))
