@@ -30,6 +30,7 @@ from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.rollout import make_rollout, mean_embedding
 from jaxmarl_llm.rollout_host import HostRollout, play
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import current, to_rollout
 from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
 from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool
@@ -163,6 +164,7 @@ class ArrayArena(Arena):
     ):
         source = self.held_out if held_out else self.tasks
         tasks = jax.tree.map(lambda x: x[np.asarray(indices)], source)
+        params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         rollout = self._compiled(team, plan, sampling, memory_config)
         tree = jax.device_get(rollout(params, memory, tasks, key, jnp.int32(version), cast))
         decode = team.models[0].tokenizer.decode
@@ -223,6 +225,7 @@ class HostArena(Arena):
         self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False, cast=None
     ):
         source = self.held_out if held_out else self.tasks
+        params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         recall = None
         if memory_config is not None:
             recall = functools.partial(_recall, self.module.with_memory, team, params, memory, memory_config)

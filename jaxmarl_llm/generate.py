@@ -11,6 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmarl_llm.sampling import Sampling, sample
+from jaxmarl_llm.sharding import cut_rows
 from jaxmarl_llm.types import Params, Policy, PyTree
 
 
@@ -43,7 +44,7 @@ def sample_completions(
     every sample is done, after at most ``max_new`` tokens.
     """
     n, g = keys.shape
-    length = jnp.maximum(length, 1)
+    tokens, length, keys, active = cut_rows((tokens, jnp.maximum(length, 1), keys, active))
     stops = jnp.array(stop_ids, jnp.int32)
     layers = policy.unstack(variables)
     hidden, prefix = policy.prefill(variables, tokens, length)
@@ -76,7 +77,8 @@ def sample_completions(
         )
         return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix
 
-    state = (jnp.int32(0), idle, jnp.zeros((n, g), jnp.int32), out_tokens, out_logprobs, hidden, suffix)
+    rows = cut_rows((idle, jnp.zeros((n, g), jnp.int32), out_tokens, out_logprobs, hidden, suffix))
+    state = (jnp.int32(0), *rows)
     _, done, count, out_tokens, out_logprobs, _, _ = jax.lax.while_loop(unfinished, step, state)
     return Completions(tokens=out_tokens, length=count, logprobs=out_logprobs, truncated=~done)
 
@@ -115,6 +117,11 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
         embed=over_rows(policy.embed),
         unstack=lambda variables: variables,
     )
+
+
+def up_to(n: int, multiple: int) -> int:
+    """The least multiple that holds n."""
+    return -(-n // multiple) * multiple
 
 
 def bucket(n: int, smallest: int = 1) -> int:

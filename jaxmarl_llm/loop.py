@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.sharding import Mesh
 
-from jaxmarl_llm import __version__, memory, past
+from jaxmarl_llm import __version__, memory, past, sharding
 from jaxmarl_llm.arena import Arena, Played, make_arena
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.config import diff, from_dict, to_dict
@@ -26,6 +27,7 @@ from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import PAST, PICK, SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, offline_step
 from jaxmarl_llm.team import init_params, make_team, with_past
 from jaxmarl_llm.text import ConfigError
@@ -85,6 +87,34 @@ def open_arena(cfg: BaseConfig) -> tuple[Arena, Team]:
     return arena, make_team(cfg.team, arena.env.roles)
 
 
+def open_mesh(cfg: BaseConfig, team: Team) -> Mesh | None:
+    """The mesh of a configuration, None for one device; ConfigError when a model does not fit it."""
+    if cfg.mesh == MeshConfig(data=1):
+        if jax.device_count() > 1:
+            logging.info("config.mesh: 1 of %d devices is used; data=-1 takes all", jax.device_count())
+        return None
+    mesh = sharding.make_mesh(cfg.mesh)
+    if mesh.size == 1:
+        return None
+    for model in team.models:
+        arch = model.policy.config
+        sharding.check_heads(mesh, model.name, arch.num_heads, arch.num_kv_heads)
+        tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
+        sharding.check_divides(mesh, tree, sharding.param_specs(tree))
+    return mesh
+
+
+def settled(mesh: Mesh | None, state: TrainState) -> TrainState:
+    """``state`` where it lives: parameters and optimizer states by the rules, all else on every device."""
+    if mesh is None:
+        return state
+    everywhere = {
+        k: jax.device_put(getattr(state, k), sharding.whole(mesh)) for k in ("step", "key", "memory", "counters")
+    }
+    placed = {k: sharding.place(mesh, getattr(state, k)) for k in ("params", "opt_state")}
+    return state.replace(**everywhere, **placed)
+
+
 def make_phases(
     cfg: BaseConfig,
     team: Team,
@@ -98,8 +128,9 @@ def make_phases(
 ) -> Recipe:
     """Stage 0 for ``sft.steps``, then ``phases`` one after the other. ``stores()``: empty memories by role.
 
-    ``context``: memory entries in demonstrations.
+    ``context``: memory entries in demonstrations. ConfigError when the models do not fit the mesh of the configuration.
     """
+    mesh = open_mesh(cfg, team)
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
     data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, context) if cfg.sft.steps else {}
 
@@ -122,7 +153,7 @@ def make_phases(
         for phase in phases:
             params |= phase.begin(params["agents"])
         last = phases[phase_of(max(step - 1, 0))]  # a state is as its last step left it
-        return TrainState(
+        state = TrainState(
             step=jnp.int32(0),
             key=jax.random.key(cfg.seed),
             params=params,
@@ -130,6 +161,7 @@ def make_phases(
             memory=stores(),
             counters={"skipped": jnp.int32(0)},
         )
+        return settled(mesh, state)
 
     def step(state: TrainState, logger: Logger) -> tuple[TrainState, dict[str, float]]:
         now = int(state.step)
@@ -138,9 +170,20 @@ def make_phases(
             agents = state.params["agents"]
             params = {**state.params, **phases[k].begin(agents)}
             state = state.replace(params=params, opt_state=optimizers(phases[k], agents))
-        return phases[k].step(state, now - starts[k], logger)
+        state, metrics = phases[k].step(state, now - starts[k], logger)
+        return settled(mesh, state), metrics
 
-    return Recipe(team, arena, sum(p.steps for p in phases), init, step, evaluate, episodes)
+    def there(function: Callable) -> Callable:
+        """``function`` on the mesh of the run."""
+
+        def call(*args: Any) -> Any:
+            with sharding.on(mesh):
+                return function(*args)
+
+        return call
+
+    total = sum(p.steps for p in phases)
+    return Recipe(team, arena, total, there(init), there(step), there(evaluate), episodes)
 
 
 def make_recipe(
@@ -417,8 +460,8 @@ def fingerprint_of(tree: Any) -> str:
     return hashlib.sha256(json.dumps(digests(tree), sort_keys=True).encode()).hexdigest()
 
 
-# What may differ between the runs that make up one: none of it changes a computed value.
-FREE = ("config.steps", "config.run.", "config.env.workers", "config.env.timeout")
+# What may differ between the runs that make up one: none of it changes a computed value, a mesh but for rounding.
+FREE = ("config.steps", "config.run.", "config.env.workers", "config.env.timeout", "config.mesh")
 
 
 def _check_same(cfg: BaseConfig, meta: Mapping[str, Any], allowed: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmarl_llm import sharding
 from jaxmarl_llm.kernels.group_attention import NEG, group_attention
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Policy
@@ -236,7 +237,7 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         return positions[..., None].astype(jnp.float32) * freq
 
     def apply(layer: Any, x: jax.Array, a: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
-        return block.apply(layer, x, a, attend)
+        return block.apply(sharding.gather(layer), sharding.cut_rows(x, rest=None), a, attend)
 
     def layers(variables: Any) -> Any:
         """Per-layer variables with the leading axis L: {"params": ..., "lora": ...}."""
@@ -246,10 +247,11 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         return stacked
 
     def embed(variables: Any, tokens: jax.Array) -> jax.Array:
-        return jnp.take(variables["params"]["embed"]["embedding"], tokens, axis=0)
+        table = sharding.gather({"embed": {"embedding": variables["params"]["embed"]["embedding"]}})
+        return jnp.take(table["embed"]["embedding"], tokens, axis=0)
 
     def final(variables: Any, x: jax.Array) -> jax.Array:
-        return rms_norm(x, variables["params"]["norm"]["scale"], cfg.rms_norm_eps)
+        return rms_norm(sharding.cut_rows(x, rest=None), variables["params"]["norm"]["scale"], cfg.rms_norm_eps)
 
     def unembed(variables: Any, hidden: jax.Array) -> jax.Array:
         p = variables["params"]

@@ -19,6 +19,7 @@ from jaxmarl_llm.generate import Completions, by_row, sample_completions
 from jaxmarl_llm.memory import MemoryConfig, read
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import cut_rows
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import (
     FROZEN,
@@ -215,6 +216,7 @@ def make_rollout(
         cast: jax.Array | None = None,
     ) -> Tree:
         batch = jax.tree.leaves(tasks)[0].shape[0]
+        tasks = cut_rows(tasks)
         ids = jnp.arange(batch, dtype=jnp.int32)
         roots = fold(jnp.broadcast_to(key, (batch,)), ids)
         state = jax.vmap(env.reset)(fold(roots, RESET), tasks)
@@ -360,6 +362,6 @@ def make_rollout(
             invalid=(all_moves.played & ~all_moves.valid).sum(),
             launches=jnp.int32(launches),
         )
-        return Tree(all_nodes, all_steps, all_moves, counts)
+        return Tree(*cut_rows((all_nodes, all_steps, all_moves)), counts)
 
     return rollout

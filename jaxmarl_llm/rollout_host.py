@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.generate import bucket, generate
+from jaxmarl_llm.generate import bucket, generate, up_to
 from jaxmarl_llm.host_tables import checked, make_tables, replace_rewards, reward_row
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import put_rows, row_parts
 from jaxmarl_llm.text import Action, Prompt
 from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
@@ -149,7 +150,7 @@ def play(
             launch.setdefault((speaker(frontier[i].task, role), widths[i]), []).append(n)
         for (m, g), members in sorted(launch.items()):
             launches += 1
-            model, size = team.models[m], bucket(len(members), 4)
+            model, size = team.models[m], up_to(bucket(len(members), 4), row_parts())
             p = bucket(max(len(ids[n]) for n in members), 32)
             limit = max(team.roles[flat[n][1]].max_new for n in members)
             tokens, length = np.full((size, p), model.tokenizer.pad_id, np.int32), np.ones((size,), np.int32)
@@ -160,10 +161,9 @@ def play(
             out = generate(
                 model.policy,
                 model.variables(params),
-                tokens,
-                length,
+                *put_rows((tokens, length)),
                 _sample_keys(data, roles, group=g),
-                np.arange(size) < len(members),
+                put_rows(np.arange(size) < len(members)),
                 max_new=limit,
                 stop_ids=model.tokenizer.stop_ids,
                 pad_id=model.tokenizer.pad_id,

@@ -11,6 +11,7 @@ programs are compiled for the mesh that ``on`` sets (GSPMD, Auto axes), and with
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,5 +173,85 @@ def place(mesh: Mesh, tree: PyTree) -> PyTree:
 
 
 def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """What runs inside is compiled for ``mesh``; None: as without."""
+    """What runs inside is compiled for ``mesh`` (the functions below do their work there); None: as without."""
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def current() -> Mesh | None:
+    """The mesh of `on`, outside of compiled functions."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def row_parts() -> int:
+    """Into how many parts rows are cut; 1 without a mesh. Here and below also inside of compiled functions."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[a] for a in ROWS)
+
+
+def put_rows(tree: PyTree) -> PyTree:
+    """Host tables onto the mesh, their leading axes cut; without a mesh as they are."""
+    mesh = current()
+    return tree if mesh is None else jax.device_put(tree, rows(mesh))
+
+
+def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree:
+    """Inside a compiled function: leading axes are cut, those that do not divide are left to the compiler.
+
+    ``rest``: the place of the other axes, left to the compiler or None (whole).
+    """
+    parts = row_parts()
+    if parts == 1:
+        return tree
+
+    def cut(x: jax.Array) -> jax.Array:
+        if not x.ndim or x.shape[0] % parts:
+            return x
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, *[rest] * (x.ndim - 1)))
+
+    return jax.tree.map(cut, tree)
+
+
+def settle(tree: PyTree) -> PyTree:
+    """Inside a compiled function: parameters, gradients or optimizer states where the rules say."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, param_specs(tree))
+
+
+def _gathered(place: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if axis == "fsdp" else axis for axis in place))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x: jax.Array, place: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, _gathered(place))
+
+
+# The transpose of a constraint is the same constraint, which would have every device hold the whole gradient.
+_gather.defvjp(
+    lambda x, place: (_gather(x, place), None),
+    lambda place, _, g: (jax.lax.with_sharding_constraint(g, place),),
+)
+
+
+def gather(tree: PyTree) -> PyTree:
+    """Inside a compiled function: parameters whole along fsdp for use, their gradients cut again."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape["fsdp"] == 1:
+        return tree
+    return jax.tree.map(_gather, tree, param_specs(tree))
+
+
+def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
+    """The layout of generation: whole along fsdp, so that no token waits for weights, cut along tensor as before.
+
+    Made once a rollout, in the process: what is cut along fsdp moves, every other leaf is the same array.
+    """
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return params
+
+    def move(x: jax.Array, place: PartitionSpec) -> jax.Array:
+        return x if _gathered(place) == place else jax.device_put(x, NamedSharding(mesh, _gathered(place)))
+
+    return jax.tree.map(move, params, param_specs(params))

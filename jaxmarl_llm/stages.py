@@ -12,13 +12,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmarl_llm import memory
+from jaxmarl_llm import memory, sharding
 from jaxmarl_llm.advantages import generalised_advantage, scalarise, step_returns
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
 from jaxmarl_llm.credit import Credit, Credited, Weights, assign
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.past import Past
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import (
@@ -92,9 +93,10 @@ class BaseConfig:
     credit: Credit = Credit()
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
-    micro_tokens: int = 16_384  # trunk tokens P + G R of one micro-batch
+    micro_tokens: int = 16_384  # trunk tokens P + G R of one micro-batch, on each device that holds rows
     sft: SFT = SFT()
     past: Past = Past()  # earlier policies as opponents
+    mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
     run: RunConfig = RunConfig()
 
     def check(self, path: str) -> None:
@@ -207,6 +209,7 @@ def learn(
             micro_tokens=cfg.micro_tokens,
             smallest=smallest,
             values=values,
+            parts=sharding.row_parts(),
         )
     params, opt_state, metrics = update_models(
         team.models, learners, cfg.loss, state.params, state.opt_state, batches, state.params.get("reference")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmarl_llm import qwen, weights
+from jaxmarl_llm import qwen, sharding, weights
 from jaxmarl_llm.lora import TARGETS, init_lora
 from jaxmarl_llm.losses import init_head
 from jaxmarl_llm.past import understudy
@@ -121,9 +121,13 @@ def architecture(backbone: Backbone, tokenizer: Tokenizer) -> qwen.Config:
 
 
 def init_backbone(backbone: Backbone, cfg: qwen.Config, key: jax.Array) -> Params:
+    """On the mesh that is set, if any: every device makes or reads its own part."""
+    init, mesh = qwen.make_policy(cfg).init, sharding.current()
     if backbone.path is None:
-        return jax.jit(qwen.make_policy(cfg).init)(key)
-    params, _ = weights.load(Path(backbone.path), dataclasses.replace(cfg, used_vocab=None), dtype=backbone.dtype)
+        return jax.jit(lambda key: sharding.settle(init(key)))(key)
+    where = None if mesh is None else sharding.shardings(mesh, jax.eval_shape(init, key))
+    arch = dataclasses.replace(cfg, used_vocab=None)
+    params, _ = weights.load(Path(backbone.path), arch, dtype=backbone.dtype, sharding=where)
     return params
 
 

@@ -21,6 +21,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from jaxmarl_llm import sharding
 from jaxmarl_llm.advantages import step_episodes
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, dpo, head_value, policy_loss, value_loss
@@ -160,13 +161,15 @@ def pack(
     micro_tokens: int,
     smallest: tuple[int, int] = (16, 8),
     values: NodeTargets | None = None,
+    parts: int = 1,
 ) -> list[Batch]:
     """Micro-batches of the steps of ``model`` marked in ``trained`` [C]; ``advantages`` [C] or [C R].
 
     Nodes are grouped by the bucket of their number of trained steps, prompt and completion length (from ``smallest``
     on). A micro-batch holds as many nodes, a power of two, as fit ``micro_tokens`` trunk tokens P + G R, at least one;
     what remains goes into one of a quarter, a sixteenth, ... of that size, so that few programs are compiled.
-    ``values`` of all nodes of the tree go along with the nodes that have a trained step.
+    ``values`` of all nodes of the tree go along with the nodes that have a trained step. ``parts``: devices that share
+    the rows of a micro-batch; each has ``micro_tokens``.
     """
     nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
     trained = trained & steps.valid & (nodes.model[steps.node] == model) & (steps.loss_mask.any(-1))
@@ -195,8 +198,9 @@ def pack(
         full = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
         while members:
             size = full
-            while size >= 4 and size // 4 >= len(members):
+            while size >= 4 and size // 4 * parts >= len(members):
                 size //= 4
+            size *= parts
             part, members = members[:size], members[size:]
             tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
             completions = np.zeros((size, g, r), np.int32)
@@ -213,6 +217,15 @@ def pack(
                 targets = jax.tree.map(rows_of, values)
             batches.append(Batch(tokens, length, completions, w, a, b, values=targets))
     return batches
+
+
+def pad_rows(batch: Batch, multiple: int) -> Batch:
+    """``batch`` with rows of weight 0 behind it, up to a multiple of rows."""
+    extra = -len(batch.length) % multiple
+    if not extra:
+        return batch
+    more = jax.tree.map(lambda x: np.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
+    return more.replace(length=np.maximum(more.length, 1))
 
 
 token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
@@ -249,10 +262,22 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         """Log-probs and entropies [N G R], and the hidden state of each node's last prompt token [N D]."""
         v = variables(own, shared)
         hidden = policy.hidden(v, batch.tokens, batch.length, batch.completions)
-        # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
         rows = hidden.reshape(-1, *hidden.shape[2:]), batch.completions.reshape(-1, batch.completions.shape[-1])
-        one = jax.checkpoint(lambda row: score(policy.unembed(v, row[0]), row[1], sampling))
-        logprob, entropy = jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
+
+        def score_rows(v: Params, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            # Logits of one completion at a time, recomputed in the backward pass: [R V] instead of [N G R V].
+            one = jax.checkpoint(lambda row: score(policy.unembed(v, row[0]), row[1], sampling))
+            return jax.lax.map(one, rows, batch_size=max(1, CHUNK // (batch.completions.shape[-1])))
+
+        parts = sharding.row_parts()
+        if parts == 1 or len(hidden) % parts:
+            logprob, entropy = score_rows(v, rows)
+        else:
+            # Each part goes through its own rows with its own copy of the head, whose gradients are added up once, at
+            # the end, and not after every completion.
+            own_rows = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
+            copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (parts, *x.shape)), sharding.gather(v))
+            logprob, entropy = jax.vmap(score_rows)(sharding.cut_rows(copies), sharding.cut_rows(own_rows))
         return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape), hidden[:, 0, 0]
 
     def value(own: Params, shared: Params | None, tokens: jax.Array, length: jax.Array) -> jax.Array:
@@ -298,7 +323,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
 
     def accumulate(own: Params, shared: Params | None, batch: Batch, gradient: PyTree | None) -> Any:
         new, (metrics, gap) = jax.grad(objective, has_aux=True)(own, shared, batch)
-        new = jax.tree.map(lambda g: g.astype(jnp.float32), new)
+        new = sharding.settle(jax.tree.map(lambda g: g.astype(jnp.float32), new))
         return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, gap
 
     def apply(own: Params, opt_state: PyTree, gradient: PyTree, value: jax.Array) -> Any:
@@ -307,14 +332,14 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         updates, after = tx.update(gradient, opt_state, own)
         keep = lambda new, old: jnp.where(ok, new, old)
         return (
-            jax.tree.map(keep, optax.apply_updates(own, updates), own),
-            jax.tree.map(keep, after, opt_state),
+            sharding.settle(jax.tree.map(keep, optax.apply_updates(own, updates), own)),
+            sharding.settle(jax.tree.map(keep, after, opt_state)),
             norm,
             ok,
         )
 
     return Learner(
-        init=jax.jit(tx.init),
+        init=jax.jit(lambda own: sharding.settle(tx.init(own))),
         score=jax.jit(lambda own, shared, batch: scores(own, shared, batch)[0]),
         value=jax.jit(value),
         accumulate=jax.jit(accumulate, donate_argnums=(3,)),
@@ -347,6 +372,7 @@ def update(
     ``reference`` (a tree like own) is the policy of the KL term, or of dpo. A non-finite loss or gradient skips that
     optimizer step: parameters and optimizer state come back as they were, ``ok`` is 0.
     """
+    batches = [sharding.put_rows(pad_rows(b, sharding.row_parts())) for b in batches]
     if loss.refers:
         if reference is None:
             raise ValueError("the loss needs the reference parameters: kl_coef is set, or it is dpo")
