@@ -34,7 +34,9 @@ from jaxmarl_llm.types import Params, Policy, PyTree
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-TOPOLOGIES = tuple(f"{kind}:{shape}" for kind, all_ in (("v5e", _FLAT), ("v6e", _FLAT), ("v5p", _CUBE)) for shape in all_)
+TOPOLOGIES = tuple(
+    f"{kind}:{shape}" for kind, all_ in (("v5e", _FLAT), ("v6e", _FLAT), ("v5p", _CUBE)) for shape in all_
+)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -42,15 +44,24 @@ def chips(topology: str) -> int:
     return math.prod(int(n) for n in topology.partition(":")[2].split("x"))
 
 
-def devices(topology: str) -> Sequence[Any]:
-    """The topology's devices, described by libtpu; none is touched. ConfigError for a name that is not known."""
+def check(topology: str) -> None:
+    """ConfigError for a name that is not known, or without libtpu."""
     if topology not in TOPOLOGIES:
         raise ConfigError(f"--topology: unknown topology {topology!r}; known: {', '.join(TOPOLOGIES)}")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("--topology: compiling for TPUs needs libtpu: pip install 'jaxmarl_llm[aot]'")
+
+
+def devices(topology: str) -> Sequence[Any]:
+    """The topology's devices, described by libtpu; none is touched."""
+    check(topology)
     # No machine of the cloud to ask, and nothing to say about it on stderr.
-    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_STDERR_LOG_LEVEL", "3"), ("TPU_MIN_LOG_LEVEL", "3"),
-        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")):
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_STDERR_LOG_LEVEL", "3"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ):
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
@@ -82,9 +93,7 @@ def shape_of(cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int 
 
 def largest(plan: Plan, work: Workload) -> Launch:
     config = lambda x: work.models[x.model].config
-    return max(
-        launches(plan, work), key=lambda x: costs.cache_bytes(x, config(x)) + costs.logits_bytes(x, config(x))
-    )
+    return max(launches(plan, work), key=lambda x: costs.cache_bytes(x, config(x)) + costs.logits_bytes(x, config(x)))
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
@@ -130,8 +139,8 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int)
         trees[weights] = placed(mesh, own), shared, placed(mesh, jax.eval_shape(learner.init, own))
     variables = lambda w: trees[w][0] if trees[w][1] is None else {"params": trees[w][1], **trees[w][0]}
     frozen = {w.config: w for w, (_, shared, _) in trees.items() if shared is not None}
-    held = lambda pick: sum(chip_bytes(pick(trees[w][0])) for w in models) + sum(
-        chip_bytes(pick(trees[w][1])) for w in frozen.values()
+    held = lambda pick: (
+        sum(chip_bytes(pick(trees[w][0])) for w in models) + sum(chip_bytes(pick(trees[w][1])) for w in frozen.values())
     )
     own, shared, optimizer = trees[largest_first[0]]
     resident = held(lambda tree: tree)
@@ -176,13 +185,17 @@ class Stage(NamedTuple):
     compiled: bool  # False: it does not fit, and what follows is unknown
     flops: float = 0.0
     bytes: float = 0.0  # of memory, read and written
-    collectives: dict[str, float] = {}  # kind -> bytes sent
+    collectives: dict[str, float] | None = None  # kind -> bytes sent; None: unknown
     seconds: float = 0.0  # to lower and compile it, of CPU time
 
     def roofline(self, chip: costs.Chip) -> tuple[float, str]:
         """Seconds at the chip's public figures, and which of them bounds it."""
-        sent = sum(self.collectives.values())
-        terms = {"compute": self.flops / chip.flops, "memory": self.bytes / chip.bandwidth, "network": sent / chip.links}
+        sent = sum((self.collectives or {}).values())
+        terms = {
+            "compute": self.flops / chip.flops,
+            "memory": self.bytes / chip.bandwidth,
+            "network": sent / chip.links,
+        }
         bound = max(terms, key=lambda k: terms[k])
         return terms[bound], bound
 
@@ -200,7 +213,16 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
     def rollout(variables: Params, tokens: Any, length: Any, keys: Any, active: Any) -> Any:
         key = jax.random.wrap_key_data(keys)
         return sample_completions(
-            team.policy, variables, tokens, length, key, active, max_new=r, stop_ids=(1,), pad_id=0, sampling=cfg.sampling
+            team.policy,
+            variables,
+            tokens,
+            length,
+            key,
+            active,
+            max_new=r,
+            stop_ids=(1,),
+            pad_id=0,
+            sampling=cfg.sampling,
         )
 
     width = jax.random.key_data(jax.random.key(0)).shape
@@ -213,7 +235,10 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
     programs = {
         "rollout": (jax.jit(rollout), (team.playing, *prompts)),
         "accumulate": (learner.accumulate, (team.own, team.shared, batch, gradient)),
-        "apply": (learner.apply, (team.own, team.optimizer, gradient, spec((), jnp.float32, sharding=sharding.whole(mesh)))),
+        "apply": (
+            learner.apply,
+            (team.own, team.optimizer, gradient, spec((), jnp.float32, sharding=sharding.whole(mesh))),
+        ),
     }
     found: dict[str, Stage] = {}
     for name, (function, arguments) in programs.items():
@@ -263,5 +288,3 @@ def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
         except (ValueError, TypeError):
             raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
     return sharding.make_mesh(wanted, devices(topology), path="--mesh" if given is not None else "config.mesh")
-
-

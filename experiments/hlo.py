@@ -1,8 +1,8 @@
 """What one chip does in a compiled program: FLOPs, bytes of memory and bytes of collectives, loops multiplied out.
 
-``compiled.cost_analysis()`` counts the body of a loop once, however often it runs, and says nothing of collectives. This
-reads the optimised program's text instead: every computation is counted as often as it is called, a ``while`` as often
-as its condition's constant says. What is counted:
+``compiled.cost_analysis()`` counts the body of a loop once, however often it runs, and says nothing of collectives.
+This reads the optimised program's text instead: every computation is counted as often as it is called, a ``while`` as
+often as its condition's constant says. What is counted:
 
 - FLOPs of matrix products (``dot``, and ``convolution``, which they become on TPU): 2 per multiply-add
 - bytes that leave or enter the chip's memory: operands and results of every scheduled instruction, those in the on-chip
