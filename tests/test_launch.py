@@ -14,7 +14,7 @@ COMMAND = 'python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR"'
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 FILES = sorted([*SCRIPTS, *LAUNCH.rglob("*.yaml")])
 SEARCH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-RUN = {"CONFIG": "experiments/configs/joyagents_r1.py:tiny", "WORKDIR": "/mnt/runs/team"}
+RUN = {"CONFIG": "experiments/configs/joyagents_r1.py:tiny", "WORKDIR": "/nowhere/team"}
 CLOUD = {"NAME": "team", "ZONE": "zone", "TYPE": "v5litepod-16"}
 XPK = CLOUD | {"CLUSTER": "cluster", "PROJECT": "project", "IMAGE": "image"}
 
@@ -58,13 +58,15 @@ def clients(tmp_path):
         log.write_text("")
         path = f"{folder}:{os.environ['PATH']}"
         given = {"PATH": path, "HOME": str(tmp_path), "FAKE": when, "REPLY_WITH": reply, **env}
-        done = subprocess.run(["bash", LAUNCH / script, *args], env=given, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", LAUNCH / script, *args], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
         return done.returncode, log.read_text().splitlines(), done.stderr
 
     return run
 
 
-TRAINED = "python -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=/mnt/runs/team"
+TRAINED = "python -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=/nowhere/team"
 
 
 def test_a_tpu_slice_is_made_once(clients):

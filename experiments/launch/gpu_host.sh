@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Train on this machine's GPUs (or its CPU), starting again after a crash. Run it again to resume.
+# Train on this machine's GPUs (or its CPU), starting again after a crash. Run it again to resume. `python`
+# is that of the environment that is active.
 #
 #   CONFIG=experiments/configs/joyagents_r1.py:qwen2_5_3b WORKDIR=runs/team experiments/launch/gpu_host.sh [flags]
 set -euo pipefail
 : "${CONFIG:?experiments/configs/FILE.py:variant}" "${WORKDIR:?folder of the run}"
 RESTARTS=${RESTARTS:-3}
 cd "$(dirname "$0")/../.."
-# shellcheck source=/dev/null
-[ ! -f .venv/bin/activate ] || . .venv/bin/activate
 
 for attempt in $(seq 0 "$RESTARTS"); do
     status=0
