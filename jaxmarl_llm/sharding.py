@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmarl_llm.text import ConfigError
@@ -241,6 +242,17 @@ def gather(tree: PyTree) -> PyTree:
     if mesh.empty or mesh.shape["fsdp"] == 1:
         return tree
     return jax.tree.map(_gather, tree, param_specs(tree))
+
+
+def copies(tree: PyTree) -> PyTree:
+    """Inside a compiled function: parameters once for each part of the rows [parts ...], whole along fsdp."""
+    parts = row_parts()
+
+    def copy(x: jax.Array, place: PartitionSpec) -> jax.Array:
+        wide = jnp.broadcast_to(_gather(x, place), (parts, *x.shape))
+        return jax.lax.with_sharding_constraint(wide, PartitionSpec(ROWS, *_gathered(place)))
+
+    return jax.tree.map(copy, tree, param_specs(tree))
 
 
 def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:

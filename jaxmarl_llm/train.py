@@ -275,9 +275,8 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         else:
             # Each part goes through its own rows with its own copy of the head, whose gradients are added up once, at
             # the end, and not after every completion.
-            own_rows = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows)
-            copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (parts, *x.shape)), sharding.gather(v))
-            logprob, entropy = jax.vmap(score_rows)(sharding.cut_rows(copies), sharding.cut_rows(own_rows))
+            own_rows = sharding.cut_rows(jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows), rest=None)
+            logprob, entropy = jax.vmap(score_rows)(sharding.copies(v), own_rows)
         return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape), hidden[:, 0, 0]
 
     def value(own: Params, shared: Params | None, tokens: jax.Array, length: jax.Array) -> jax.Array:

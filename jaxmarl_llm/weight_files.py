@@ -102,13 +102,15 @@ class Safetensors:
     def where(self, name: str) -> Path:
         return self._file[name]
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or the part ``index`` of it."""
         from safetensors import safe_open
 
         file = self._file[name]
         if self._open is None or self._open[0] != file:
             self._open = file, safe_open(file, framework="numpy")
-        return self._open[1].get_tensor(name)
+        whole = all(s.indices(n) == (0, n, 1) for s, n in zip(index, self.shapes[name]))
+        return self._open[1].get_tensor(name) if whole else self._open[1].get_slice(name)[index]
 
     def tokenizer_vocab(self) -> int:
         file = self.path / "tokenizer.json"
@@ -210,7 +212,7 @@ class GGUF:
     def where(self, name: str) -> Path:
         return self.path
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
@@ -223,7 +225,7 @@ class GGUF:
         if self.arch == "llama" and module in self._heads:
             heads = self._heads[module]
             value = value.reshape(heads, value.shape[0] // heads // 2, 2, -1).swapaxes(1, 2)
-        return value.reshape(self.shapes[name])
+        return value.reshape(self.shapes[name])[index]
 
     def tokenizer_vocab(self) -> int:
         field = self._reader.get_field("tokenizer.ggml.tokens")

@@ -1,7 +1,8 @@
 """Hugging Face checkpoints in and out: safetensors directories both ways, GGUF files in.
 
 Weights are streamed: one tensor of the file is in memory at a time, beside the one leaf (all layers, stacked) that is
-being filled; each full leaf goes to its devices before the next begins. Everything that can be known from headers
+being filled, or where leaves are cut over devices one device's part of both; it goes to its device before the next
+begins. Everything that can be known from headers
 (files, names, shapes, sizes) is checked before the first tensor is read, so nothing is half-loaded.
 """
 
@@ -94,15 +95,11 @@ def load(
     _check(source, config)
     params: dict[str, Any] = {}
     for leaf in leaves(config):
-        host = np.empty(leaf.full_shape, dtype)
-        for i, name in enumerate(leaf.names):
-            tensor = source.read(name)
-            host[i if leaf.stacked else ...] = tensor.T if leaf.transpose else tensor
         *parents, last = leaf.path
         node = params
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = _place(host, _sharding_of(sharding, leaf.path))
+        node[last] = _place(source, leaf, dtype, _sharding_of(sharding, leaf.path))
     return params, config
 
 
@@ -216,10 +213,32 @@ def _sharding_of(sharding: Any, path: tuple[str, ...]) -> jax.sharding.Sharding 
     return sharding
 
 
-def _place(host: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _read(source: GGUF | Safetensors, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of a leaf; of a safetensors file nothing else is read."""
+    size = [len(range(*s.indices(n))) for s, n in zip(index, leaf.full_shape)]
+    host = np.empty(size, dtype)
+    names, part = (leaf.names[index[0]], index[1:]) if leaf.stacked else (leaf.names, index)
+    for i, name in enumerate(names):
+        tensor = source.read(name, part[::-1] if leaf.transpose else part)
+        host[i if leaf.stacked else ...] = tensor.T if leaf.transpose else tensor
+    return host
+
+
+def _place(
+    source: GGUF | Safetensors, leaf: Leaf, dtype: np.dtype, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    """The leaf on its devices. jax.make_array_from_callback would hold the parts of all devices before it moves one."""
+    shape = leaf.full_shape
     if sharding is None:
-        return jnp.asarray(host)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return jnp.asarray(_read(source, leaf, dtype, (slice(None),) * len(shape)))
+    of_part: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        of_part.setdefault(tuple(s.indices(n)[:2] for s, n in zip(index or (), shape)), []).append(device)
+    arrays = []
+    for bounds, devices in of_part.items():
+        part = _read(source, leaf, dtype, tuple(slice(a, b) for a, b in bounds))
+        arrays += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _check(source: GGUF | Safetensors, config: Config) -> None:

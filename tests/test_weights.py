@@ -85,13 +85,14 @@ def test_only_one_leaf_is_on_the_host_at_a_time(tmp_path, monkeypatch):
     events = []
     read, place = weights.Safetensors.read, weights._place
 
-    def spy_read(self, name):
+    def spy_read(self, name, index):
         events.append(name)
-        return read(self, name)
+        return read(self, name, index)
 
-    def spy_place(host, sharding):
-        events.append(host.shape)
-        return place(host, sharding)
+    def spy_place(source, leaf, *rest):
+        array = place(source, leaf, *rest)
+        events.append(array.shape)
+        return array
 
     monkeypatch.setattr(weights.Safetensors, "read", spy_read)
     monkeypatch.setattr(weights, "_place", spy_place)
