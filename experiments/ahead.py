@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments import hlo
 from jaxmarl_llm import costs, sharding
@@ -287,4 +288,13 @@ def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
             wanted = sharding.MeshConfig(*(int(n) for n in given.split(",")))
         except (ValueError, TypeError):
             raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
-    return sharding.make_mesh(wanted, devices(topology), path="--mesh" if given is not None else "config.mesh")
+    path = "--mesh" if given is not None else "config.mesh"
+    found = devices(topology)
+    try:
+        return sharding.make_mesh(wanted, found, path=path)
+    except NotImplementedError:
+        # An axis that is no product of whole axes of the torus, as tensor=2 on 8x8x8: JAX cuts those of v5e alone.
+        sizes = [getattr(wanted, axis) for axis in sharding.AXES]
+        sizes = [len(found) // abs(math.prod(sizes)) if size == -1 else size for size in sizes]
+        cut = mesh_utils.create_device_mesh(sizes, found, allow_split_physical_axes=True)
+        return Mesh(cut, sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes))

@@ -206,12 +206,14 @@ def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
     data, fsdp, tensor = row["mesh"]
     wider = [t for t in tensor_sizes(arch, row["chips"]) if t > tensor]
     share = {"separate": "lora", "lora": "shared"}.get(cfg.team.share)
-    fixed = held["parameters"] + held["optimizer"] + (held["rollout copy"] if worst in ("prefill", "resident") else 0)
-    gradient = 0 if worst in ("prefill", "resident") else 8 * row["parameters"] // (fsdp * tensor)
+    playing = worst in ("prefill", "resident")
+    fixed = held["parameters"] + held["optimizer"] + (held["rollout copy"] if playing else 0)
+    gradient = 0 if playing else 8 * row["parameters"] // (fsdp * tensor)
     if fixed + gradient > room:
-        cut = fixed - (held["rollout copy"] if worst in ("prefill", "resident") else 0)
+        cut = fixed - (held["rollout copy"] if playing else 0)
+        copy = (held["rollout copy"] if fsdp > 1 else held["parameters"]) if playing else 0
         enough = [t for t in wider if fixed * tensor / t <= ROOM * room]
-        if data > 1 and fixed - cut + (cut + gradient) / data <= ROOM * room:
+        if data > 1 and copy + (cut + gradient) / data <= ROOM * room:
             flag = f"--config.mesh.data=1 --config.mesh.fsdp={data * fsdp}"
         elif enough:
             flag = f"--config.mesh.tensor={enough[0]}"
@@ -279,18 +281,16 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
                     layers = rows * tokens * size * (arch.num_layers * saved + 6 * d + 3 * f) / (1 if remat else tensor)
                     update = held.gradient / (fsdp * tensor) + layers + 3 * rows * scores / tensor
                     lanes = ahead.up_to(top.rows, parts) / parts
-                    play = (
-                        (team / tensor if fsdp > 1 else 0)
-                        + held.cache / n
-                        + 3 * 4 * lanes * top.group * arch.vocab_size / tensor
-                    )
+                    prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
+                    play = (team / tensor if fsdp > 1 else 0) + held.cache / n
+                    play += max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor
                     memory = (team + held.optimizer) / (fsdp * tensor) + max(play, update)
                     passes = math.ceil(nodes / (rows * parts))
                     per = (
                         costs.token_flops(weights) * tokens + costs.attention_flops(arch) * scores / 4 / arch.num_heads
                     )
                     moved = 3 * whole / tensor * (fsdp > 1) + 2 * 4 * held.gradient / 8 / tensor * (parts > 1)
-                    moved += 4 * 4 * arch.num_layers * rows * tokens * d * size * (1 - 1 / tensor) / 1
+                    moved += 4 * 4 * arch.num_layers * rows * tokens * d * size * (1 - 1 / tensor)
                     learn = max(rows * per * (4 if remat else 3) / tensor / chip.flops, moved / chip.links)
                     hops = 4 * arch.num_layers * seen.sequences / seen.launches / parts * d * size * (1 - 1 / tensor)
                     decode = max(whole / tensor / chip.bandwidth, hops / chip.links)

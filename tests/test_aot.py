@@ -157,7 +157,7 @@ def test_advice_names_the_flag_that_frees_what_is_full():
     # 3.2 GB are fixed: 12.8 of 22.8 GB of two nodes have room, which is one.
     assert judged({"accumulate": 26 * GB}).endswith(f"--config.micro_tokens={2048 + 8 * 512}")
     assert judged({"accumulate": 26 * GB}, micro=4).endswith("--config.mesh.tensor=2")
-    assert judged({"accumulate": 26 * GB}, micro=4, mesh=(1, 2, 2)).endswith("lower")
+    assert judged({"accumulate": 26 * GB}, micro=2, mesh=(1, 2, 2)).endswith("lower")
     # Resident alone is too much: cut further, share, or take another slice.
     assert judged({"resident": 18 * GB}, held=much, mesh=(4, 1, 1)).endswith(
         "--config.mesh.data=1 --config.mesh.fsdp=4"
@@ -240,7 +240,8 @@ def test_a_team_on_four_chips(tiny):
     dense = 2 * (kernels - 512 * 64)
     assert stages["prefill"]["flops"] == n * p * (dense + 4 * 64 * p) / 4
     token = n * (dense + 4 * 64 * (p + r - 1) + 2 * 512 * 64) / 4
-    assert token <= stages["decode"]["flops"] <= 1.6 * token  # beside it, the sums of the inverse CDF
+    # Beside it the running sum inside a block of the inverse CDF, a triangular product, on each half of the rows.
+    assert stages["decode"]["flops"] == token + n / 2 * 2 * 256**2
     # Generation sends no parameters, the update gathers and reduces them: the embedding alone is 512 x 64 of them.
     assert stages["decode"]["collectives"].get("all-gather", 0) < 512 * 64 / 2
     assert sum(stages["accumulate"]["collectives"].values()) > 512 * 64
@@ -250,10 +251,10 @@ def test_a_team_on_four_chips(tiny):
 
 @needs_libtpu
 def test_what_cannot_fit_is_not_compiled(tiny, monkeypatch):
-    small = costs.CHIPS["v5e"]._replace(memory=500_000.0)
+    small = costs.CHIPS["v5e"]._replace(memory=2_000_000.0)
     monkeypatch.setitem(costs.CHIPS, "v5e", small)
     monkeypatch.setattr(ahead, "compile_stages", lambda *args: pytest.fail("compiled"))
-    row = aot.measure(tiny, "tiny", "v5e:2x2", "2,1,2", None, ())
-    assert not row["fits"] and "--config.mesh.data=1 --config.mesh.fsdp=2" in row["advice"]
+    row = aot.measure(tiny, "tiny", "v5e:2x2", "4,1,1", None, ())
+    assert not row["fits"] and "--config.mesh.data=1 --config.mesh.fsdp=4" in row["advice"]
     with pytest.raises(ConfigError, match="key/value heads"):
         aot.measure(tiny, "tiny", "v5e:2x2", "1,1,4", None, ())
