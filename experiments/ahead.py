@@ -12,8 +12,10 @@ import importlib.util
 import math
 import os
 import re
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -249,7 +251,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         with sharding.on(mesh):
             lowered = function.lower(*arguments)
         try:
-            compiled = lowered.compile()
+            compiled, text = compile_text(lowered)
         except jax.errors.JaxRuntimeError as error:
             needed = needs(str(error))
             if needed is None:
@@ -262,7 +264,6 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         kept = held.output_size_in_bytes - held.alias_size_in_bytes
         peak = held.argument_size_in_bytes + kept + held.temp_size_in_bytes
         sizes = (held.argument_size_in_bytes, kept, held.temp_size_in_bytes, peak, True)
-        text = compiled.as_text()
         if name != "rollout":
             seen = hlo.count(text, mesh.size)
             found[name] = Stage(name, *sizes, seen.flops, seen.bytes, seen.collectives, seconds)
@@ -272,6 +273,22 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         found["prefill"] = Stage("prefill", *sizes, before.flops, before.bytes, before.collectives, seconds)
         found["decode"] = Stage("decode", *sizes, once.flops - before.flops, once.bytes - before.bytes, one)
     return found
+
+
+def compile_text(lowered: Any) -> tuple[Any, str]:
+    """The compiled program and its text. JAX 0.10 cannot read some of v5p's programs (asynchronous collectives in three
+    parts); those are compiled once more, with libtpu writing the text to a file.
+    """
+    compiled = lowered.compile()
+    try:
+        return compiled, compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        if "async-update" not in str(error):
+            raise
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        (path,) = Path(folder).glob("*.after_optimizations.txt")
+        return compiled, path.read_text()
 
 
 def needs(message: str) -> int | None:

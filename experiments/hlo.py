@@ -24,7 +24,7 @@ SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "f32": 4, "s32": 4, "u32": 4, "f64": 8
 SIZES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s8": 1, "u8": 1}
 # Instructions that move nothing: names for what is there already.
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "iota"}
-FREE |= {"after-all", "partition-id", "replica-id", "opt-barrier"}
+FREE |= {"after-all", "partition-id", "replica-id", "opt-barrier", "async-update"}
 
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 ASSIGN = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")

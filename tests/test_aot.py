@@ -162,6 +162,9 @@ def test_advice_names_the_flag_that_frees_what_is_full():
     assert judged({"resident": 18 * GB}, held=much, mesh=(4, 1, 1)).endswith(
         "--config.mesh.data=1 --config.mesh.fsdp=4"
     )
+    # Cut along fsdp, generation has a copy beside: 15 GB of whole parameters stay, so cut along tensor.
+    whole = {"parameters": 15 * GB, "optimizer": 10 * GB, "rollout copy": 0}
+    assert judged({"resident": 25 * GB}, held=whole, mesh=(4, 1, 1)).endswith("--config.mesh.tensor=2")
     assert judged({"resident": 18 * GB}, held=much).endswith("--config.mesh.tensor=2")
     assert judged({"resident": 18 * GB}, held=much, mesh=(1, 2, 2)).endswith("--config.team.share=lora")
     assert "--topology" in judged({"resident": 18 * GB}, held=much, mesh=(1, 2, 2), share="shared")
