@@ -235,7 +235,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
     batch = Batch(rows((m, p), jnp.int32), rows((m,), jnp.int32), rows((m, mg, r), jnp.int32), f32(), f32(), f32())
     batch = batch.replace(old=f32() if cfg.loss.epochs > 1 else None, reference=f32() if cfg.loss.refers else None)
     gradient = jax.tree.map(lambda x: spec(x.shape, jnp.float32, sharding=x.sharding), team.own)
-    programs = {
+    programs: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "rollout": (jax.jit(rollout), (team.playing, *prompts)),
         "accumulate": (learner.accumulate, (team.own, team.shared, batch, gradient)),
         "apply": (
@@ -279,16 +279,22 @@ def compile_text(lowered: Any) -> tuple[Any, str]:
     """The compiled program and its text. JAX 0.10 cannot read some of v5p's programs (asynchronous collectives in three
     parts); those are compiled once more, with libtpu writing the text to a file.
     """
-    compiled = lowered.compile()
+    # Without a TPU a program cannot be read back from the compilation cache, so none is written to it.
+    least = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     try:
-        return compiled, compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:
-        if "async-update" not in str(error):
-            raise
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        (path,) = Path(folder).glob("*.after_optimizations.txt")
-        return compiled, path.read_text()
+        compiled = lowered.compile()
+        try:
+            return compiled, compiled.as_text()
+        except jax.errors.JaxRuntimeError as error:
+            if "async-update" not in str(error):
+                raise
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            (path,) = Path(folder).glob("*.after_optimizations.txt")
+            return compiled, path.read_text()
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
 def needs(message: str) -> int | None:

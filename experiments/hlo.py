@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -262,7 +262,7 @@ def count(text: str, devices: int, early: int | None = None) -> Counts:
     None: to the bound. Raises ValueError for a loop without one.
     """
     found, entry = parse(text)
-    sent: Counter[str] = Counter()
+    sent: defaultdict[str, float] = defaultdict(float)
     totals = [0.0, 0.0]
 
     def walk(name: str, times: float, scheduled: bool) -> None:

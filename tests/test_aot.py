@@ -261,3 +261,19 @@ def test_what_cannot_fit_is_not_compiled(tiny, monkeypatch):
     assert not row["fits"] and "--config.mesh.data=1 --config.mesh.fsdp=4" in row["advice"]
     with pytest.raises(ConfigError, match="key/value heads"):
         aot.measure(tiny, "tiny", "v5e:2x2", "1,1,4", None, ())
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_chip_does_and_holds_the_same_on_a_larger_slice(tiny):
+    """Weak scaling, 4 to 16 chips: data grows, fsdp and tensor stay, a node for each part of the rows."""
+    small, large = (aot.measure(tiny, "", t, "-1,2,2", 1, ("rollout", "accumulate")) for t in ("v5e:2x2", "v5e:4x4"))
+    assert large["mesh"] == [4, 2, 2] and large["shape"]["nodes"] == 4 * small["shape"]["nodes"]
+    sent = lambda row: sum(row["stages"]["accumulate"]["collectives"].values())
+    for name in ("prefill", "decode", "accumulate"):
+        a, b = small["stages"][name], large["stages"][name]
+        assert b["flops"] <= 1.1 * a["flops"] and a["flops"] <= 1.1 * b["flops"], name
+        assert b["least"] <= 1.1 * a["least"], name
+    # Gradients are added up over data: (n - 1) / n of twice their size, in float32, comes to what was sent before.
+    gradient = 8 * small["parameters"] / 4
+    assert sent(large) <= sent(small) + 1.25 * gradient
