@@ -64,6 +64,8 @@ def devices(topology: str) -> Sequence[Any]:
         ("TPU_STDERR_LOG_LEVEL", "3"),
         ("TPU_MIN_LOG_LEVEL", "3"),
         ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
     ):
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
