@@ -1,11 +1,12 @@
 """Evaluate a run's newest checkpoint on held-out tasks:
 
-    python -m experiments.evaluate --workdir=runs/demo [--out=FILE.json]
+    python -m experiments.evaluate --workdir=runs/demo [--out=FILE.json] [--mesh=1,1,1]
 
 Prints success and mean reward components of episodes sampled as in training and of greedy ones. The configuration is
-the one the checkpoint was trained with.
+the one the checkpoint was trained with, but for the devices: ``--mesh`` says which of this machine's are used.
 """
 
+import dataclasses
 import importlib
 import json
 import logging as python_logging
@@ -16,15 +17,19 @@ from absl import flags, logging
 from experiments import cli
 
 flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
+flags.DEFINE_list("mesh", "1,1,1", "Devices along data, fsdp and tensor; -1 on one of them: those that remain.")
 
 
-def open_run(workdir):
-    """(config, recipe, state) of the newest checkpoint in ``workdir``; ConfigError when there is none."""
+def open_run(workdir, mesh=("1", "1", "1")):
+    """(config, recipe, state) of the newest checkpoint in ``workdir``, on ``mesh``; ConfigError when there is none."""
     from jaxmarl_llm import loop
     from jaxmarl_llm.checkpoint import Checkpointer
     from jaxmarl_llm.config import from_dict
+    from jaxmarl_llm.sharding import MeshConfig
     from jaxmarl_llm.text import ConfigError
 
+    if len(mesh) != 3 or not all(size.removeprefix("-").isdigit() for size in mesh):
+        raise ConfigError(f"--mesh: expected three numbers as in 1,8,1, got {','.join(mesh)!r}")
     if not (Path(workdir) / "checkpoints").is_dir():
         raise ConfigError(f"--workdir: {workdir} holds no checkpoints; train first")
     saver = Checkpointer(workdir)
@@ -33,7 +38,7 @@ def open_run(workdir):
         if meta is None:
             raise ConfigError(f"--workdir: {workdir}/checkpoints holds no readable step")
         module = importlib.import_module(f"jaxmarl_llm.recipes.{meta['config']['recipe']}")
-        cfg = from_dict(module.Config, meta["config"])
+        cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(*map(int, mesh)))
         recipe = module.make(cfg)
         state = loop.restore(saver, recipe, meta)[0]
     finally:
@@ -44,7 +49,7 @@ def open_run(workdir):
 def main(cfg, workdir, flag_values):
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
-    cfg, recipe, state = open_run(workdir)
+    cfg, recipe, state = open_run(workdir, flag_values.mesh)
     try:
         figures = {"step": int(state.step), **recipe.evaluate(state)}
     finally:

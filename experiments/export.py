@@ -26,7 +26,7 @@ def main(cfg, workdir, flag_values):
     from jaxmarl_llm.lora import merge_lora
     from jaxmarl_llm.text import ConfigError
 
-    _, recipe, state = open_run(workdir)
+    _, recipe, state = open_run(workdir, flag_values.mesh)
     names = list(dict.fromkeys(role.model for role in recipe.team.roles))  # critics are no language models
     chosen = flag_values.models or names
     unknown = sorted(set(chosen) - set(names))

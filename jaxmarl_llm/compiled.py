@@ -20,6 +20,7 @@ from jaxmarl_llm.losses import aggregation_weights
 from jaxmarl_llm.plans import Plan, single
 from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import PICK, SFT_LOSS, BaseConfig
 from jaxmarl_llm.team import init_params, make_team
 from jaxmarl_llm.text import ConfigError
@@ -49,9 +50,14 @@ def make_program(
 
     A loss that refers to another policy refers to the one that stage 0 ends with, ``reference`` in the parameters.
     ``learns``, ``weigh`` and ``pick`` as in loop.improve_groups; the RL step they get is traced. ConfigError for
-    critics and past policies: it has none.
+    critics, past policies and a mesh: it has none.
     """
-    for name, asked in {"team.critic": cfg.team.critic != "none", "past.size": bool(cfg.past.size)}.items():
+    beyond = {
+        "team.critic": cfg.team.critic != "none",
+        "past.size": bool(cfg.past.size),
+        "mesh": cfg.mesh != MeshConfig(data=1),
+    }
+    for name, asked in beyond.items():
         if asked:
             raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
     arena = ArrayArena(cfg.env)

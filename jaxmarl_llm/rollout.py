@@ -352,7 +352,7 @@ def make_rollout(
             frontier = {b: jax.tree.map(lambda *x: jnp.concatenate(x), *places) for b, places in reached.items()}
 
         join = lambda tables: jax.tree.map(lambda *x: jnp.concatenate(x), *tables)
-        all_nodes, all_steps, all_moves = join(nodes), join(steps), join(moves)
+        all_nodes, all_steps, all_moves = cut_rows((join(nodes), join(steps), join(moves)))
         counts = Counts(
             sequences=all_steps.valid.sum(),
             branch_sequences=branched,
@@ -362,6 +362,6 @@ def make_rollout(
             invalid=(all_moves.played & ~all_moves.valid).sum(),
             launches=jnp.int32(launches),
         )
-        return Tree(*cut_rows((all_nodes, all_steps, all_moves)), counts)
+        return Tree(all_nodes, all_steps, all_moves, counts)
 
     return rollout

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import toys
 
+from experiments import evaluate
 from jaxmarl_llm import loop, sharding
 from jaxmarl_llm.checkpoint import Checkpointer, digests
+from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs import matrix
 from jaxmarl_llm.lora import init_lora
@@ -25,7 +27,7 @@ from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.sharding import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner, pad_rows, update
+from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner, pack, pad_rows, update
 from jaxmarl_llm.workers import EnvPool
 
 MESHES = {"8x1x1": (8, 1, 1), "1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2)}
@@ -63,7 +65,7 @@ def by_path(tree):
 def distance(got, expected):
     got, expected = by_path(got), by_path(expected)
     assert got.keys() == expected.keys()
-    return max(float(np.abs(np.asarray(got[k]) - np.asarray(v)).max()) for k, v in expected.items())
+    return max((float(np.abs(np.asarray(got[k]) - np.asarray(v)).max()) for k, v in expected.items()), default=0.0)
 
 
 def paid(tree):
@@ -203,11 +205,12 @@ def test_loss_and_gradient_are_those_of_one_device(name):
     assert scale > 1e-2
     assert abs(got_loss - loss) < 1e-5 and abs(got_gap - gap) < 1e-5 and distance(got, grad) < 1e-5
     print(f"{name}: loss {abs(got_loss - loss):.1e}, gradient {distance(got, grad):.1e} of at most {scale:.1e}")
-    for path, leaf in by_path(got).items():
-        assert leaf.sharding.spec == sharding.spec(*sharding.axes_of(path.split("/"), leaf.ndim)) or leaf.ndim < 2, path
+    for path, want in by_path(sharding.shardings(mesh, grad)).items():
+        assert by_path(got)[path].sharding.is_equivalent_to(want, by_path(grad)[path].ndim), path
     _, fsdp, tensor = MESHES[name]
     assert re.search(r"all-reduce|reduce-scatter", text)
-    assert bool(re.search(r" = f32\[64,64\]\S* all-gather\(", text)) == (fsdp > 1 and tensor == 1)  # a q_proj kernel
+    kernel = rf"f32\[64,{64 // tensor}\]\S* all-gather\("  # of q_proj: whole along fsdp, cut along tensor
+    assert bool(re.search(kernel, text)) == (fsdp > 1)
     assert bool(re.search(r"all-gather", text)) == (fsdp > 1)
     assert "num_partitions=8" in text
 
@@ -300,12 +303,14 @@ def test_a_checkpoint_goes_on_on_another_mesh(name, folder, tmp_path):
     assert kernel.addressable_shards[0].data.shape == (1, 64, 64)
     expected, expected_metrics = step(saved.recipe, copied(saved.state), tmp_path / "expected", 1)
     got, metrics = step(recipe, state, tmp_path / "got", 1)
-    losses = {k: v for k, v in expected_metrics.items() if "loss" in k or "nll" in k or "kl" in k}
-    assert losses
-    for key, value in losses.items():
-        assert metrics[key] == pytest.approx(value, abs=1e-6), key
-    assert distance(got.params, expected.params) < 1e-5
-    print(f"{name}: losses {max(abs(metrics[k] - v) for k, v in losses.items()):.1e}")
+    for key, value in expected_metrics.items():
+        # The negative log-likelihood is near 5, where float32 counts in steps of 5e-7: 1e-6 of its size.
+        close = {"rel": 1e-6, "abs": 1e-6} if key.endswith("nll") else {"rel": 1e-5, "abs": 1e-5}
+        if not key.startswith(("time/", "speed/")):
+            assert metrics[key] == pytest.approx(value, **close), key
+    losses = [abs(metrics[k] - v) for k, v in expected_metrics.items() if k.endswith("nll")]
+    assert losses and distance(got.params, expected.params) < 1e-5
+    print(f"{name}: losses {max(losses):.1e}, parameters {distance(got.params, expected.params):.1e}")
 
 
 def copied(state):
@@ -341,3 +346,26 @@ def test_models_that_do_not_fit_the_mesh_are_named(backbone, mesh, message):
     team = {"backbone": {**BACKBONE, "head_dim": 8, **backbone}}
     with pytest.raises(ConfigError, match=message):
         magrpo.make(config(magrpo, None, team=team, mesh=dict(zip(sharding.AXES, mesh))))
+
+
+def test_what_takes_no_mesh_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.mesh: a run compiled as a whole has none"):
+        make_program(config(magrpo, "8x1x1"), flat(2))
+    with pytest.raises(ConfigError, match=r"--mesh: expected three numbers as in 1,8,1, got '1,x,1'"):
+        evaluate.open_run(tmp_path, ["1", "x", "1"])
+
+
+def test_micro_batches_are_whole_on_every_device(folder):
+    """Nodes of a packed batch are a multiple of the parts, hold what they held, and cost no device more tokens."""
+    tree, loss = stepped(magrpo, None, folder).tree, Loss(clip_low=None, aggregate="sum")
+    gain = np.random.default_rng(0).normal(size=len(tree.steps.node)).astype(np.float32)
+    packed = {parts: pack(tree, 0, gain, tree.steps.valid, loss, micro_tokens=40, parts=parts) for parts in (1, 4, 8)}
+    seen = lambda batches: sorted(b.advantages[b.weights > 0].tolist() for b in batches)
+    flat_seen = {parts: sorted(x for row in seen(batches) for x in row) for parts, batches in packed.items()}
+    assert len(flat_seen[1]) > 8 and flat_seen[1] == flat_seen[4] == flat_seen[8]
+    for parts, batches in packed.items():
+        for b in batches:
+            n, p = b.tokens.shape
+            assert n % parts == 0
+            assert n // parts == 1 or n // parts * (p + b.completions[0].size) <= 40
+    assert len(packed[8]) < len(packed[4]) < len(packed[1])
