@@ -157,16 +157,17 @@ class Chip(NamedTuple):
     flops: float  # bfloat16 without sparsity, per second
     bandwidth: float  # bytes per second
     memory: float  # bytes
+    links: float  # bytes per second that it sends to other chips, over all of its links
     source: str
 
 
 CHIPS = {
-    "v5e": Chip(197e12, 819e9, 16e9, "cloud.google.com/tpu/docs/v5e"),
-    "v5p": Chip(459e12, 2765e9, 95e9, "cloud.google.com/tpu/docs/v5p"),
-    "v6e": Chip(918e12, 1638e9, 32e9, "cloud.google.com/tpu/docs/v6e"),
-    "a100": Chip(312e12, 2039e9, 80e9, "NVIDIA A100 datasheet, SXM 80 GB"),
-    "h100": Chip(989e12, 3.35e12, 80e9, "NVIDIA H100 datasheet, SXM"),
-    "h200": Chip(989e12, 4.8e12, 141e9, "NVIDIA H200 datasheet, SXM"),
+    "v5e": Chip(197e12, 819e9, 16e9, 200e9, "cloud.google.com/tpu/docs/v5e"),
+    "v5p": Chip(459e12, 2765e9, 95e9, 600e9, "cloud.google.com/tpu/docs/v5p"),
+    "v6e": Chip(918e12, 1638e9, 32e9, 400e9, "cloud.google.com/tpu/docs/v6e"),
+    "a100": Chip(312e12, 2039e9, 80e9, 300e9, "NVIDIA A100 datasheet, SXM 80 GB"),
+    "h100": Chip(989e12, 3.35e12, 80e9, 450e9, "NVIDIA H100 datasheet, SXM"),
+    "h200": Chip(989e12, 4.8e12, 141e9, 450e9, "NVIDIA H200 datasheet, SXM"),
 }
 
 

@@ -304,12 +304,14 @@ def test_a_checkpoint_goes_on_on_another_mesh(name, folder, tmp_path):
     assert kernel.addressable_shards[0].data.shape == (1, 64, 64)
     expected, expected_metrics = step(saved.recipe, copied(saved.state), tmp_path / "expected", 1)
     got, metrics = step(recipe, state, tmp_path / "got", 1)
-    losses = {k: v for k, v in expected_metrics.items() if "loss" in k or "nll" in k or "kl" in k}
-    assert losses
-    for key, value in losses.items():
-        assert metrics[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
-    assert distance(got.params, expected.params) < 1e-5
-    print(f"{name}: losses {max(abs(metrics[k] - v) for k, v in losses.items()):.1e}")
+    for key, value in expected_metrics.items():
+        # The negative log-likelihood is near 5, where float32 counts in steps of 5e-7: 1e-6 of its size.
+        close = {"rel": 1e-6, "abs": 1e-6} if key.endswith("nll") else {"rel": 1e-5, "abs": 1e-5}
+        if not key.startswith(("time/", "speed/")):
+            assert metrics[key] == pytest.approx(value, **close), key
+    losses = [abs(metrics[k] - v) for k, v in expected_metrics.items() if k.endswith("nll")]
+    assert losses and distance(got.params, expected.params) < 1e-5
+    print(f"{name}: losses {max(losses):.1e}, parameters {distance(got.params, expected.params):.1e}")
 
 
 def copied(state):

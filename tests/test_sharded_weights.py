@@ -12,6 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors
 
 from jaxmarl_llm import sharding, weights
 from jaxmarl_llm.qwen import Config, make_policy
@@ -33,7 +34,20 @@ def test_every_device_gets_its_part(mesh, dtype, tmp_path, monkeypatch):
     cfg = Config(264, 64, 128, 2, 8, 8, 8, tie_embeddings=False, dtype=np.dtype(dtype).name)
     params = random_params(cfg, dtype)
     weights.save(tmp_path / "model", params, cfg, max_shard_bytes=60_000)
-    read, sizes = weights.Safetensors.read, {}
+    read, opened, sizes, whole = weights.Safetensors.read, safetensors.safe_open, {}, set()
+
+    class Handle:
+        def __init__(self, *args, **kwargs):
+            self.file = opened(*args, **kwargs)
+
+        def get_tensor(self, name):
+            whole.add(name)
+            return self.file.get_tensor(name)
+
+        def get_slice(self, name):
+            return self.file.get_slice(name)
+
+    monkeypatch.setattr(safetensors, "safe_open", Handle)
 
     def spy(self, name, index):
         part = read(self, name, index)
@@ -52,6 +66,7 @@ def test_every_device_gets_its_part(mesh, dtype, tmp_path, monkeypatch):
         part = array.addressable_shards[0].data.size // (len(leaf.names) if leaf.stacked else 1)
         for name in leaf.names:
             assert sizes[name] == [part] * (int(np.prod(leaf.shape)) // part), name  # each part once, replicas share
+            assert (name in whole) == (part == np.prod(leaf.shape)), name
 
 
 CHILD = """

@@ -7,7 +7,9 @@ smollm2     `assistant` on real data (HotpotQA, BFCL, tau-bench retail, GSM8K): 
 mixed       `assistant`, tiny: a Llama master with the SmolLM2 tokenizer (`make weights`) over Qwen3 specialists
             that read bytes; seconds a step
 qwen2_5_3b  `assistant`, paper scale: five separate Qwen2.5-3B from --config.team.backbone.path, bfloat16; for
-            accelerators
+            accelerators, on a mesh (docs/pods.md). --config.team.share=shared: one model plays all five roles
+qwen2_5_7b, qwen2_5_32b
+            the same with larger models
 
     python -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=runs/demo
 """
@@ -20,11 +22,12 @@ from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.recipes.joyagents_r1 import Config
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Loss, Optimizer
 
-VARIANTS = ("tiny", "smollm2", "mixed", "qwen2_5_3b")
+VARIANTS = ("tiny", "smollm2", "mixed", "qwen2_5_3b", "qwen2_5_7b", "qwen2_5_32b")
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -83,15 +86,29 @@ def mixed() -> Config:
 
 
 def qwen2_5_3b() -> Config:
+    return at_scale("Qwen/Qwen2.5-3B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=2))
+
+
+def qwen2_5_7b() -> Config:
+    return at_scale("Qwen/Qwen2.5-7B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=4))
+
+
+def qwen2_5_32b() -> Config:
+    return at_scale("Qwen/Qwen2.5-32B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=8))
+
+
+def at_scale(path: str, mesh: MeshConfig) -> Config:
+    """``tensor`` is the number of key/value heads: no finer cut leaves whole heads."""
     return Config(
         steps=500,
         batch=64,
-        team=TeamConfig(backbone=Backbone(path="Qwen/Qwen2.5-3B-Instruct", dtype="bfloat16"), max_new=512),
-        env=EnvConfig("assistant", {"max_turns": 8}, workers=16, max_prompt=4096),
+        team=TeamConfig(backbone=Backbone(path=path, dtype="bfloat16"), max_new=512),
+        env=EnvConfig("assistant", {"max_turns": 8}, workers=16, max_prompt=2048),
         group=8,
         loss=Loss(importance_cap=2.0),
-        micro_tokens=65_536,
+        micro_tokens=8192,
         optimizer=Optimizer(learning_rate=1e-6, warmup=10),
         sft=SFT(steps=200, batch=64, optimizer=Optimizer(learning_rate=1e-5)),
+        mesh=mesh,
         run=RunConfig(max_logprob_gap=0.5),
     )

@@ -12,6 +12,7 @@ tree        `matrix`, chicken played twice: a tree of crossed joint actions, dis
 smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it): two
             SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
 tldr        the paper's setting of TLDR (two Qwen3-1.7B from --config.team.backbone.path); for accelerators
+qwen3_1_7b  `tldr` for a slice of chips: a batch of 512 prompts, a mesh (docs/pods.md)
 coding      the paper's setting of HumanEval (two Qwen2.5-Coder-3B); for accelerators
 
     python -m experiments.train --config=experiments/configs/magrpo.py:tiny --workdir=runs/magrpo
@@ -26,11 +27,15 @@ from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.recipes.magrpo import Config
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.train import Optimizer
 
-VARIANTS = ("tiny", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text", "smollm2", "tldr", "coding")
+VARIANTS = (
+    *("tiny", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text"),
+    *("smollm2", "tldr", "qwen3_1_7b", "coding"),
+)
 DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
 WRITING = {"words": 1.0, "ratio": 1.0, "unique": 1.0, "transitions": 1.0, "jaccard": 1.0}
 CODING = {"structure": 1.0, "syntax": 1.0, "tests": 1.0, "cooperation": 1.0}
@@ -144,6 +149,10 @@ def tldr() -> Config:
         optimizer=Optimizer(learning_rate=5e-6, max_grad_norm=0.0),
         run=RunConfig(max_logprob_gap=0.5),
     )
+
+
+def qwen3_1_7b() -> Config:
+    return dataclasses.replace(tldr(), batch=512, micro_tokens=4096, mesh=MeshConfig(data=-1, fsdp=8, tensor=1))
 
 
 def coding() -> Config:

@@ -1,0 +1,326 @@
+"""Compile what a training step runs for a TPU topology that is not there, and read off what one chip does in it.
+
+The programs are those of a run: `generate.sample_completions` (prefill, then a loop of decode steps), the learner's
+``accumulate`` on one micro-batch and its ``apply``, over a mesh of the topology's devices, from shapes alone. Agents of
+one architecture share them, so the largest model of the team is compiled, and what all models keep resident is counted
+from the sharding rules.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from experiments import hlo
+from jaxmarl_llm import costs, sharding
+from jaxmarl_llm.complexity import Launch, Weights, Workload, launches, levels
+from jaxmarl_llm.generate import sample_completions, up_to
+from jaxmarl_llm.lora import init_lora
+from jaxmarl_llm.plans import Plan
+from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.stages import BaseConfig
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.train import Batch, Learner, make_learner
+from jaxmarl_llm.types import Params, Policy, PyTree
+
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+TOPOLOGIES = tuple(
+    f"{kind}:{shape}" for kind, all_ in (("v5e", _FLAT), ("v6e", _FLAT), ("v5p", _CUBE)) for shape in all_
+)
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def chips(topology: str) -> int:
+    return math.prod(int(n) for n in topology.partition(":")[2].split("x"))
+
+
+def check(topology: str) -> None:
+    """ConfigError for a name that is not known, or without libtpu."""
+    if topology not in TOPOLOGIES:
+        raise ConfigError(f"--topology: unknown topology {topology!r}; known: {', '.join(TOPOLOGIES)}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("--topology: compiling for TPUs needs libtpu: pip install 'jaxmarl_llm[aot]'")
+
+
+def devices(topology: str) -> Sequence[Any]:
+    """The topology's devices, described by libtpu; none is touched."""
+    check(topology)
+    # No machine of the cloud to ask, and nothing to say about it on stderr.
+    for name, value in (
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_STDERR_LOG_LEVEL", "3"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-16"),
+    ):
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+class Shape(NamedTuple):
+    """What is compiled: the launch of a rollout with the largest cache, and one micro-batch."""
+
+    nodes: int  # rows of the launch, a multiple of the mesh's rows
+    group: int
+    prompt: int
+    response: int
+    micro: int  # nodes of a micro-batch, likewise
+    micro_group: int
+
+
+def shape_of(cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int | None = None) -> Shape:
+    """``rows``: nodes of each part of the mesh's rows, in place of what the configuration comes to."""
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    top = largest(plan, work)
+    group = max(level.group for level in levels(plan, work))
+    tokens = top.prompt + group * top.response
+    micro = 1 << max(0, (cfg.micro_tokens // tokens).bit_length() - 1)
+    if rows is not None:
+        return Shape(rows * parts, group, top.prompt, top.response, rows * parts, group)
+    return Shape(up_to(top.rows, parts), top.group, top.prompt, top.response, micro * parts, group)
+
+
+def largest(plan: Plan, work: Workload) -> Launch:
+    config = lambda x: work.models[x.model].config
+    return max(launches(plan, work), key=lambda x: costs.cache_bytes(x, config(x)) + costs.logits_bytes(x, config(x)))
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+class Team(NamedTuple):
+    """Shapes of the model that is compiled, and what the whole team keeps on a chip."""
+
+    policy: Policy
+    own: Params  # ShapeDtypeStructs with shardings, as all trees here
+    shared: Params | None
+    optimizer: PyTree
+    playing: Params  # the model's variables as generation takes them: whole along fsdp
+    parameter_bytes: int  # per chip, of all models; frozen ones and copies included
+    optimizer_bytes: int
+    playing_bytes: int  # of all models, beside those; 0 where nothing is cut along fsdp
+
+
+def placed(mesh: Mesh, tree: PyTree) -> PyTree:
+    put = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    return jax.tree.map(put, tree, sharding.shardings(mesh, tree))
+
+
+def chip_bytes(tree: PyTree) -> int:
+    """Bytes of one device's part of a tree of placed shapes."""
+    sizes = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return int(sum(sizes))
+
+
+def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int) -> Team:
+    """ConfigError where heads or a dimension cannot be cut as the mesh asks."""
+    largest_first = sorted(set(models), key=lambda w: -costs.parameters(w.config))
+    learner = learner_of(cfg, largest_first[0])
+    trees: dict[Weights, tuple[Params, Params | None, PyTree]] = {}
+    for weights in largest_first:
+        c = weights.config
+        sharding.check_heads(mesh, f"a {costs.parameters(c) / 1e9:.1f}B model", c.num_heads, c.num_kv_heads)
+        params = jax.eval_shape(make_policy(c).init, jax.random.key(0))
+        shared, own = None, {"params": params}
+        if weights.rank:
+            adapter = lambda p=params, w=weights: init_lora(jax.random.key(0), p, w.rank, w.targets)
+            shared, own = placed(mesh, params), {"lora": jax.eval_shape(adapter)}
+        trees[weights] = placed(mesh, own), shared, placed(mesh, jax.eval_shape(learner.init, own))
+    variables = lambda w: trees[w][0] if trees[w][1] is None else {"params": trees[w][1], **trees[w][0]}
+    frozen = {w.config: w for w, (_, shared, _) in trees.items() if shared is not None}
+    held = lambda pick: (
+        sum(chip_bytes(pick(trees[w][0])) for w in models) + sum(chip_bytes(pick(trees[w][1])) for w in frozen.values())
+    )
+    own, shared, optimizer = trees[largest_first[0]]
+    resident = held(lambda tree: tree)
+    return Team(
+        policy_of(cfg, largest_first[0]),
+        own,
+        shared,
+        optimizer,
+        gathered(mesh, variables(largest_first[0])),
+        resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
+        sum(chip_bytes(trees[w][2]) for w in models),
+        held(lambda tree: gathered(mesh, tree)) if mesh.shape["fsdp"] > 1 else 0,
+    )
+
+
+def gathered(mesh: Mesh, tree: PyTree) -> PyTree:
+    """Placed shapes in the layout of `sharding.to_rollout`."""
+
+    def whole(x: Any) -> Any:
+        place = PartitionSpec(*(None if axis == "fsdp" else axis for axis in x.sharding.spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, place))
+
+    return jax.tree.map(whole, tree)
+
+
+def policy_of(cfg: BaseConfig, weights: Weights) -> Policy:
+    return make_policy(weights.config, remat=cfg.team.remat)
+
+
+def learner_of(cfg: BaseConfig, weights: Weights) -> Learner:
+    return make_learner(policy_of(cfg, weights), cfg.loss, cfg.optimizer, cfg.sampling)
+
+
+class Stage(NamedTuple):
+    """One program on one chip. Bytes."""
+
+    name: str
+    arguments: int
+    outputs: int  # those that do not take an argument's place
+    temporary: int
+    least: int  # of memory at its peak; where it does not fit, what the compiler says it needs
+    compiled: bool  # False: it does not fit, and what follows is unknown
+    flops: float = 0.0
+    bytes: float = 0.0  # of memory, read and written
+    collectives: dict[str, float] | None = None  # kind -> bytes sent; None: unknown
+    seconds: float = 0.0  # to lower and compile it, of CPU time
+
+    def roofline(self, chip: costs.Chip) -> tuple[float, str]:
+        """Seconds at the chip's public figures, and which of them bounds it."""
+        sent = sum((self.collectives or {}).values())
+        terms = {
+            "compute": self.flops / chip.flops,
+            "memory": self.bytes / chip.bandwidth,
+            "network": sent / chip.links,
+        }
+        bound = max(terms, key=lambda k: terms[k])
+        return terms[bound], bound
+
+
+def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: Sequence[str] = ()) -> dict[str, Stage]:
+    """prefill and decode (one token of every sample; one program), accumulate and apply. ``only``: of these programs,
+    ``rollout``, ``accumulate`` and ``apply``, some.
+    """
+    spec = jax.ShapeDtypeStruct
+    place = sharding.rows(mesh)
+    rows = lambda shape, dtype: spec(shape, dtype, sharding=place)
+    n, g, p, r = shape.nodes, shape.group, shape.prompt, shape.response
+    learner = make_learner(team.policy, cfg.loss, cfg.optimizer, cfg.sampling)
+
+    def rollout(variables: Params, tokens: Any, length: Any, keys: Any, active: Any) -> Any:
+        key = jax.random.wrap_key_data(keys)
+        return sample_completions(
+            team.policy,
+            variables,
+            tokens,
+            length,
+            key,
+            active,
+            max_new=r,
+            stop_ids=(1,),
+            pad_id=0,
+            sampling=cfg.sampling,
+        )
+
+    width = jax.random.key_data(jax.random.key(0)).shape
+    prompts = rows((n, p), jnp.int32), rows((n,), jnp.int32), rows((n, g, *width), jnp.uint32), rows((n,), jnp.bool_)
+    m, mg = shape.micro, shape.micro_group
+    f32 = lambda: rows((m, mg, r), jnp.float32)
+    batch = Batch(rows((m, p), jnp.int32), rows((m,), jnp.int32), rows((m, mg, r), jnp.int32), f32(), f32(), f32())
+    batch = batch.replace(old=f32() if cfg.loss.epochs > 1 else None, reference=f32() if cfg.loss.refers else None)
+    gradient = jax.tree.map(lambda x: spec(x.shape, jnp.float32, sharding=x.sharding), team.own)
+    programs: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "rollout": (jax.jit(rollout), (team.playing, *prompts)),
+        "accumulate": (learner.accumulate, (team.own, team.shared, batch, gradient)),
+        "apply": (
+            learner.apply,
+            (team.own, team.optimizer, gradient, spec((), jnp.float32, sharding=sharding.whole(mesh))),
+        ),
+    }
+    found: dict[str, Stage] = {}
+    for name, (function, arguments) in programs.items():
+        if only and name not in only:
+            continue
+        clock = time.process_time()
+        with sharding.on(mesh):
+            lowered = function.lower(*arguments)
+        try:
+            compiled, text = compile_text(lowered)
+        except jax.errors.JaxRuntimeError as error:
+            needed = needs(str(error))
+            if needed is None:
+                raise
+            seconds = time.process_time() - clock
+            found[name] = Stage(name, 0, 0, 0, needed, False, seconds=seconds)
+            continue
+        seconds = time.process_time() - clock
+        held = compiled.memory_analysis()
+        kept = held.output_size_in_bytes - held.alias_size_in_bytes
+        peak = held.argument_size_in_bytes + kept + held.temp_size_in_bytes
+        sizes = (held.argument_size_in_bytes, kept, held.temp_size_in_bytes, peak, True)
+        if name != "rollout":
+            seen = hlo.count(text, mesh.size)
+            found[name] = Stage(name, *sizes, seen.flops, seen.bytes, seen.collectives, seconds)
+            continue
+        before, once = hlo.count(text, mesh.size, early=0), hlo.count(text, mesh.size, early=1)
+        one = {k: v - before.collectives.get(k, 0.0) for k, v in once.collectives.items()}
+        found["prefill"] = Stage("prefill", *sizes, before.flops, before.bytes, before.collectives, seconds)
+        found["decode"] = Stage("decode", *sizes, once.flops - before.flops, once.bytes - before.bytes, one)
+    return found
+
+
+def compile_text(lowered: Any) -> tuple[Any, str]:
+    """The compiled program and its text. JAX 0.10 cannot read some of v5p's programs (asynchronous collectives in three
+    parts); those are compiled once more, with libtpu writing the text to a file.
+    """
+    # Without a TPU a program cannot be read back from the compilation cache, so none is written to it.
+    options: Any = jax.config
+    least = options.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    try:
+        compiled = lowered.compile()
+        try:
+            return compiled, compiled.as_text()
+        except jax.errors.JaxRuntimeError as error:
+            if "async-update" not in str(error):
+                raise
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            (path,) = Path(folder).glob("*.after_optimizations.txt")
+            return compiled, path.read_text()
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+
+
+def needs(message: str) -> int | None:
+    """Bytes of memory that the compiler wanted, from its complaint that there are not as many."""
+    match = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    return int(float(match.group(1)) * UNITS[match.group(2)]) if match else None
+
+
+def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
+    """The mesh of ``--mesh=data,fsdp,tensor``, or of the configuration, over a topology."""
+    wanted = cfg.mesh
+    if given is not None:
+        try:
+            wanted = sharding.MeshConfig(*(int(n) for n in given.split(",")))
+        except (ValueError, TypeError):
+            raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
+    path = "--mesh" if given is not None else "config.mesh"
+    found = devices(topology)
+    try:
+        return sharding.make_mesh(wanted, found, path=path)
+    except NotImplementedError:
+        # An axis that is no product of whole axes of the torus, as tensor=2 on 8x8x8: JAX cuts those of v5e alone.
+        sizes = [getattr(wanted, axis) for axis in sharding.AXES]
+        sizes = [len(found) // abs(math.prod(sizes)) if size == -1 else size for size in sizes]
+        cut = mesh_utils.create_device_mesh(sizes, found, allow_split_physical_axes=True)
+        return Mesh(cut, sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes))

@@ -1,0 +1,417 @@
+"""What a configuration would do on TPUs that are not there:
+
+    python -m experiments.aot --config=FILE.py[:variant] --topology=v5e:16x16 [--mesh=D,F,T] [--out=FILE.json]
+    python -m experiments.aot --config=FILE.py[:variant] --topology=v5p:8x8x8 --search
+    python -m experiments.aot --out=FILE.json --doc=docs/pods.md
+
+Compiles generation and the update for the topology (libtpu beside JAX, no accelerator) and says, per chip: memory
+against the chip's, FLOPs, bytes, bytes of collectives by kind, the time at public chip figures and what bounds it,
+whether it fits and, when not, which flag would make it fit. Of --config.team.backbone.path the name suffices. With
+several topologies there is a row for each. A row that --out has already is not compiled again. ``--search`` tries
+meshes, micro-batches and remat by closed forms and compiles the best. ``--doc`` writes the table and the figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from experiments import cli
+
+flags.DEFINE_list("topology", [], "TPU slices: kind:shape, as v5e:16x16, v5p:8x8x8, v6e:16x16.")
+flags.DEFINE_string("mesh", None, "data,fsdp,tensor in place of config.mesh; -1: the chips that remain.")
+flags.DEFINE_string("out", None, "JSON file of rows: added to, and read by --doc.")
+flags.DEFINE_bool("search", False, "Propose mesh, micro-batch and remat for each topology, and compile the best two.")
+flags.DEFINE_integer("rows", None, "Nodes of each part of the mesh's rows (weak scaling), not those of the config.", 1)
+flags.DEFINE_list("stages", [], "Programs to compile: rollout, accumulate, apply; default: all.")
+flags.DEFINE_string("doc", None, "Markdown file whose table is written from --out; the figure goes beside it.")
+
+PROGRAMS = ("rollout", "accumulate", "apply")
+ROOM = 0.8  # of a chip that may be resident in what is advised: the rest is for cache and activations
+
+
+def prepare(cfg: Any) -> tuple[Any, Any, Any, list[str]]:
+    """(configuration without files, plan, workload, what was assumed)."""
+    from experiments.architectures import shape_only
+    from jaxmarl_llm.workload import workload_of
+
+    bare = shape_only(cfg)
+    plan = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}").make_plan(bare)
+    work, notes = workload_of(bare)
+    models = tuple(w._replace(config=dataclasses.replace(w.config, used_vocab=None), extra=0) for w in work.models)
+    if any(w.extra for w in work.models):
+        notes.append("value heads and critics of their own are left out")
+    return bare, plan, work._replace(models=models), notes
+
+
+def measure(
+    cfg: Any,
+    name: str,
+    topology: str,
+    mesh_flag: str | None,
+    rows: int | None,
+    only: Sequence[str],
+    known: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    """One row: compile, add up, judge. Programs of ``known`` rows are not compiled again: teams that differ in who
+    shares parameters have the same. Nothing is compiled where what is resident is already too much.
+    """
+    import jax
+    import libtpu
+
+    from experiments import ahead
+    from jaxmarl_llm import costs
+    from jaxmarl_llm.workload import kept
+
+    bare, plan, work, notes = prepare(cfg)
+    mesh = ahead.mesh_for(bare, mesh_flag, topology)
+    chip = costs.CHIPS[topology.partition(":")[0]]
+    team = ahead.team_of(bare, mesh, work.models, kept(bare)["copies"])
+    shape = ahead.shape_of(bare, mesh, plan, work, rows)
+    held = {"parameters": team.parameter_bytes, "optimizer": team.optimizer_bytes, "rollout copy": team.playing_bytes}
+    size = ahead.chip_bytes
+    program = repr((team.policy.config, bare.team.remat, bare.loss, bare.optimizer, bare.sampling, mesh.shape, shape))
+    program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
+    same = next((r for r in known if r["program"] == program and r["stages"]), None)
+    if sum(held.values()) > chip.memory:
+        stages = {}
+    elif same is not None:
+        stages = {k: ahead.Stage(**{f: v[f] for f in ahead.Stage._fields}) for k, v in same["stages"].items()}
+    else:
+        stages = ahead.compile_stages(bare, mesh, team, shape, only)
+    own = size(team.own) + (0 if team.shared is None else size(team.shared))
+    playing = size(team.playing)
+    rest = team.parameter_bytes + team.optimizer_bytes
+    # Of each program's arguments, those that are resident anyway; while generation runs, its copies are too.
+    beside = {
+        "prefill": rest + (team.playing_bytes - playing if team.playing_bytes else -own),
+        "accumulate": rest - own,
+        "apply": rest - size(team.own) - size(team.optimizer),
+    }
+    peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": sum(held.values())}
+    launch = ahead.largest(plan, work)
+    cache = costs.cache_bytes(launch._replace(rows=shape.nodes, group=shape.group), team.policy.config)
+    row: dict[str, Any] = {
+        "config": name,
+        "topology": topology,
+        "chips": mesh.size,
+        "mesh": list(mesh.devices.shape),
+        "rows": rows,
+        "share": bare.team.share,
+        "models": len(work.models),
+        "parameters": costs.parameters(team.policy.config),
+        "batch": bare.batch,
+        "program": program,
+        "remat": bare.team.remat,
+        "shape": shape._asdict(),
+        "capacity": chip.memory,
+        "held": held,
+        "cache": cache // mesh.size,
+        "peaks": peaks,
+        "stages": {k: s._asdict() | dict(zip(("roofline", "bound"), s.roofline(chip))) for k, s in stages.items()},
+        "fits": bool(stages) and all(s.compiled for s in stages.values()) and max(peaks.values()) <= chip.memory,
+        "notes": notes,
+        "versions": {"jax": jax.__version__, "libtpu": libtpu.__version__},
+        "date": datetime.date.today().isoformat(),
+    }
+    row["advice"] = "" if row["fits"] else advice(bare, row, team.policy.config)
+    if row["fits"] and set(stages) > {"prefill", "accumulate", "apply"}:
+        row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages)
+    return row
+
+
+def step_seconds(
+    cfg: Any, plan: Any, work: Any, chip: Any, mesh: Any, team: Any, shape: Any, stages: dict[str, Any]
+) -> dict[str, Any]:
+    """A training step at the chip's public figures: every launch and micro-batch one after the other, nothing between.
+
+    A launch with fewer expected samples than the compiled one takes its share of FLOPs, of cache bytes and of
+    collectives of activations; weights are read whole.
+    """
+    from experiments import ahead
+    from jaxmarl_llm import complexity, costs
+
+    seconds: dict[str, float] = {"weights to generation": 0.0, "prefill": 0.0, "decode": 0.0, "update": 0.0}
+    seconds["weights to generation"] = team.playing_bytes * (1 - 1 / mesh.shape["fsdp"]) / chip.links
+    weights = ahead.chip_bytes(team.playing)
+    for launch in complexity.launches(plan, work):
+        lanes = sum(n for n, _ in launch.samples)
+        if not lanes:
+            continue
+        of_lanes = lanes / (shape.nodes * shape.group)
+        of_nodes = lanes / launch.group / shape.nodes
+        for name, part, times in (
+            ("prefill", of_nodes, 1.0),
+            ("decode", of_lanes, complexity.longest(launch.samples)),
+        ):
+            s = stages[name]
+            read = min(weights, s.bytes)
+            seconds[name] += times * max(
+                part * s.flops / chip.flops,
+                (read + of_nodes * (s.bytes - read)) / chip.bandwidth,
+                part * sum((s.collectives or {}).values()) / chip.links,
+            )
+    done = trained_nodes(cfg, plan, work)
+    of_model = done / len(work.models)
+    passes = len(work.models) * math.ceil(of_model / shape.micro)
+    one = stages["accumulate"].roofline(chip)[0]
+    seconds["update"] = cfg.loss.epochs * (passes * one + len(work.models) * stages["apply"].roofline(chip)[0])
+    total = sum(seconds.values())
+    longest = max(seconds, key=lambda k: seconds[k])
+    stage = {"update": "accumulate"}.get(longest, longest)
+    bound = stages[stage].roofline(chip)[1] if stage in stages else "network"
+    tokens = complexity.counts(plan, work).completion_tokens
+    flops = costs.trained(plan, work).flops
+    return {
+        "seconds": seconds,
+        "total": total,
+        "bottleneck": f"{longest}: {bound}",
+        "micro_batches": passes,
+        "filled": done / (passes * shape.micro),  # of the micro-batches' rows, expected
+        "sampled_tokens": tokens,
+        "whole_tree_flops": flops,
+    }
+
+
+def trained_nodes(cfg: Any, plan: Any, work: Any) -> float:
+    """Expected nodes of an update, all models."""
+    from jaxmarl_llm import complexity
+
+    groups = hasattr(cfg, "top_k") and cfg.credit.group == "node"
+    found = (level for level in complexity.levels(plan, work) if level.group > 1 or not groups)
+    nodes = sum(level.states * len(work.turns[level.branch.turn].seats) for level in found)
+    if groups and cfg.top_k is not None:
+        nodes = min(nodes, cfg.top_k * (work.tasks if cfg.scope == "task" else 1))
+    return float(nodes)
+
+
+def tensor_sizes(arch: Any, chips: int) -> list[int]:
+    """Sizes of the tensor axis that whole heads, units and vocabulary allow."""
+    sizes = (arch.num_heads, arch.num_kv_heads, arch.intermediate_size, arch.vocab_size, chips)
+    return [t for t in range(1, 65) if all(n % t == 0 for n in sizes)]
+
+
+def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
+    """The flag whose change makes the worst stage fit, and to what."""
+    worst = max(row["peaks"], key=lambda k: row["peaks"][k])
+    peak, room, held = row["peaks"][worst], row["capacity"], row["held"]
+    data, fsdp, tensor = row["mesh"]
+    wider = [t for t in tensor_sizes(arch, row["chips"]) if t > tensor]
+    share = {"separate": "lora", "lora": "shared"}.get(cfg.team.share)
+    playing = worst in ("prefill", "resident")
+    fixed = held["parameters"] + held["optimizer"] + (held["rollout copy"] if playing else 0)
+    gradient = 0 if playing else 8 * row["parameters"] // (fsdp * tensor)
+    if fixed + gradient > room:
+        cut = fixed - (held["rollout copy"] if playing else 0)
+        copy = (held["rollout copy"] if fsdp > 1 else held["parameters"]) if playing else 0
+        enough = [t for t in wider if fixed * tensor / t <= ROOM * room]
+        if data > 1 and copy + (cut + gradient) / data <= ROOM * room:
+            flag = f"--config.mesh.data=1 --config.mesh.fsdp={data * fsdp}"
+        elif enough:
+            flag = f"--config.mesh.tensor={enough[0]}"
+        elif share:
+            flag = f"--config.team.share={share}"
+        else:
+            flag = "--topology with more or larger chips"
+        what = "parameters, optimizer state and their copies alone"
+    elif worst == "prefill":
+        left = (room - fixed) / max(peak - fixed, 1)
+        flag, what = f"--config.batch={int(cfg.batch * left)}", "the cache of the largest launch"
+        if int(cfg.batch * left) < 1:
+            flag = f"--config.mesh.tensor={wider[0]}" if wider else "--config.env.max_prompt, lower"
+    else:
+        what = "the update"
+        tokens = row["shape"]["prompt"] + row["shape"]["micro_group"] * row["shape"]["response"]
+        nodes = row["shape"]["micro"] // (data * fsdp)
+        if not cfg.team.remat:
+            flag = "--config.team.remat=true"
+        elif nodes > 1:
+            fewer = max(1, int(nodes * (room - fixed - gradient) / max(peak - fixed - gradient, 1)))
+            flag = f"--config.micro_tokens={fewer * tokens}"
+        elif wider:
+            flag = f"--config.mesh.tensor={wider[0]}"
+        else:
+            flag = "--config.group or --config.env.max_prompt, lower"
+    return f"too much in {worst}, {peak / 1e9:.1f} of {room / 1e9:.0f} GB: {what}; {flag}"
+
+
+# ---- search ---------------------------------------------------------------------------------------------------------
+
+
+def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, Any]]:
+    """Meshes, micro-batches and remat by estimated seconds of a step, those that fit first. Closed forms: parameters,
+    moments, copies, cache, logits, saved layers and attention scores; FLOPs, weights gathered and reduced, bytes read.
+    """
+    from experiments import ahead
+    from jaxmarl_llm import costs
+    from jaxmarl_llm.complexity import counts, longest
+    from jaxmarl_llm.complexity import launches as started
+    from jaxmarl_llm.workload import kept
+
+    chip, n = costs.CHIPS[topology.partition(":")[0]], ahead.chips(topology)
+    top = ahead.largest(plan, work)
+    weights = work.models[top.model]
+    arch = weights.config
+    size = costs.ITEMSIZE[arch.dtype]
+    held = costs.memory(plan, work, **kept(cfg))
+    whole = costs.base_bytes([weights]) + costs.own_bytes(weights) if weights.rank else costs.own_bytes(weights)
+    team = held.base + held.own + held.copies
+    group = max(launch.group for launch in started(plan, work))
+    tokens = top.prompt + group * top.response
+    nodes = trained_nodes(cfg, plan, work) / len(work.models)
+    d, f, heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
+    seen = counts(plan, work)
+    steps = sum(longest(x.samples) for x in started(plan, work))
+    found = []
+    for tensor in tensor_sizes(arch, n):
+        for fsdp in (x for x in range(1, n // tensor + 1) if (n // tensor) % x == 0 and d % x == 0):
+            parts = n // tensor
+            for remat in (True, False):
+                for rows in (1, 2, 4):
+                    saved = d if remat else 6 * d + 3 * f + 3 * heads
+                    scores = 4 * arch.num_heads * (top.prompt**2 + group * top.response * (top.prompt + top.response))
+                    layers = rows * tokens * size * (arch.num_layers * saved + 6 * d + 3 * f) / (1 if remat else tensor)
+                    update = held.gradient / (fsdp * tensor) + layers + 3 * rows * scores / tensor
+                    lanes = ahead.up_to(top.rows, parts) / parts
+                    prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
+                    play = (team / tensor if fsdp > 1 else 0) + held.cache / n
+                    play += max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor
+                    memory = (team + held.optimizer) / (fsdp * tensor) + max(play, update)
+                    passes = math.ceil(nodes / (rows * parts))
+                    per = (
+                        costs.token_flops(weights) * tokens + costs.attention_flops(arch) * scores / 4 / arch.num_heads
+                    )
+                    moved = 3 * whole / tensor * (fsdp > 1) + 2 * 4 * held.gradient / 8 / tensor * (parts > 1)
+                    moved += 4 * 4 * arch.num_layers * rows * tokens * d * size * (1 - 1 / tensor)
+                    learn = max(rows * per * (4 if remat else 3) / tensor / chip.flops, moved / chip.links)
+                    hops = 4 * arch.num_layers * seen.sequences / seen.launches / parts * d * size * (1 - 1 / tensor)
+                    decode = max(whole / tensor / chip.bandwidth, hops / chip.links)
+                    seconds = steps * decode + len(work.models) * passes * learn
+                    found.append(
+                        {
+                            "mesh": f"{parts // fsdp},{fsdp},{tensor}",
+                            "micro_tokens": rows * tokens,
+                            "remat": remat,
+                            "memory": memory,
+                            "seconds": seconds,
+                            "fits": memory <= chip.memory,
+                        }
+                    )
+    return sorted(found, key=lambda x: (not x["fits"], x["seconds"] if x["fits"] else x["memory"]))
+
+
+# ---- output ---------------------------------------------------------------------------------------------------------
+
+
+def gb(x: float) -> str:
+    return f"{x / 1e9:.2f}" if x >= 1e7 else f"{x / 1e9:.2g}"
+
+
+def show(row: dict[str, Any]) -> None:
+    d, f, t = row["mesh"]
+    shape = row["shape"]
+    print(
+        f"{row['config']} on {row['topology']}: {row['chips']} chips as data={d} fsdp={f} tensor={t}; {row['models']} "
+        f"model(s) of {row['parameters'] / 1e9:.2f}B, {row['share']}, batch {row['batch']}"
+    )
+    print(
+        f"compiled: a launch of {shape['nodes']} prompts of {shape['prompt']} x {shape['group']} completions of "
+        f"{shape['response']}; a micro-batch of {shape['micro']} x {shape['micro_group']}"
+    )
+    held = ", ".join(f"{k} {gb(v)}" for k, v in row["held"].items())
+    print(f"GB a chip, all models: {held}; cache {gb(row['cache'])}; the chip has {row['capacity'] / 1e9:.0f}")
+    if row["stages"]:
+        print(
+            f"{'a chip, once':12}{'GB peak':>9}{'temp':>8}{'TFLOP':>10}{'GB r/w':>9}{'GB sent':>9}{'ms':>10}  bound by"
+        )
+    for name, s in row["stages"].items():
+        peak = row["peaks"].get("prefill" if name == "decode" else name, 0.0)
+        line = f"{name:12}{gb(peak):>9}{gb(s['temporary']):>8}"
+        if s["compiled"]:
+            sent = sum(s["collectives"].values())
+            line += (
+                f"{s['flops'] / 1e12:>10.4g}{gb(s['bytes']):>9}{gb(sent):>9}{1e3 * s['roofline']:>10.3f}  {s['bound']}"
+            )
+            kinds = ", ".join(f"{k} {gb(v)}" for k, v in s["collectives"].items() if v >= 5e6)
+            line += f" ({kinds})" if kinds else ""
+        print(line)
+    if "step" in row:
+        parts = ", ".join(f"{k} {v:.1f}" for k, v in row["step"]["seconds"].items())
+        print(
+            f"a step at the chips' peak: {row['step']['total']:.1f} s ({parts}); bottleneck {row['step']['bottleneck']}"
+        )
+    compiled = sum(s["seconds"] for s in row["stages"].values())
+    verdict = "yes" if row["fits"] else "no. " + row["advice"]
+    print(f"fits: {verdict}   (programs compiled in {compiled:.0f} s of CPU)")
+    for note in row["notes"]:
+        print(f"assumed: {note}")
+
+
+def load(out: str | None) -> list[dict[str, Any]]:
+    path = Path(out) if out else None
+    return json.loads(path.read_text()) if path and path.exists() else []
+
+
+def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
+    from jaxmarl_llm.config import one_of
+    from jaxmarl_llm.text import ConfigError
+
+    rows = load(flag_values.out)
+    if flag_values.doc:
+        from experiments import pods
+
+        return pods.write(rows, Path(flag_values.doc))
+    if cfg is None or not flag_values.topology:
+        raise ConfigError("--config, --topology: expected both, or --doc with --out")
+    from experiments import ahead
+
+    for stage in flag_values.stages:
+        one_of("--stages", stage, PROGRAMS)
+    for topology in flag_values.topology:
+        ahead.check(topology)
+    for topology in flag_values.topology:
+        tries = [(cfg, flag_values.mesh)]
+        if flag_values.search:
+            bare, plan, work, _ = prepare(cfg)
+            best = proposals(bare, plan, work, topology)
+            for p in best[:6]:
+                given = f"--mesh={p['mesh']} --config.micro_tokens={p['micro_tokens']}"
+                given += f" --config.team.remat={str(p['remat']).lower()}"
+                verdict = "fits" if p["fits"] else "too large"
+                print(f"{verdict:10}{given}: {gb(p['memory'])} GB, {p['seconds']:.1f} s (estimated)")
+            change = lambda p: dataclasses.replace(
+                cfg, micro_tokens=p["micro_tokens"], team=dataclasses.replace(cfg.team, remat=p["remat"])
+            )
+            tries = [(change(p), p["mesh"]) for p in best[:2]]
+        for changed, mesh in tries:
+            name = label(flag_values.config, changed)
+            key = [name, topology, mesh, flag_values.rows, sorted(flag_values.stages)]
+            row = next((r for r in rows if r["key"] == key), None)
+            if row is None:
+                row = {"key": key, **measure(changed, name, topology, mesh, flag_values.rows, flag_values.stages, rows)}
+                rows.append(row)
+                if flag_values.out:
+                    Path(flag_values.out).write_text(json.dumps(rows, indent=1) + "\n")
+            show(row)
+
+
+def label(spec: str, cfg: Any) -> str:
+    """The variant, and what was changed of it on the command line."""
+    from jaxmarl_llm.config import flatten
+
+    file, _, variant = spec.partition(":")
+    base, now = flatten(cli.load(spec)), flatten(cfg)
+    changed = [f"{k}={now[k]}" for k in now if now[k] != base.get(k)]
+    return " ".join([f"{Path(file).stem}:{variant}" if variant else Path(file).stem, *changed])
+
+
+if __name__ == "__main__":
+    cli.run(main, required=())

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Train on this machine's GPUs (or its CPU), starting again after a crash. Run it again to resume. `python`
+# is that of the environment that is active.
+#
+#   CONFIG=experiments/configs/joyagents_r1.py:qwen2_5_3b WORKDIR=runs/team experiments/launch/gpu_host.sh [flags]
+set -euo pipefail
+: "${CONFIG:?experiments/configs/FILE.py:variant}" "${WORKDIR:?folder of the run}"
+RESTARTS=${RESTARTS:-3}
+cd "$(dirname "$0")/../.."
+
+for attempt in $(seq 0 "$RESTARTS"); do
+    status=0
+    python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR" "$@" || status=$?
+    # 2: a wrong flag or configuration; 130: interrupted. Neither gets better by trying again.
+    case $status in 0 | 2 | 130) exit "$status" ;; esac
+    echo "attempt $attempt ended with $status" >&2
+done
+exit "$status"

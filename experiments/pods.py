@@ -1,0 +1,114 @@
+"""The table and the figure of docs/pods.md, from the rows that `experiments.aot` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- aot: begin -->", "<!-- aot: end -->"
+HEAD = (
+    "| team | slice | mesh d x f x t | parameters | optimizer | rollout copy | cache | peak rollout | peak update | "
+    "sent, one decode step | sent, one micro-batch | step | bound by |"
+)
+
+
+def sent(stage: dict[str, Any]) -> float:
+    return float(sum(stage["collectives"].values()))
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row, GB and seconds; what was not compiled or does not fit says so."""
+    stages, held, peaks = row["stages"], row["held"], row["peaks"]
+    gb = lambda x: f"{x / 1e9:.2f}" if x < 1e10 else f"{x / 1e9:.1f}"
+    peak = lambda name: gb(peaks[name]) if name in peaks else "-"
+    moved = lambda name: gb(sent(stages[name])) if name in stages and stages[name]["compiled"] else "-"
+    update = "apply" if peaks.get("apply", 0) > peaks.get("accumulate", 0) else "accumulate"
+    step = row.get("step")
+    team = f"{row['config']}, {row['models']} x {row['parameters'] / 1e9:.1f}B {row['share']}"
+    cells = [
+        team,
+        f"{row['topology']} ({row['capacity'] / 1e9:.0f} GB)",
+        " x ".join(map(str, row["mesh"])),
+        *(gb(held[k]) for k in ("parameters", "optimizer", "rollout copy")),
+        gb(row["cache"]),
+        peak("prefill"),
+        peak(update),
+        moved("decode"),
+        moved("accumulate"),
+        f"{step['total']:.0f} s" if step else "does not fit" if not row["fits"] else "-",
+        step["bottleneck"] if step else row["advice"],
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows of whole teams, not those of the weak scaling."""
+    plain = [r for r in rows if r["rows"] is None]
+    rule = "|" + " --- |" * HEAD.count(" | ") + " --- |"
+    return "\n".join([HEAD, rule, *map(line, plain)])
+
+
+def weak(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By chips: one row of nodes for each part, so that work grows with the slice."""
+    return sorted((r for r in rows if r["rows"] is not None), key=lambda r: r["chips"])
+
+
+def weak_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| chips | mesh | TFLOP decode | TFLOP update | GB peak rollout | GB peak update | GB sent decode | "
+        "GB sent update |",
+        "|" + " --- |" * 8,
+    ]
+    for r in weak(rows):
+        s, p = r["stages"], r["peaks"]
+        flops = (s["decode"]["flops"] / 1e12, s["accumulate"]["flops"] / 1e12)
+        memory = (p["prefill"] / 1e9, p["accumulate"] / 1e9, sent(s["decode"]) / 1e9, sent(s["accumulate"]) / 1e9)
+        cells = [str(r["chips"]), " x ".join(map(str, r["mesh"])), *(f"{x:.4g}" for x in (*flops, *memory))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def figure(rows: list[dict[str, Any]], path: Path) -> None:
+    """Weak scaling: FLOPs, memory and collective bytes of a chip against chips, each relative to the smallest slice."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = weak(rows)
+    chips = [r["chips"] for r in found]
+    series = {
+        "FLOPs, update": [r["stages"]["accumulate"]["flops"] for r in found],
+        "FLOPs, decode": [r["stages"]["decode"]["flops"] for r in found],
+        "peak memory, update": [r["peaks"]["accumulate"] for r in found],
+        "peak memory, rollout": [r["peaks"]["prefill"] for r in found],
+        "bytes sent, update": [sent(r["stages"]["accumulate"]) for r in found],
+    }
+    drawn, axes = plt.subplots(figsize=(7, 4))
+    for name, values in series.items():
+        axes.plot(chips, [v / values[0] for v in values], marker="o", label=name, ls="--" if "sent" in name else "-")
+    axes.axhspan(0.9, 1.1, color="0.92")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(chips, [str(c) for c in chips])
+    axes.set_ylim(0)
+    axes.set_xlabel("chips")
+    axes.set_ylabel(f"of a chip, relative to {chips[0]} chips")
+    axes.set_title(f"Weak scaling, {found[0]['config']} on {found[0]['topology'].partition(':')[0]}")
+    axes.legend(fontsize=8)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=120)
+    plt.close(drawn)
+
+
+def write(rows: list[dict[str, Any]], doc: Path) -> None:
+    """Replace what stands between the marks of ``doc``; draw the figure beside it when there is weak scaling."""
+    text = doc.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    versions = sorted({f"jax {r['versions']['jax']}, libtpu {r['versions']['libtpu']}" for r in rows})
+    dates = sorted({r["date"] for r in rows})
+    parts = [f"{'; '.join(versions)}; compiled {' to '.join(sorted({dates[0], dates[-1]}))}.", table(rows)]
+    if weak(rows):
+        figure(rows, doc.with_suffix(".png"))
+        parts += [f"![weak scaling]({doc.with_suffix('.png').name})", weak_table(rows)]
+    doc.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after)

