@@ -58,7 +58,7 @@ def check(topology: str) -> None:
 def devices(topology: str) -> Sequence[Any]:
     """The topology's devices, described by libtpu; none is touched."""
     check(topology)
-    # No machine of the cloud to ask, and nothing to say about it on stderr.
+    # No machine of the cloud to ask: without these libtpu looks for one, and complains on stderr.
     for name, value in (
         ("TPU_SKIP_MDS_QUERY", "1"),
         ("TPU_STDERR_LOG_LEVEL", "3"),
@@ -282,8 +282,7 @@ def compile_text(lowered: Any) -> tuple[Any, str]:
     parts); those are compiled once more, with libtpu writing the text to a file.
     """
     # Without a TPU a program cannot be read back from the compilation cache, so none is written to it.
-    options: Any = jax.config
-    least = options.jax_persistent_cache_min_compile_time_secs
+    least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     try:
         compiled = lowered.compile()
