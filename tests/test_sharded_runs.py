@@ -112,8 +112,16 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("recipe", [magrpo, joyagents_r1], ids=["magrpo", "joyagents_r1"])
+@pytest.mark.parametrize(
+    "recipe,name",
+    [
+        *((magrpo, name) for name in MESHES),
+        (joyagents_r1, "8x1x1"),
+        (joyagents_r1, "2x2x2"),
+        pytest.param(joyagents_r1, "1x8x1", marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__.rpartition(".")[2],
+)
 def test_a_step_is_that_of_one_device(recipe, name, folder):
     """Equal tokens; log-probs, metrics and new parameters within 1e-5 (float32)."""
     one, got = stepped(recipe, None, folder), stepped(recipe, name, folder)
@@ -133,7 +141,7 @@ def test_a_step_is_that_of_one_device(recipe, name, folder):
     )
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", ["8x1x1", "2x2x2", pytest.param("1x8x1", marks=pytest.mark.slow)])
 def test_a_state_is_cut(name, folder):
     """Parameters and Adam's moments after a step: each device has its share; memory and counters are whole."""
     state, (_, fsdp, tensor) = stepped(joyagents_r1, name, folder).state, MESHES[name]
