@@ -27,12 +27,17 @@ from absl import flags
 from experiments import cli
 
 flags.DEFINE_list("topology", [], "TPU slices: kind:shape, as v5e:16x16, v5p:8x8x8, v6e:16x16.")
-flags.DEFINE_string("mesh", None, "data,fsdp,tensor in place of config.mesh; -1: the chips that remain.")
-flags.DEFINE_string("out", None, "JSON file of rows: added to, and read by --doc.")
+# Other entry points have flags of these names; tests import several of them into one process.
+flags.DEFINE_string(
+    "mesh", None, "data,fsdp,tensor in place of config.mesh; -1: the chips that remain.", allow_override=True
+)
+flags.DEFINE_string("out", None, "JSON file of rows: added to, and read by --doc.", allow_override=True)
 flags.DEFINE_bool("search", False, "Propose mesh, micro-batch and remat for each topology, and compile the best two.")
 flags.DEFINE_integer("rows", None, "Nodes of each part of the mesh's rows (weak scaling), not those of the config.", 1)
 flags.DEFINE_list("stages", [], "Programs to compile: rollout, accumulate, apply; default: all.")
-flags.DEFINE_string("doc", None, "Markdown file whose table is written from --out; the figure goes beside it.")
+flags.DEFINE_string(
+    "doc", None, "Markdown file whose table is written from --out; the figure goes beside it.", allow_override=True
+)
 
 PROGRAMS = ("rollout", "accumulate", "apply")
 ROOM = 0.8  # of a chip that may be resident in what is advised: the rest is for cache and activations

@@ -179,9 +179,8 @@ def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def current() -> Mesh | None:
-    """The mesh of `on`, outside of compiled functions."""
-    mesh = jax.sharding.get_mesh()
-    return None if mesh.empty else mesh
+    """The mesh of `on`, outside of compiled functions; None without one, there and inside."""
+    return jax.sharding.get_mesh() if meshed() else None
 
 
 def meshed() -> bool:

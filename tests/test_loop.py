@@ -279,7 +279,8 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     last = lines(workdir)[-1]
     for key, value in recipe.evaluate(again).items():
         assert value == last[key.replace("eval/", "final/")]
-    chosen = type("Flags", (), {"models": ["lookup"], "export_to": str(tmp_path / "out")})
+    given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"]}
+    chosen = type("Flags", (), given)
     export.main(None, workdir, chosen)
     params, _ = weights.load(tmp_path / "out" / "lookup")
     assert digests(params) == digests(state.params["agents"]["lookup"]["params"])
