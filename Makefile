@@ -84,7 +84,7 @@ sandbox:
 # As in the tests (tests/conftest.py): half the compile time on CPU.
 notebooks: export XLA_FLAGS := --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 notebooks: $(VENV)/.installed-test
-	$(CPU) $(RUN) -m pytest --nbmake --nbmake-timeout=300 --durations=4 notebooks
+	$(CPU) $(RUN) -m pytest --nbmake --nbmake-timeout=600 --durations=4 notebooks
 
 weights: $(VENV)/.installed-test
 	$(RUN) -m experiments.fetch_weights --out=weights/smollm2
