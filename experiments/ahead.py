@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from experiments import hlo
 from jaxmarl_llm import costs, sharding
@@ -165,8 +164,8 @@ def gathered(mesh: Mesh, tree: PyTree) -> PyTree:
     """Placed shapes in the layout of `sharding.to_rollout`."""
 
     def whole(x: Any) -> Any:
-        place = PartitionSpec(*(None if axis == "fsdp" else axis for axis in x.sharding.spec))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, place))
+        place = NamedSharding(mesh, sharding.without_fsdp(x.sharding.spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     return jax.tree.map(whole, tree)
 
@@ -313,13 +312,4 @@ def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
             wanted = sharding.MeshConfig(*(int(n) for n in given.split(",")))
         except (ValueError, TypeError):
             raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
-    path = "--mesh" if given is not None else "config.mesh"
-    found = devices(topology)
-    try:
-        return sharding.make_mesh(wanted, found, path=path)
-    except NotImplementedError:
-        # An axis that is no product of whole axes of the torus, as tensor=2 on 8x8x8: JAX cuts those of v5e alone.
-        sizes = [getattr(wanted, axis) for axis in sharding.AXES]
-        sizes = [len(found) // abs(math.prod(sizes)) if size == -1 else size for size in sizes]
-        cut = mesh_utils.create_device_mesh(sizes, found, allow_split_physical_axes=True)
-        return Mesh(cut, sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes))
+    return sharding.make_mesh(wanted, devices(topology), path="config.mesh" if given is None else "--mesh")

@@ -49,7 +49,7 @@ def make_program(
     """``cfg.sft.steps`` supervised steps, then ``cfg.steps`` of RL on all steps of the tree; ``cfg.run`` is unused.
 
     A loss that refers to another policy refers to the one that stage 0 ends with, ``reference`` in the parameters.
-    ``learns``, ``weigh`` and ``pick`` as in loop.improve_groups; the RL step they get is traced. ConfigError for
+    ``learns``, ``weigh`` and ``pick`` as in phases.improve_groups; the RL step they get is traced. ConfigError for
     critics, past policies and a mesh: it has none.
     """
     beyond = {

@@ -19,10 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.types import PyTree
+from jaxmarl_llm.types import Model, PyTree, TrainState
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
@@ -82,7 +84,9 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     if math.prod(sizes) != len(devices):
         asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in AXES)
         raise ConfigError(f"{path}: {len(devices)} devices cannot be {asked}; expected a product of {len(devices)}")
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    # An axis may be a part of one of a TPU torus' own, as tensor=2 on 8x8x8.
+    grid = mesh_utils.create_device_mesh(sizes, list(devices), allow_split_physical_axes=True)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def spec(*axes: str | None) -> PartitionSpec:
@@ -224,13 +228,14 @@ def settle(tree: PyTree) -> PyTree:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, param_specs(tree))
 
 
-def _gathered(place: PartitionSpec) -> PartitionSpec:
+def without_fsdp(place: PartitionSpec) -> PartitionSpec:
+    """The place of a parameter where it is used: whole along fsdp."""
     return PartitionSpec(*(None if axis == "fsdp" else axis for axis in place))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(x: jax.Array, place: PartitionSpec) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, _gathered(place))
+    return jax.lax.with_sharding_constraint(x, without_fsdp(place))
 
 
 # The transpose of a constraint is the same constraint, which would have every device hold the whole gradient.
@@ -254,7 +259,7 @@ def copies(tree: PyTree) -> PyTree:
 
     def copy(x: jax.Array, place: PartitionSpec) -> jax.Array:
         wide = jnp.broadcast_to(_gather(x, place), (parts, *x.shape))
-        return jax.lax.with_sharding_constraint(wide, PartitionSpec(ROWS, *_gathered(place)))
+        return jax.lax.with_sharding_constraint(wide, PartitionSpec(ROWS, *without_fsdp(place)))
 
     return jax.tree.map(copy, tree, param_specs(tree))
 
@@ -268,6 +273,32 @@ def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
         return params
 
     def move(x: jax.Array, place: PartitionSpec) -> jax.Array:
-        return x if _gathered(place) == place else jax.device_put(x, NamedSharding(mesh, _gathered(place)))
+        return x if without_fsdp(place) == place else jax.device_put(x, NamedSharding(mesh, without_fsdp(place)))
 
     return jax.tree.map(move, params, param_specs(params))
+
+
+def open_mesh(cfg: MeshConfig, models: Sequence[Model]) -> Mesh | None:
+    """The mesh of a run, None for one device; ConfigError when a model does not fit it."""
+    if cfg == MeshConfig(data=1):
+        if jax.device_count() > 1:
+            logging.info("config.mesh: 1 of %d devices is used; data=-1 takes all", jax.device_count())
+        return None
+    mesh = make_mesh(cfg)
+    if mesh.size == 1:
+        return None
+    for model in models:
+        arch = model.policy.config
+        check_heads(mesh, model.name, arch.num_heads, arch.num_kv_heads)
+        tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
+        check_divides(mesh, tree, param_specs(tree))
+    return mesh
+
+
+def settled(mesh: Mesh | None, state: TrainState) -> TrainState:
+    """``state`` where it lives: parameters and optimizer states by the rules, all else on every device."""
+    if mesh is None:
+        return state
+    everywhere = {k: jax.device_put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters")}
+    placed = {k: place(mesh, getattr(state, k)) for k in ("params", "opt_state")}
+    return state.replace(**everywhere, **placed)

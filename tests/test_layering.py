@@ -43,7 +43,7 @@ LAYERS = {
         "costs",
     ],
     4: ["team", "arena"],
-    5: ["workload", "stages", "diagnose", "loop", "compiled"],
+    5: ["workload", "stages", "diagnose", "phases", "loop", "compiled"],
     6: ["recipes"],
 }
 LAYER = {name: layer for layer, names in LAYERS.items() for name in names}

@@ -12,7 +12,7 @@ import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import loop, losses
+from jaxmarl_llm import losses, phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.compiled import make_evaluation, make_program
@@ -182,7 +182,7 @@ def test_only_steps_of_the_role_in_turn_are_trained(share, tmp_path, monkeypatch
         seen.append((played.tree.nodes.role[played.tree.steps.node], trained, played.tree.steps.valid))
         return state, {}
 
-    monkeypatch.setattr(loop, "learn", learn)
+    monkeypatch.setattr(phases, "learn", learn)
     cfg = config(sft=SFT(), team=dataclasses.replace(config().team, share=share))
     recipe = rema.make(cfg)
     state = recipe.init(0)

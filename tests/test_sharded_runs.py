@@ -13,7 +13,7 @@ import pytest
 import toys
 
 from experiments import evaluate
-from jaxmarl_llm import loop, sharding
+from jaxmarl_llm import loop, phases, sharding
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.config import from_dict
@@ -79,7 +79,7 @@ def paid(tree):
 
 
 class Stepped(NamedTuple):
-    recipe: loop.Recipe
+    recipe: phases.Recipe
     tree: Any  # sampled in the first step
     before: Any  # parameters on the host
     state: Any  # after the first step

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.credit import assign
@@ -195,13 +195,13 @@ def test_who_learns_and_what_is_paid():
 
 def test_stages_of_a_run(tmp_path, monkeypatch):
     """Frozen roles stay byte-identical, optimizer state included; one round of each learning role is trained."""
-    trained, learn = [], loop.learn
+    trained, learn = [], phases.learn
 
     def watch(team, learners, cfg, state, played, advantages, rows):
         trained.append((played.tree, rows))
         return learn(team, learners, cfg, state, played, advantages, rows)
 
-    monkeypatch.setattr(loop, "learn", watch)
+    monkeypatch.setattr(phases, "learn", watch)
     cfg = config()
     cfg.check("config")
     recipe = waltzrl.make(cfg)

@@ -19,7 +19,7 @@ import numpy as np
 
 from experiments.claims import Finding
 from experiments.configs import malt as configs
-from jaxmarl_llm import loop, offline
+from jaxmarl_llm import offline, phases
 from jaxmarl_llm.diagnose import majority
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.recipes import grpo, malt
@@ -31,7 +31,7 @@ GAIN = 0.1  # of held-out accuracy over the untrained team
 NOISE = 0.03  # what counts as no gain
 
 
-def advance(recipe: loop.Recipe, state: TrainState, steps: int, folder: Path) -> TrainState:
+def advance(recipe: phases.Recipe, state: TrainState, steps: int, folder: Path) -> TrainState:
     with Logger(folder, resume_step=None, total_steps=steps, primary=False) as logger:
         for step in range(int(state.step), steps):
             state, _ = recipe.step(state, logger)
@@ -39,7 +39,7 @@ def advance(recipe: loop.Recipe, state: TrainState, steps: int, folder: Path) ->
     return state
 
 
-def accuracies(recipe: loop.Recipe, cfg: malt.Config, state: TrainState) -> dict[str, float]:
+def accuracies(recipe: phases.Recipe, cfg: malt.Config, state: TrainState) -> dict[str, float]:
     """Of one episode, and of the vote."""
     seen = recipe.evaluate(state) | majority(cfg, recipe.team, recipe.arena, state, cfg.votes)
     return {"one": seen["eval/accuracy"], "vote": seen[f"eval/accuracy_majority@{cfg.votes}"]}

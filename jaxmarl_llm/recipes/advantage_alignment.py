@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.plans import Plan, flat
@@ -62,5 +62,5 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg))
+def make(cfg: Config) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg))

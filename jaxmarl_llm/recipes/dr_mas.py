@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.plans import Plan, flat
@@ -68,5 +68,5 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg))
+def make(cfg: Config) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg))

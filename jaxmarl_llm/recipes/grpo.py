@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import BaseConfig
@@ -37,5 +37,5 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg, drop_equal=True))
+def make(cfg: Config) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg, drop_equal=True))

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.arena import Played
 from jaxmarl_llm.credit import Credited
 from jaxmarl_llm.memory import MemoryConfig
@@ -86,10 +86,10 @@ def select(cfg: Config, credited: Credited, tasks: int) -> np.ndarray:
 _top_k = jax.jit(top_k_variance, static_argnames=("k", "num_scopes"))
 
 
-def make(cfg: Config) -> loop.Recipe:
+def make(cfg: Config) -> phases.Recipe:
     remembers = cfg.memory if cfg.use_memory else None
 
-    def improve(run: loop.Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> loop.Improved:
+    def improve(run: Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> phases.Improved:
         team, arena = run.team, run.arena
         with logger.stage("reward"):
             credited = credit(cfg, team, arena, played, tasks, cfg.reward)
@@ -102,6 +102,6 @@ def make(cfg: Config) -> loop.Recipe:
             with logger.first("memory"), logger.stage("memory"):
                 kept = credit(cfg, team, arena, played, tasks, cfg.memory_reward)
                 state, metrics = remember(team, arena, remembers, state, played, kept.returns, kept.valid)
-        return loop.Improved(state, credited, selected, updated, metrics)
+        return phases.Improved(state, credited, selected, updated, metrics)
 
-    return loop.make_recipe(cfg, make_plan(cfg), improve, remembers)
+    return phases.make_recipe(cfg, make_plan(cfg), improve, remembers)

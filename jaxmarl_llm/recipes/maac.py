@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import ActorCritic
 from jaxmarl_llm.team import TeamConfig
@@ -32,5 +32,5 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_critic(cfg), critic_optimizer=cfg.critic_optimizer)
+def make(cfg: Config) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_critic(cfg), critic_optimizer=cfg.critic_optimizer)

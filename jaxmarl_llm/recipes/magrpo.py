@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.plans import JOINT, Plan, flat, handoff, product
 from jaxmarl_llm.stages import BaseConfig
@@ -74,5 +74,5 @@ def make_plan(cfg: Config) -> Plan:
     return plan._replace(stop_above=cfg.stop_above, reward=tuple(sorted(cfg.reward.items())))
 
 
-def make(cfg: Config) -> loop.Recipe:
-    return loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg))
+def make(cfg: Config) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg))

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm import loop, offline
+from jaxmarl_llm import offline, phases
 from jaxmarl_llm.arena import Demonstrations, EnvConfig, Played
 from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credited
@@ -179,8 +179,8 @@ def make_plan(cfg: Config) -> Plan:
     return product(cfg.group)
 
 
-def make(cfg: Config) -> loop.Recipe:
-    arena, team = loop.open_arena(cfg)
+def make(cfg: Config) -> phases.Recipe:
+    arena, team = phases.open_arena(cfg)
     missing = [role for role in ROLES if role not in arena.env.roles]
     if missing:
         raise ConfigError(
@@ -236,11 +236,11 @@ def make(cfg: Config) -> loop.Recipe:
         return state, (data.counts if i == 0 else {}) | out
 
     reference = lambda agents: {"reference": jax.tree.map(jnp.copy, agents)}
-    return loop.make_phases(
+    return phases.make_phases(
         cfg,
         team,
         arena,
-        [loop.Phase(cfg.imitation.steps, tutors, imitate), loop.Phase(cfg.steps, learners, prefer, reference)],
+        [phases.Phase(cfg.imitation.steps, tutors, imitate), phases.Phase(cfg.steps, learners, prefer, reference)],
         evaluate=lambda state: evaluate(cfg, team, arena, state, None) | majority(cfg, team, arena, state, cfg.votes),
         episodes=lambda: episodes_of(team, **latest, count=cfg.run.episodes) if latest else [],
     )

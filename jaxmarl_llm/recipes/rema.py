@@ -30,7 +30,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.credit import Credit
@@ -77,8 +77,8 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> loop.Recipe:
-    recipe = loop.make_recipe(cfg, make_plan(cfg), loop.improve_groups(cfg, learns=learns(cfg)))
+def make(cfg: Config) -> phases.Recipe:
+    recipe = phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg, learns=learns(cfg)))
     if recipe.arena.env.roles != ROLES:
         raise ConfigError(f"config.env: expected an environment with the roles {', '.join(ROLES)}")
     return recipe

@@ -34,7 +34,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmarl_llm import loop
+from jaxmarl_llm import phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.compiled import Program, make_program
 from jaxmarl_llm.credit import Credit
@@ -106,6 +106,6 @@ def program(cfg: Config) -> Program:
     return make_program(cfg, make_plan(cfg), learns(cfg), weigh=weigh(cfg), pick=one_round)
 
 
-def make(cfg: Config) -> loop.Recipe:
-    improve = loop.improve_groups(cfg, learns=learns(cfg), weigh=weigh(cfg), pick=one_round)
-    return loop.make_recipe(cfg, make_plan(cfg), improve)
+def make(cfg: Config) -> phases.Recipe:
+    improve = phases.improve_groups(cfg, learns=learns(cfg), weigh=weigh(cfg), pick=one_round)
+    return phases.make_recipe(cfg, make_plan(cfg), improve)
