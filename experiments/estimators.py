@@ -17,11 +17,12 @@ from jaxtyping import Array, Float
 from experiments.study_games import Exact, Game, chicken, exact, line, params
 from jaxmarl_llm import plans
 from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.losses import aggregation_weights
+from jaxmarl_llm.losses import Loss, aggregation_weights
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.selection import top_k_variance
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner
+from jaxmarl_llm.train import Batch, make_learner
 from jaxmarl_llm.types import PyTree
 
 TOKENS = 256  # sampled tokens of a batch; as many tasks as come nearest

@@ -24,10 +24,10 @@ flags.DEFINE_string("out", None, "Also write every curve to this JSON file.")
 
 def get_config(game: str, rewards: str, steps: int):
     from jaxmarl_llm.arena import EnvConfig
+    from jaxmarl_llm.optimizers import Optimizer
     from jaxmarl_llm.recipes.magrpo import Config
     from jaxmarl_llm.stages import SFT
     from jaxmarl_llm.team import Backbone, TeamConfig
-    from jaxmarl_llm.train import Optimizer
 
     tiny = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
     return Config(

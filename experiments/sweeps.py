@@ -27,14 +27,15 @@ from jaxmarl_llm.advantages import scalarise
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.generate import generate
 from jaxmarl_llm.lora import init_lora
-from jaxmarl_llm.losses import aggregation_weights
+from jaxmarl_llm.losses import Loss, aggregation_weights
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.rollout import make_rollout
 from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.text import ConfigError, HostEnv, Message, Prompt
 from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner
+from jaxmarl_llm.train import Batch, make_learner
 from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team
 from jaxmarl_llm.workers import EnvPool
 

@@ -7,9 +7,14 @@ changes neither loss nor gradient. No function here touches a model.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxmarl_llm.text import ConfigError
 
 # Log-ratios are held within +-20 so that no ratio overflows; beyond, their gradient is 0 (verl holds them alike).
 MAX_LOG_RATIO = 20.0  # unless a loss says otherwise (ReMA: 3)
@@ -263,3 +268,105 @@ def dpo(
     weighted = lambda x: jnp.sum(weight * x)
     metrics = {"weight": jnp.sum(weight), "accuracy": weighted(margin > 0), "margin": weighted(margin)}
     return weighted(jax.nn.softplus(-margin)), jax.lax.stop_gradient(metrics)
+
+
+# ---- as a configuration ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is minimised and how it is averaged; see losses.policy_loss, losses.dpo and losses.aggregation_weights."""
+
+    objective: str = "policy"  # policy: the policy gradient; dpo: preferences between siblings, by sign of advantage
+    beta: float = 0.1  # of dpo
+    clip_low: float | None = 0.2  # None: no clip (then clip_high is unused)
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    level: str = "token"  # token or sequence (GSPO; ReMA's turn) ratios
+    max_log_ratio: float = MAX_LOG_RATIO  # beyond, a ratio is constant
+    aggregate: str = "token"  # token, sequence, sum, constant or trajectory
+    constant: float | None = None  # tokens, for aggregate=constant
+    kl_coef: float = 0.0  # to the reference policy, in the loss
+    kl_kind: str = "k3"
+    importance_cap: float | None = None  # truncated importance weights between sampler and learner
+    entropy_coef: float = 0.0
+    value_coef: float = 0.0  # of the squared error of a value head
+    value_clip: float | None = None  # how far a value may move from the one before the update (PPO)
+    epochs: int = 1  # optimizer steps on one batch; from the second on, ratios are to the policy of the first
+
+    def check(self, path: str) -> None:
+        if self.objective not in ("policy", "dpo"):
+            raise ConfigError(f"{path}.objective: expected policy or dpo, got {self.objective!r}")
+        if self.objective == "dpo" and (self.aggregate != "sum" or self.beta <= 0):
+            raise ConfigError(f"{path}: expected aggregate='sum' and beta > 0 with objective='dpo'")
+        if self.objective == "dpo" and (self.kl_coef or self.entropy_coef or self.importance_cap is not None):
+            raise ConfigError(f"{path}: expected no kl_coef, entropy_coef or importance_cap with objective='dpo'")
+        if self.level not in ("token", "sequence"):
+            raise ConfigError(f"{path}.level: expected token or sequence, got {self.level!r}")
+        if self.aggregate not in ("token", "sequence", "sum", "constant", "trajectory"):
+            raise ConfigError(
+                f"{path}.aggregate: expected token, sequence, sum, constant or trajectory, got {self.aggregate!r}"
+            )
+        if self.max_log_ratio <= 0:
+            raise ConfigError(f"{path}.max_log_ratio: expected > 0, got {self.max_log_ratio}")
+        if self.aggregate == "constant" and not self.constant:
+            raise ConfigError(f"{path}.constant: expected a positive number of tokens for aggregate=constant")
+        if self.kl_kind not in ("k1", "k2", "k3"):
+            raise ConfigError(f"{path}.kl_kind: expected k1, k2 or k3, got {self.kl_kind!r}")
+        if self.value_coef < 0 or (self.value_clip is not None and self.value_clip <= 0):
+            raise ConfigError(f"{path}: expected value_coef >= 0 and value_clip > 0 or None")
+        if self.epochs < 1:
+            raise ConfigError(f"{path}.epochs: expected >= 1, got {self.epochs}")
+
+    @property
+    def refers(self) -> bool:
+        """Whether a reference policy is needed."""
+        return bool(self.kl_coef) or self.objective == "dpo"
+
+    @property
+    def clip(self) -> tuple[float, float] | None:
+        return None if self.clip_low is None else (self.clip_low, self.clip_high)
+
+
+class RowData(NamedTuple):
+    """What the loss of some rows needs beside their log-probs and entropies; names and shapes as in `Batch`."""
+
+    weights: jax.Array
+    advantages: jax.Array
+    behaviour: jax.Array
+    old: jax.Array | None
+    reference: jax.Array | None
+
+
+def row_loss(
+    loss: Loss, logprobs: jax.Array, entropy: jax.Array, data: RowData
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss and its metrics over rows [... (N) (G) R]; both add over whatever the loss does not couple."""
+    if loss.objective == "dpo":
+        value, metrics = dpo(
+            logprobs,
+            ref_logprobs=data.reference,
+            advantages=data.advantages,
+            weights=data.weights,
+            beta=loss.beta,
+        )
+    else:
+        value, metrics = policy_loss(
+            logprobs,
+            old_logprobs=data.old,
+            advantages=data.advantages,
+            weights=data.weights,
+            clip=loss.clip,
+            dual_clip=loss.dual_clip,
+            level=loss.level,
+            max_log_ratio=loss.max_log_ratio,
+            kl_coef=loss.kl_coef,
+            kl_kind=loss.kl_kind,
+            behaviour_logprobs=None if loss.importance_cap is None else data.behaviour,
+            importance_cap=loss.importance_cap,
+            ref_logprobs=data.reference,
+            entropy=entropy,
+            entropy_coef=loss.entropy_coef,
+        )
+    nll = -jnp.sum(data.weights * jnp.where(data.weights > 0, logprobs, 0.0))
+    return value, {**metrics, "nll": jax.lax.stop_gradient(nll)}

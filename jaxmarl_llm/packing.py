@@ -16,8 +16,9 @@ import numpy as np
 
 from jaxmarl_llm.advantages import step_episodes
 from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.prefixes import common
-from jaxmarl_llm.train import Batch, Forest, Loss, NodeTargets, token_weights
+from jaxmarl_llm.train import Batch, Forest, NodeTargets, token_weights
 from jaxmarl_llm.types import Nodes, Steps, Tree
 
 GAIN = 1.3  # how many times the forest's tokens the groups must have, for its attention over all of a row to pay

@@ -20,12 +20,13 @@ from jaxmarl_llm.credit import Credited, Weights
 from jaxmarl_llm.diagnose import diagnose, episodes_of, evaluate
 from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import PAST, PICK, SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, offline_step
 from jaxmarl_llm.team import init_params, make_team, with_past
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Learner, Optimizer, make_learner, task_order
+from jaxmarl_llm.train import Learner, make_learner, task_order
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState, Tree
 
 

@@ -173,8 +173,9 @@ def whole(mesh: Mesh) -> NamedSharding:
 
 
 def place(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Parameters, adapters, heads or optimizer states on their devices."""
-    return jax.device_put(tree, shardings(mesh, tree))
+    """Parameters, adapters, heads or optimizer states on their devices, in the memory that they are in."""
+    kind = lambda x: x.sharding.memory_kind if isinstance(x, jax.Array) else None
+    return jax.device_put(tree, jax.tree.map(lambda x, s: s.with_memory_kind(kind(x)), tree, shardings(mesh, tree)))
 
 
 def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:

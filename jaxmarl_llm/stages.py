@@ -17,22 +17,15 @@ from jaxmarl_llm.advantages import generalised_advantage, scalarise, step_return
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
 from jaxmarl_llm.credit import Credit, Credited, Weights, assign
 from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.packing import pack
 from jaxmarl_llm.past import Past
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import (
-    Batch,
-    Learner,
-    Loss,
-    NodeTargets,
-    Optimizer,
-    task_order,
-    token_weights,
-    update_models,
-)
+from jaxmarl_llm.train import Batch, Learner, NodeTargets, task_order, token_weights, update_models
 from jaxmarl_llm.types import Team, TrainState
 from jaxmarl_llm.value import Reading, critic_batches, estimate, node_targets, reading, state_values
 

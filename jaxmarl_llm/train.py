@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -23,109 +22,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm import sharding
 from jaxmarl_llm.kernels.head_loss import head_logprob, head_loss
-from jaxmarl_llm.losses import MAX_LOG_RATIO, aggregation_weights, dpo, head_value, policy_loss, value_loss
+from jaxmarl_llm.losses import Loss, RowData, aggregation_weights, head_value, row_loss, value_loss
+from jaxmarl_llm.optimizers import Optimizer, make_optimizer, to_memory
 from jaxmarl_llm.sampling import Sampling, score
-from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Model, Params, Policy, PyTree, Unembed
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """optax chain: clip the global norm, AdamW (or another of optax by name), a warm-up and decay schedule."""
-
-    name: str = "adamw"  # adamw, adam, sgd, lion, adafactor
-    learning_rate: float = 1e-3
-    schedule: str = "constant"  # constant, linear or cosine (both to 0 over `steps`)
-    warmup: int = 0  # steps of linear warm-up from 0
-    steps: int = 0  # length of the schedule in optimizer steps, warm-up included; unused by constant
-    weight_decay: float = 0.0  # adamw, lion
-    b1: float = 0.9
-    b2: float = 0.95
-    max_grad_norm: float = 1.0  # 0 does not clip
-
-    def check(self, path: str) -> None:
-        if self.name not in ("adamw", "adam", "sgd", "lion", "adafactor"):
-            raise ConfigError(f"{path}.name: expected adamw, adam, sgd, lion or adafactor, got {self.name!r}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"{path}.schedule: expected constant, linear or cosine, got {self.schedule!r}")
-        if self.schedule != "constant" and self.steps <= self.warmup:
-            raise ConfigError(f"{path}.steps: expected more than warmup={self.warmup}, got {self.steps}")
-        if self.learning_rate < 0 or self.max_grad_norm < 0:
-            raise ConfigError(f"{path}: learning_rate and max_grad_norm must be >= 0")
-
-
-def make_optimizer(cfg: Optimizer) -> optax.GradientTransformation:
-    rate: Any = cfg.learning_rate
-    if cfg.schedule == "linear":
-        rate = optax.linear_schedule(cfg.learning_rate, 0.0, cfg.steps - cfg.warmup)
-    elif cfg.schedule == "cosine":
-        rate = optax.cosine_decay_schedule(cfg.learning_rate, cfg.steps - cfg.warmup)
-    if cfg.warmup:
-        after = rate if callable(rate) else optax.constant_schedule(rate)
-        rate = optax.join_schedules([optax.linear_schedule(0.0, cfg.learning_rate, cfg.warmup), after], [cfg.warmup])
-    rule = {
-        "adamw": lambda: optax.adamw(rate, cfg.b1, cfg.b2, weight_decay=cfg.weight_decay),
-        "adam": lambda: optax.adam(rate, cfg.b1, cfg.b2),
-        "sgd": lambda: optax.sgd(rate),
-        "lion": lambda: optax.lion(rate, cfg.b1, cfg.b2, weight_decay=cfg.weight_decay),
-        "adafactor": lambda: optax.adafactor(rate),
-    }[cfg.name]()
-    return optax.chain(optax.clip_by_global_norm(cfg.max_grad_norm), rule) if cfg.max_grad_norm else rule
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What is minimised and how it is averaged; see losses.policy_loss, losses.dpo and losses.aggregation_weights."""
-
-    objective: str = "policy"  # policy: the policy gradient; dpo: preferences between siblings, by sign of advantage
-    beta: float = 0.1  # of dpo
-    clip_low: float | None = 0.2  # None: no clip (then clip_high is unused)
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    level: str = "token"  # token or sequence (GSPO; ReMA's turn) ratios
-    max_log_ratio: float = MAX_LOG_RATIO  # beyond, a ratio is constant
-    aggregate: str = "token"  # token, sequence, sum, constant or trajectory
-    constant: float | None = None  # tokens, for aggregate=constant
-    kl_coef: float = 0.0  # to the reference policy, in the loss
-    kl_kind: str = "k3"
-    importance_cap: float | None = None  # truncated importance weights between sampler and learner
-    entropy_coef: float = 0.0
-    value_coef: float = 0.0  # of the squared error of a value head
-    value_clip: float | None = None  # how far a value may move from the one before the update (PPO)
-    epochs: int = 1  # optimizer steps on one batch; from the second on, ratios are to the policy of the first
-
-    def check(self, path: str) -> None:
-        if self.objective not in ("policy", "dpo"):
-            raise ConfigError(f"{path}.objective: expected policy or dpo, got {self.objective!r}")
-        if self.objective == "dpo" and (self.aggregate != "sum" or self.beta <= 0):
-            raise ConfigError(f"{path}: expected aggregate='sum' and beta > 0 with objective='dpo'")
-        if self.objective == "dpo" and (self.kl_coef or self.entropy_coef or self.importance_cap is not None):
-            raise ConfigError(f"{path}: expected no kl_coef, entropy_coef or importance_cap with objective='dpo'")
-        if self.level not in ("token", "sequence"):
-            raise ConfigError(f"{path}.level: expected token or sequence, got {self.level!r}")
-        if self.aggregate not in ("token", "sequence", "sum", "constant", "trajectory"):
-            raise ConfigError(
-                f"{path}.aggregate: expected token, sequence, sum, constant or trajectory, got {self.aggregate!r}"
-            )
-        if self.max_log_ratio <= 0:
-            raise ConfigError(f"{path}.max_log_ratio: expected > 0, got {self.max_log_ratio}")
-        if self.aggregate == "constant" and not self.constant:
-            raise ConfigError(f"{path}.constant: expected a positive number of tokens for aggregate=constant")
-        if self.kl_kind not in ("k1", "k2", "k3"):
-            raise ConfigError(f"{path}.kl_kind: expected k1, k2 or k3, got {self.kl_kind!r}")
-        if self.value_coef < 0 or (self.value_clip is not None and self.value_clip <= 0):
-            raise ConfigError(f"{path}: expected value_coef >= 0 and value_clip > 0 or None")
-        if self.epochs < 1:
-            raise ConfigError(f"{path}.epochs: expected >= 1, got {self.epochs}")
-
-    @property
-    def refers(self) -> bool:
-        """Whether a reference policy is needed."""
-        return bool(self.kl_coef) or self.objective == "dpo"
-
-    @property
-    def clip(self) -> tuple[float, float] | None:
-        return None if self.clip_low is None else (self.clip_low, self.clip_high)
 
 
 class NodeTargets(struct.PyTreeNode):
@@ -197,50 +97,7 @@ class Learner(NamedTuple):
     value: Callable[..., jax.Array]
     accumulate: Callable[..., tuple[PyTree, dict[str, jax.Array], jax.Array]]
     apply: Callable[..., tuple[Params, PyTree, jax.Array, jax.Array]]
-
-
-class RowData(NamedTuple):
-    """What the loss of some rows needs beside their log-probs and entropies; names and shapes as in `Batch`."""
-
-    weights: jax.Array
-    advantages: jax.Array
-    behaviour: jax.Array
-    old: jax.Array | None
-    reference: jax.Array | None
-
-
-def row_loss(
-    loss: Loss, logprobs: jax.Array, entropy: jax.Array, data: RowData
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss and its metrics over rows [... (N) (G) R]; both add over whatever the loss does not couple."""
-    if loss.objective == "dpo":
-        value, metrics = dpo(
-            logprobs,
-            ref_logprobs=data.reference,
-            advantages=data.advantages,
-            weights=data.weights,
-            beta=loss.beta,
-        )
-    else:
-        value, metrics = policy_loss(
-            logprobs,
-            old_logprobs=data.old,
-            advantages=data.advantages,
-            weights=data.weights,
-            clip=loss.clip,
-            dual_clip=loss.dual_clip,
-            level=loss.level,
-            max_log_ratio=loss.max_log_ratio,
-            kl_coef=loss.kl_coef,
-            kl_kind=loss.kl_kind,
-            behaviour_logprobs=None if loss.importance_cap is None else data.behaviour,
-            importance_cap=loss.importance_cap,
-            ref_logprobs=data.reference,
-            entropy=entropy,
-            entropy_coef=loss.entropy_coef,
-        )
-    nll = -jnp.sum(data.weights * jnp.where(data.weights > 0, logprobs, 0.0))
-    return value, {**metrics, "nll": jax.lax.stop_gradient(nll)}
+    offload: bool = False  # between updates the optimizer state lies in the host's memory
 
 
 @functools.cache
@@ -251,8 +108,12 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
     def variables(own: Params, shared: Params | None) -> Params:
         return own if shared is None else {"params": shared, **own}
 
-    unembed, kernels_serve = policy.unembed, not sampling.filters and sampling.temperature > 0
-    head = unembed.head if isinstance(unembed, Unembed) and kernels_serve else None
+    unembed = policy.unembed
+
+    def fused() -> Callable[[Params], Any] | None:
+        """The head that the kernels take; None with filters, on a mesh, or where ``unembed`` is a plain function."""
+        serves = not sampling.filters and sampling.temperature > 0 and not sharding.meshed()
+        return unembed.head if serves and isinstance(unembed, Unembed) else None
 
     def hidden_states(v: Params, batch: Batch) -> Float[Array, "N G R D"]:
         if batch.forest is None:
@@ -263,7 +124,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
 
     def scores(v: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Log-probs and entropies [N G R] under ``v``, from the hidden states."""
-        if head is not None and not sharding.meshed():
+        if head := fused():
             return head_logprob(hidden, head(v), batch.completions, temperature=sampling.temperature)
         rows = hidden.reshape(-1, *hidden.shape[2:]), batch.completions.reshape(-1, batch.completions.shape[-1])
 
@@ -295,7 +156,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         hidden = hidden_states(v, batch)
         data = RowData(batch.weights, batch.advantages, batch.behaviour, batch.old, batch.reference)
         terms = functools.partial(row_loss, loss)
-        if head is not None and not sharding.meshed():
+        if head := fused():
             # What adds up: groups, completions or tokens, the leading one, two or three axes of [N G R].
             axes = 1 if loss.objective == "dpo" else 2 if loss.level == "sequence" else 3
             hidden_rows, completions, data_rows = jax.tree.map(
@@ -343,6 +204,7 @@ def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sam
         value=jax.jit(value),
         accumulate=jax.jit(accumulate, donate_argnums=(3,)),
         apply=jax.jit(apply, donate_argnums=(0, 1)),
+        offload=optimizer.offload,
     )
 
 
@@ -379,6 +241,8 @@ def update(
         batches = [b.replace(reference=learner.score(reference, shared, b)) for b in batches]
     if loss.epochs > 1:
         batches = [b.replace(old=learner.score(own, shared, b)) for b in batches]
+    if learner.offload:
+        opt_state = to_memory(opt_state, "device")
     seen: dict[str, float] = {}
     ok = True
     for epoch in range(loss.epochs):
@@ -396,6 +260,8 @@ def update(
         if epoch == 0:
             seen = mean | {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
         seen |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
+    if learner.offload:
+        opt_state = to_memory(opt_state, "pinned_host")
     return Updated(own, opt_state, {**seen, "ok": float(ok), "trunk_tokens": float(sum(map(trunk_tokens, batches)))})
 
 

@@ -309,9 +309,9 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def head_loss(
-    hidden: Float[Array, "rows *T D"],
+    hidden: Float[Array, "N *T D"],
     head: Head,
-    targets: Int[Array, "rows *T"],
+    targets: Int[Array, "N *T"],
     data: Any,
     row_loss: RowLoss,
     *,
@@ -322,7 +322,7 @@ def head_loss(
     """``sum over rows of row_loss(logprob, entropy, data)``, with the gradient of hidden states and weight.
 
     row_loss: takes some of the rows (their leading axis), returns (scalar, {name: scalar}); both must add over rows.
-        It is a function of its arguments alone: arrays go into ``data`` (leading axis rows), which has no gradient.
+        It is a function of its arguments alone: arrays go into ``data`` (leading axis N), which has no gradient.
     chunk: tokens whose logits are in memory at once; a multiple of whole rows is taken. Where a single row is larger,
         `head_logprob` scores it in pieces and its logits are formed twice.
     """

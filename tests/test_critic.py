@@ -15,14 +15,15 @@ from jaxmarl_llm import team as team_lib
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.compiled import make_program
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.plans import flat
 from jaxmarl_llm.recipes import iac, maac
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT, Run, RunConfig, appraise
 from jaxmarl_llm.team import Backbone, TeamConfig, init_params, make_team
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss, Optimizer
 from jaxmarl_llm.value import _chunks, reading
 
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)

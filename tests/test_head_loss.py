@@ -13,8 +13,10 @@ from jaxmarl_llm.kernels import head_loss as module
 from jaxmarl_llm.kernels.head import NEG, Head, logits
 from jaxmarl_llm.kernels.head_loss import chunk_tokens, head_logprob, head_loss
 from jaxmarl_llm.lora import init_lora
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner
+from jaxmarl_llm.train import Batch, make_learner
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 

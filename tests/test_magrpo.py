@@ -16,7 +16,9 @@ from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.credit import Credit, assign
 from jaxmarl_llm.envs import matrix
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.plans import ROOT, Branch, flat, handoff, product
 from jaxmarl_llm.recipes import grpo, magrpo
 from jaxmarl_llm.rollout import layout, make_rollout
@@ -26,7 +28,6 @@ from jaxmarl_llm.stages import SFT
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.train import Loss, Optimizer
 from jaxmarl_llm.types import Model, Role, Team
 from jaxmarl_llm.workers import EnvPool
 

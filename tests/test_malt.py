@@ -20,12 +20,13 @@ from jaxmarl_llm import diagnose, loop, offline
 from jaxmarl_llm.arena import EnvConfig, Played
 from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.credit import assign
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes import malt
 from jaxmarl_llm.stages import SFT, Offline, RunConfig, offline_step
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss, Optimizer
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")

@@ -15,11 +15,11 @@ from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.credit import Credit, assign
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes import marshal
 from jaxmarl_llm.stages import SFT
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Optimizer
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from jaxmarl_llm import packing, plans, prefixes, rollout_host
 from jaxmarl_llm.generate import Completions
-from jaxmarl_llm.losses import init_head
+from jaxmarl_llm.losses import Loss, init_head
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.train import Loss, NodeTargets, Optimizer, make_learner, trunk_tokens, update
+from jaxmarl_llm.train import NodeTargets, make_learner, trunk_tokens, update
 from jaxmarl_llm.workers import EnvPool
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")

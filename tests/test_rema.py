@@ -17,6 +17,7 @@ from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.compiled import make_evaluation, make_program
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.packing import pack
 from jaxmarl_llm.plans import flat
 from jaxmarl_llm.recipes import rema
@@ -25,7 +26,6 @@ from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import SFT
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Optimizer
 
 LOSS = rema.Config().loss
 TOKENS = 4

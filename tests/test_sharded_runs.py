@@ -19,7 +19,9 @@ from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs import matrix
 from jaxmarl_llm.lora import init_lora
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.packing import pack
 from jaxmarl_llm.plans import flat
 from jaxmarl_llm.qwen import Config, make_policy
@@ -28,7 +30,7 @@ from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.sharding import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner, pad_rows, update
+from jaxmarl_llm.train import Batch, make_learner, pad_rows, update
 from jaxmarl_llm.workers import EnvPool
 
 MESHES = {"8x1x1": (8, 1, 1), "1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2)}

@@ -7,9 +7,11 @@ import pytest
 
 from jaxmarl_llm import tabular
 from jaxmarl_llm.generate import generate
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner
+from jaxmarl_llm.train import Batch, make_learner
 
 PROMPTS, MOVES = ((5, 6), (5,), (5, 6, 7), (6, 5)), (3, 9, 4)
 POLICY = tabular.make_policy(tabular.Config(PROMPTS, MOVES, 12))

@@ -9,12 +9,14 @@ import toys
 
 from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.credit import Credit, assign
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Optimizer, make_optimizer
 from jaxmarl_llm.packing import pack
 from jaxmarl_llm.plans import flat
 from jaxmarl_llm.rollout import make_rollout
 from jaxmarl_llm.sampling import Sampling, score
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss, Optimizer, make_learner, make_optimizer, task_order, update, update_models
+from jaxmarl_llm.train import make_learner, task_order, update, update_models
 
 SAMPLING, OPTIMIZER = Sampling(0.8), Optimizer(learning_rate=1e-2)
 TURNS = 2

@@ -16,12 +16,12 @@ from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.credit import assign
 from jaxmarl_llm.envs import safety
 from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes import waltzrl
 from jaxmarl_llm.stages import SFT
 from jaxmarl_llm.team import Backbone, TeamConfig
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.train import Optimizer
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")

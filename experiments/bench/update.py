@@ -12,9 +12,11 @@ import numpy as np
 import optax
 
 from experiments.bench import SHAPES, Row, measure, temporary, torch_forms
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.qwen import make_policy
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.train import Batch, Loss, Optimizer, make_learner
+from jaxmarl_llm.train import Batch, make_learner
 
 CASES = ((16, 512, 64),)  # samples, prompt, response
 TINY = ((4, 16, 8),)

@@ -16,11 +16,11 @@ from ml_collections import ConfigDict
 
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.past import Past
 from jaxmarl_llm.recipes.advantage_alignment import Config
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.train import Optimizer
 
 VARIANTS = ("tiny", "split", "past", "naive", "text")
 TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)

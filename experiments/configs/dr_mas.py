@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes.dr_mas import Config
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.train import Optimizer
 
 VARIANTS = ("tiny", "task", "hetero")
 TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)

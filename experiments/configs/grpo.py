@@ -9,10 +9,10 @@ from ml_collections import ConfigDict
 
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes.grpo import Config
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import TeamConfig
-from jaxmarl_llm.train import Optimizer
 
 VARIANTS = ("tiny",)
 

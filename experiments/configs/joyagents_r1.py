@@ -19,13 +19,14 @@ from ml_collections import ConfigDict
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.memory import MemoryConfig
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes.joyagents_r1 import Config
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.train import Loss, Optimizer
 
 VARIANTS = ("tiny", "smollm2", "mixed", "qwen2_5_3b", "qwen2_5_7b", "qwen2_5_32b")
 

@@ -13,11 +13,11 @@ from ml_collections import ConfigDict
 
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes import grpo
 from jaxmarl_llm.recipes.malt import Config
 from jaxmarl_llm.stages import SFT, Offline, RunConfig
 from jaxmarl_llm.team import TeamConfig
-from jaxmarl_llm.train import Optimizer
 
 VARIANTS = ("tiny", "random", "solo")
 # Sums and differences of two digits; most differences are taken for sums, verdicts are right in 9 of 10;

@@ -128,8 +128,8 @@ def entry_length(config: Config) -> int:
 class State:
     task: dict[str, Int[Array, "..."]]  # one row of make_tasks
     turn: Int[Array, ""]
-    answers: Int[Array, "attempts"]  # bytes, PAD where there is none yet
-    verdicts: Int[Array, "attempts"]
+    answers: Int[Array, "A"]  # bytes, PAD where there is none yet
+    verdicts: Int[Array, "A"]
     hint: Int[Array, "4"]  # the last one
     hint_length: Int[Array, ""]
     final: Bool[Array, ""]  # whether the last hint was marked

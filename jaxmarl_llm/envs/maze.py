@@ -359,7 +359,7 @@ def _placed(rng: np.random.Generator, config: Config, states: State, cell: np.nd
     )
 
 
-def walks(rng: np.random.Generator, tasks: dict[str, np.ndarray], moves: int) -> Float[np.ndarray, "n"]:
+def walks(rng: np.random.Generator, tasks: dict[str, np.ndarray], moves: int) -> Float[np.ndarray, "N"]:
     """Progress [n] of a walker who takes any legal move, ``moves`` of them at most: 1 where it reaches the goal."""
     n, count = int(len(tasks["walls"][0]) ** 0.5), len(tasks["start"])
     free = np.pad(tasks["walls"].reshape(-1, n, n) == 0, ((0, 0), (1, 1), (1, 1)))

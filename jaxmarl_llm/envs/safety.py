@@ -121,8 +121,8 @@ def verdict(kind: Int[Array, ""], response: Int[Array, ""]) -> Bool[Array, "2"]:
 class State:
     task: dict[str, Int[Array, "..."]]  # one row of make_tasks
     turn: Int[Array, ""]
-    responses: Int[Array, "rounds+1"]  # bytes, PAD where there is none yet
-    texts: Int[Array, "rounds"]
+    responses: Int[Array, "T"]  # T = R + 1; bytes, PAD where there is none yet
+    texts: Int[Array, "R"]
     verdict: Bool[Array, "2"]  # the judge's, on the last response
     label: Float[Array, ""]  # R_label of the last feedback
     done: Bool[Array, ""]

@@ -30,11 +30,12 @@ from dataclasses import dataclass, field
 from jaxmarl_llm import phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss, Optimizer
 
 
 @dataclass(frozen=True)

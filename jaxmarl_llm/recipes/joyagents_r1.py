@@ -32,7 +32,7 @@ from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan, flat, node_wise, product
 from jaxmarl_llm.selection import top_k_variance
-from jaxmarl_llm.stages import BaseConfig, credit, learn, remember
+from jaxmarl_llm.stages import BaseConfig, Run, credit, learn, remember
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import TrainState
 

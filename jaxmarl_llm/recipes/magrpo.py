@@ -26,10 +26,11 @@ from dataclasses import dataclass
 
 from jaxmarl_llm import phases
 from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.plans import JOINT, Plan, flat, handoff, product
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss, Optimizer
 
 MODES = ("flat", "tree", "best", "first")
 

@@ -36,13 +36,14 @@ from jaxmarl_llm.arena import Demonstrations, EnvConfig, Played
 from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credited
 from jaxmarl_llm.diagnose import episodes_of, evaluate, majority
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.plans import Plan, product
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.selection import same_parent_pairs
 from jaxmarl_llm.stages import SFT_LOSS, BaseConfig, Offline, credit, offline_step
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss, make_learner, task_order
+from jaxmarl_llm.train import make_learner, task_order
 from jaxmarl_llm.types import Team, TrainState
 
 ROLES = ("generator", "verifier", "refiner")

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from jaxmarl_llm import phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss
 
 TEXT = Credit(group="role", scale="none")
 CODE = Credit(group="role", centre="unique", scale="none", turn_centre="unique", whiten=True)

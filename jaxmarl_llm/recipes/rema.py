@@ -34,10 +34,10 @@ from jaxmarl_llm import phases
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.plans import Plan, flat
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Loss
 
 ROLES = ("meta", "reasoner")
 

@@ -1,0 +1,115 @@
+"""Float32 masters against the same optimizer on float32 parameters; optimizer states in the host's memory."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+from jaxmarl_llm import sharding
+from jaxmarl_llm.checkpoint import Checkpointer
+from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.optimizers import Masters, Optimizer, make_optimizer, to_memory
+from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.sharding import MeshConfig
+from jaxmarl_llm.train import Batch, make_learner, update
+
+
+def mixed(rng):
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return {"low": draw(7, 5).astype(jnp.bfloat16), "full": draw(4)}
+
+
+def run(tx, params, gradients):
+    step, state = jax.jit(tx.update), tx.init(params)
+    for g in gradients:
+        updates, state = step(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor"])
+def test_masters_take_the_steps_of_float32_parameters(name):
+    rng = np.random.default_rng(0)
+    params, cfg = mixed(rng), Optimizer(name=name, learning_rate=1e-4, max_grad_norm=1.0)
+    gradients = [jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params) for _ in range(30)]
+    full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    expected, _ = run(make_optimizer(cfg), full, gradients)
+    got, state = run(make_optimizer(cfg), params, gradients)
+    np.testing.assert_allclose(state.copies["low"], expected["low"], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(got["full"], expected["full"], rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(got["low"], state.copies["low"].astype(jnp.bfloat16))
+
+
+def test_small_steps_add_up_only_with_masters():
+    """Steps of 1e-5 are below half a unit in the last place of bfloat16 at 1 (0.004): 1000 are 0.01, or nothing."""
+    params, gradients = {"w": jnp.ones(8, jnp.bfloat16)}, [{"w": jnp.ones(8)}] * 1000
+    plain = Optimizer(name="adam", learning_rate=1e-5, max_grad_norm=0.0, masters=False)
+    assert np.all(run(make_optimizer(plain), params, gradients)[0]["w"] == 1)
+    with_copies, state = run(make_optimizer(Optimizer(**{**plain.__dict__, "masters": True})), params, gradients)
+    np.testing.assert_allclose(state.copies["w"], 0.99, rtol=1e-4)
+    np.testing.assert_array_equal(with_copies["w"], jnp.full(8, 0.99, jnp.bfloat16))
+
+
+def test_float32_parameters_have_no_masters():
+    params = {"w": jnp.ones(3)}
+    with_, without = (make_optimizer(Optimizer(masters=m)).init(params) for m in (True, False))
+    assert jax.tree.structure(with_) == jax.tree.structure(without)
+
+
+def test_masters_lie_as_their_parameters():
+    policy = make_policy(Config(64, 16, 32, 1, 4, 2, 4, dtype="bfloat16"))
+    params = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
+    state = jax.eval_shape(make_optimizer(Optimizer()).init, params)
+    assert isinstance(state, Masters)
+    assert jax.tree.leaves(sharding.param_specs(state.copies)) == jax.tree.leaves(sharding.param_specs(params))
+    assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype(jnp.float32)}
+
+
+def learn(optimizer, steps=3, mesh=None):
+    """(parameters, optimizer state) after a few updates of a tiny model on one batch."""
+    learner = make_learner(toys.policy(), Loss(clip_low=None), optimizer, Sampling())
+    rng = np.random.default_rng(1)
+    tokens, said = rng.integers(1, 40, (8, 4)).astype(np.int32), rng.integers(1, 40, (8, 2, 3)).astype(np.int32)
+    weights = np.full(said.shape, 1 / said.size, np.float32)
+    gain = rng.normal(size=said.shape).astype(np.float32)
+    batch = Batch(tokens, np.full(8, 4, np.int32), said, weights, gain, np.zeros_like(weights))
+    with sharding.on(mesh):
+        own = {"params": toys.policy().init(jax.random.key(0))}
+        own = own if mesh is None else sharding.place(mesh, own)
+        state = learner.init(own)
+        for _ in range(steps):
+            own, state, metrics = update(learner, Loss(clip_low=None), own, None, state, [batch])
+            state = state if mesh is None else sharding.place(mesh, state)
+            assert metrics["ok"]
+    return own, state
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("shape", [None, MeshConfig(2, 2, 2)])
+def test_offloaded_states_take_the_same_steps(shape):
+    mesh = None if shape is None else sharding.make_mesh(shape)
+    own, state = learn(Optimizer(learning_rate=1e-2), mesh=mesh)
+    same, away = learn(Optimizer(learning_rate=1e-2, offload=True), mesh=mesh)
+    assert kinds(away) == {"pinned_host"} and kinds(state) == kinds(same) == {"device"}
+    for a, b in zip(jax.tree.leaves((own, state)), jax.tree.leaves((same, to_memory(away, "device"))), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_an_offloaded_state_is_saved_and_restored_where_it_was(tmp_path):
+    own, away = learn(Optimizer(learning_rate=1e-2, offload=True))
+    saver = Checkpointer(tmp_path)
+    saver.save(1, {"own": own, "state": away}, {})
+    saver.wait()
+    state = saver.restore({"own": own, "state": away})[0]["state"]
+    saver.close()
+    assert kinds(state) == {"pinned_host"}
+    jax.tree.map(np.testing.assert_array_equal, away, state)
