@@ -155,7 +155,7 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int)
         optimizer,
         gathered(mesh, variables(largest_first[0])),
         resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
-        sum(chip_bytes(trees[w][2]) for w in models),
+        (max if cfg.optimizer.offload else sum)([chip_bytes(trees[w][2]) for w in models]),
         held(lambda tree: gathered(mesh, tree)) if mesh.shape["fsdp"] > 1 else 0,
     )
 

@@ -189,13 +189,12 @@ def step_seconds(
 def trained_nodes(cfg: Any, plan: Any, work: Any) -> float:
     """Expected nodes of an update, all models."""
     from jaxmarl_llm import complexity
+    from jaxmarl_llm.workload import selected
 
-    groups = hasattr(cfg, "top_k") and cfg.credit.group == "node"
+    groups, most = selected(cfg, work)
     found = (level for level in complexity.levels(plan, work) if level.group > 1 or not groups)
     nodes = sum(level.states * len(work.turns[level.branch.turn].seats) for level in found)
-    if groups and cfg.top_k is not None:
-        nodes = min(nodes, cfg.top_k * (work.tasks if cfg.scope == "task" else 1))
-    return float(nodes)
+    return float(nodes if most is None else min(nodes, most))
 
 
 def tensor_sizes(arch: Any, chips: int) -> list[int]:

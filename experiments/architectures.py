@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from jaxmarl_llm import qwen, weights
+from jaxmarl_llm import qwen
 from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.team import Backbone
+from jaxmarl_llm.team import Backbone, shape_of
 from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.tokenizer import ByteTokenizer
 
 FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 # name: the FIELDS, whether embeddings are tied, family. (Qwen2.5-Coder has the shapes of Qwen2.5.)
@@ -32,9 +33,7 @@ def architecture(backbone: Backbone) -> qwen.Config:
 
     A vocabulary that the backbone leaves to its tokenizer is that of bytes.
     """
-    if backbone.path is not None and Path(backbone.path).exists():
-        return dataclasses.replace(weights.read_config(backbone.path), dtype=backbone.dtype)
-    if backbone.path is not None:
+    if backbone.path is not None and not Path(backbone.path).exists():
         name = Path(backbone.path).name.replace("-Coder", "").removesuffix("-Instruct")
         if name not in SHAPES:
             raise ConfigError(
@@ -51,16 +50,7 @@ def architecture(backbone: Backbone) -> qwen.Config:
             family=family,
             dtype=backbone.dtype,
         )
-    return qwen.Config(
-        vocab_size=backbone.vocab_size or 512,
-        **{name: getattr(backbone, name) for name in FIELDS[1:]},
-        rope_theta=backbone.rope_theta,
-        tie_embeddings=backbone.tie_embeddings,
-        attention_bias=backbone.family == "qwen2",
-        qk_norm=backbone.family == "qwen3",
-        family=backbone.family,
-        dtype=backbone.dtype,
-    )
+    return shape_of(backbone, ByteTokenizer().vocab_size)
 
 
 def shape_only(cfg: BaseConfig) -> BaseConfig:

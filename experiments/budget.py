@@ -79,15 +79,27 @@ def train(cfg: Any, params: Any, budget: int | None, steps: int, say: Any = None
     }
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half-width of the 95 % interval of a mean over seeds (Student's t)."""
+def student(values: Any) -> tuple[float, float]:
+    """Mean and half-width of the 95 % interval of a mean over seeds (Student's t); NaN for one value."""
     from scipy.stats import t
 
-    x = np.array(values)
-    if len(x) < 2:
-        return f"{x.mean():.3f}"
-    half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5
-    return f"{x.mean():.3f} ± {half:.3f}"
+    x = np.asarray(values, float)
+    half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else np.nan
+    return float(x.mean()), float(half)
+
+
+def interval(values: list[float]) -> str:
+    mean, half = student(values)
+    return f"{mean:.3f}" if np.isnan(half) else f"{mean:.3f} ± {half:.3f}"
+
+
+def replace_section(text: str, begin: str, end: str, lines: str) -> str:
+    """``text`` with ``lines`` in place of what stands between two marks. ConfigError without the marks."""
+    from jaxmarl_llm.text import ConfigError
+
+    if begin not in text or end not in text:
+        raise ConfigError(f"no section between {begin} and {end} to write to")
+    return text[: text.index(begin)] + "\n".join([begin, lines, end]) + text[text.index(end) + len(end) :]
 
 
 def bootstrap(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[float, float, float]:

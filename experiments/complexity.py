@@ -98,7 +98,7 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
     from jaxmarl_llm import complexity as cx
     from jaxmarl_llm import costs
     from jaxmarl_llm.config import one_of
-    from jaxmarl_llm.workload import kept, workload_of
+    from jaxmarl_llm.workload import kept, selected, workload_of
 
     for chip in flag_values.chip:
         one_of("--chip", chip, costs.CHIPS)
@@ -116,10 +116,8 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
         room, whose = available(), "this machine"
     refuse(cfg, plan, work, room, whose)
     seen, held = cx.counts(plan, work), costs.memory(plan, work, **kept(cfg))
-    groups = hasattr(cfg, "top_k") and cfg.credit.group == "node"
-    most = None
-    if groups and cfg.top_k is not None:
-        most = cfg.top_k * (work.tasks if cfg.scope == "task" else 1)
+    groups, most = selected(cfg, work)
+    if most is not None:
         notes.append(f"an update takes the {most} nodes that cost most: which are selected depends on rewards")
     if plan.stop_above is not None:
         notes.append("no state is left early (stop_above): counts are the most there may be")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from experiments.budget import replace_section
+
 BEGIN, END = "<!-- aot: begin -->", "<!-- aot: end -->"
 HEAD = (
     "| team | slice | mesh d x f x t | parameters | optimizer | rollout copy | cache | peak rollout | peak update | "
@@ -102,13 +104,10 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
 
 def write(rows: list[dict[str, Any]], doc: Path) -> None:
     """Replace what stands between the marks of ``doc``; draw the figure beside it when there is weak scaling."""
-    text = doc.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
     versions = sorted({f"jax {r['versions']['jax']}, libtpu {r['versions']['libtpu']}" for r in rows})
     dates = sorted({r["date"] for r in rows})
     parts = [f"{'; '.join(versions)}; compiled {' to '.join(sorted({dates[0], dates[-1]}))}.", table(rows)]
     if weak(rows):
         figure(rows, doc.with_suffix(".png"))
         parts += [f"![weak scaling]({doc.with_suffix('.png').name})", weak_table(rows)]
-    doc.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + after)
+    doc.write_text(replace_section(doc.read_text(), BEGIN, END, "\n" + "\n\n".join(parts) + "\n"))

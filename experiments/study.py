@@ -75,15 +75,12 @@ def run_seed(seed: int, say: Any) -> dict[str, Any]:
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     import jax
 
-    from experiments.budget import origin
-    from jaxmarl_llm.text import ConfigError
+    from experiments.budget import origin, replace_section
 
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     out = Path(flag_values.out)
-    text = DOC.read_text()
-    if BEGIN not in text or END not in text:
-        raise ConfigError(f"{DOC} has no section between {BEGIN} and {END}")
+    replace_section(DOC.read_text(), BEGIN, END, "")  # has the marks, before minutes go into it
     record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"minutes": 0.0, "seeds": []}
     done = {row["seed"] for row in record["seeds"]}
     todo = [seed for seed in range(flag_values.seeds) if seed not in done]
@@ -100,10 +97,9 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
 
     figure = out.with_suffix(".png")
     study_report.draw(record["seeds"], figure)
-    lines = study_report.section(record, figure)
-    text = text[: text.index(BEGIN)] + "\n".join([BEGIN, *lines, END]) + text[text.index(END) + len(END) :]
-    DOC.write_text(text)
-    print("\n".join(lines))
+    lines = "\n".join(study_report.section(record, figure))
+    DOC.write_text(replace_section(DOC.read_text(), BEGIN, END, lines))
+    print(lines)
 
 
 if __name__ == "__main__":

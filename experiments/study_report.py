@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student
+
+from experiments.budget import student
 
 Row = dict[str, Any]
 COLOURS = {
@@ -22,10 +23,7 @@ COLOURS = {
 
 
 def over(seeds: Sequence[Row], of: Callable[[Row], float]) -> tuple[float, float]:
-    """Mean over seeds and half-width of its 95 % interval (Student's t)."""
-    x = np.array([of(row) for row in seeds])
-    half = student.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else np.nan
-    return float(x.mean()), float(half)
+    return student([of(row) for row in seeds])
 
 
 def ratio(seeds: Sequence[Row], of: Callable[[Row], float]) -> str:

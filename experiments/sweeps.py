@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from experiments.budget import replace_section
 from jaxmarl_llm import complexity as cx
 from jaxmarl_llm import costs, plans
 from jaxmarl_llm.advantages import scalarise
@@ -399,7 +400,6 @@ def report(f: flags.FlagValues) -> None:
     refused = len({key_of({**r, "round": 0}) for r in rows if "refused" in r})
     loads = [r["load"] for r in measured]
     lines = [
-        BEGIN,
         f"Counts of {len(measured)} runs of {len(ran)} settings: {right} equal to the prediction in all of "
         f"{', '.join(COUNTED)}. {refused} settings were refused before they ran. Load of the machine "
         f"while measuring: {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} cores.",
@@ -439,12 +439,9 @@ def report(f: flags.FlagValues) -> None:
     doc = Path(f.doc)
     figure = doc.with_suffix(".png")
     draw(ran, found, figure)
-    lines += ["", f"![measured and predicted]({figure.name})", END]
+    lines += ["", f"![measured and predicted]({figure.name})"]
     text = doc.read_text() if doc.exists() else f"# What sampling costs\n\n{BEGIN}\n{END}\n"
-    if BEGIN not in text or END not in text:
-        raise ConfigError(f"--doc: {doc} has no section between {BEGIN} and {END}")
-    text = text[: text.index(BEGIN)] + "\n".join(lines) + text[text.index(END) + len(END) :]
-    doc.write_text(text)
+    doc.write_text(replace_section(text, BEGIN, END, "\n".join(lines)))
     print("\n".join(lines))
 
 

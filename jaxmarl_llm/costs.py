@@ -131,8 +131,25 @@ class Memory(NamedTuple):
         return held + max(self.cache + self.logits, self.gradient)
 
 
-def memory(plan: Plan, work: Workload, *, optimizer: str = "adamw", copies: int = 0) -> Memory:
-    """``copies``: of all trained parameters that are kept beside them."""
+def optimizer_bytes(weights: Weights, optimizer: str, masters: bool) -> int:
+    """Of one model's optimizer state: moments as its parameters are, or all in float32 with `Masters`."""
+    own = own_bytes(weights)
+    if not masters or weights.rank or weights.config.dtype == "float32":
+        return MOMENTS[optimizer] * own
+    numbers = parameters(weights.config)
+    return 4 * (MOMENTS[optimizer] * (numbers + weights.extra) + numbers)
+
+
+def memory(
+    plan: Plan,
+    work: Workload,
+    *,
+    optimizer: str = "adamw",
+    copies: int = 0,
+    masters: bool = True,
+    offload: bool = False,
+) -> Memory:
+    """``copies``: of all trained parameters that are kept beside them. The rest as in `optimizers.Optimizer`."""
     started = launches(plan, work)
     of = lambda launch: work.models[launch.model].config
     top = max(started, key=lambda x: cache_bytes(x, of(x)) + logits_bytes(x, of(x)))
@@ -141,7 +158,7 @@ def memory(plan: Plan, work: Workload, *, optimizer: str = "adamw", copies: int 
     return Memory(
         base_bytes(work.models),
         sum(own),
-        MOMENTS[optimizer] * sum(own),
+        (max if offload else sum)([optimizer_bytes(w, optimizer, masters) for w in work.models]),
         copies * sum(own),
         cache_bytes(top, of(top)),
         cache_bytes(top, of(top), shared=False),

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxmarl_llm.kernels.head import NEG
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Params, Policy
 
@@ -75,7 +76,7 @@ def make_policy(cfg: Config) -> Policy:
 
     def unembed(variables: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         # -inf would make 0 * inf of entropies; exp of this is 0 as well.
-        none = jnp.full((*hidden.shape[:-1], cfg.vocab_size), NEVER)
+        none = jnp.full((*hidden.shape[:-1], cfg.vocab_size), NEG)
         return none.at[..., moves].set(hidden)
 
     def embed(variables: Params, tokens: jax.Array) -> jax.Array:
@@ -83,6 +84,3 @@ def make_policy(cfg: Config) -> Policy:
 
     keep: Any = lambda variables: variables
     return Policy(cfg, init, prefill, decode, lambda prefix, group, response: (), hidden, unembed, embed, keep)
-
-
-NEVER = -1e30  # logit of a token that is no move

@@ -92,27 +92,30 @@ def load_tokenizer(backbone: Backbone) -> Tokenizer:
     return ByteTokenizer() if source is None else HFTokenizer(source)
 
 
+def shape_of(backbone: Backbone, vocab_size: int) -> qwen.Config:
+    """Of the backbone's folder, or of its own fields, with ``vocab_size`` unless it has one."""
+    if backbone.path is not None:
+        return dataclasses.replace(weights.read_config(backbone.path), dtype=backbone.dtype)
+    return qwen.Config(
+        vocab_size=backbone.vocab_size or vocab_size,
+        hidden_size=backbone.hidden_size,
+        intermediate_size=backbone.intermediate_size,
+        num_layers=backbone.num_layers,
+        num_heads=backbone.num_heads,
+        num_kv_heads=backbone.num_kv_heads,
+        head_dim=backbone.head_dim,
+        rope_theta=backbone.rope_theta,
+        tie_embeddings=backbone.tie_embeddings,
+        attention_bias=backbone.family == "qwen2",
+        qk_norm=backbone.family == "qwen3",
+        family=backbone.family,
+        dtype=backbone.dtype,
+    )
+
+
 def architecture(backbone: Backbone, tokenizer: Tokenizer) -> qwen.Config:
     """The model's configuration; raises when the tokenizer does not fit the embedding."""
-    if backbone.path is not None:
-        cfg = weights.read_config(backbone.path)
-        cfg = dataclasses.replace(cfg, dtype=backbone.dtype)
-    else:
-        cfg = qwen.Config(
-            vocab_size=backbone.vocab_size or tokenizer.vocab_size,
-            hidden_size=backbone.hidden_size,
-            intermediate_size=backbone.intermediate_size,
-            num_layers=backbone.num_layers,
-            num_heads=backbone.num_heads,
-            num_kv_heads=backbone.num_kv_heads,
-            head_dim=backbone.head_dim,
-            rope_theta=backbone.rope_theta,
-            tie_embeddings=backbone.tie_embeddings,
-            attention_bias=backbone.family == "qwen2",
-            qk_norm=backbone.family == "qwen3",
-            family=backbone.family,
-            dtype=backbone.dtype,
-        )
+    cfg = shape_of(backbone, tokenizer.vocab_size)
     if tokenizer.vocab_size > cfg.vocab_size:
         raise ConfigError(
             f"tokenizer {tokenizer.name}: {tokenizer.vocab_size} ids, but the embedding has {cfg.vocab_size} rows"

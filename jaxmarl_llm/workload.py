@@ -67,4 +67,14 @@ def workload_of(
 
 def kept(cfg: BaseConfig) -> dict[str, Any]:
     """What `costs.memory` asks of a configuration: its optimizer, and copies of the parameters beside those trained."""
-    return {"optimizer": cfg.optimizer.name, "copies": int(cfg.loss.refers) + cfg.past.size}
+    o = cfg.optimizer
+    copies = int(cfg.loss.refers) + cfg.past.size
+    return {"optimizer": o.name, "copies": copies, "masters": o.masters, "offload": o.offload}
+
+
+def selected(cfg: Any, work: cx.Workload) -> tuple[bool, int | None]:
+    """Whether an update takes nodes by their groups, and how many of them at most (None: all)."""
+    groups = hasattr(cfg, "top_k") and cfg.credit.group == "node"
+    if not groups or cfg.top_k is None:
+        return groups, None
+    return groups, cfg.top_k * (work.tasks if cfg.scope == "task" else 1)

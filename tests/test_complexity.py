@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jaxmarl_llm import complexity as cx
 from jaxmarl_llm import costs, prefixes, rollout_host
 from jaxmarl_llm.generate import Completions
+from jaxmarl_llm.optimizers import Optimizer, make_optimizer
 from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
 from jaxmarl_llm.qwen import make_policy
 from jaxmarl_llm.rollout import layout, make_rollout
@@ -435,6 +436,17 @@ def test_parameters_are_those_of_the_model(cfg):
         assert costs.own_bytes(cx.Weights(cfg, 3, targets)) == size(lora)
     adapters = (cx.Weights(cfg, 3),) * 4
     assert costs.base_bytes(adapters) == size(shapes) and costs.base_bytes((cx.Weights(cfg),)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_bytes_of_optimizer_states(name, masters, dtype):
+    cfg = dataclasses.replace(TINY, dtype=dtype)
+    params = jax.eval_shape(make_policy(cfg).init, jax.random.key(0))
+    tx = make_optimizer(Optimizer(name=name, masters=masters))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, params)) if x.ndim)
+    assert costs.optimizer_bytes(cx.Weights(cfg), name, masters) == size
 
 
 def products(jaxpr):

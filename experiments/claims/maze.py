@@ -23,8 +23,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.stats import t
 
+from experiments.budget import student
 from experiments.claims import Finding
 from experiments.configs.magrpo import maze, maze_solo
 from jaxmarl_llm.compiled import make_evaluation, make_program
@@ -34,12 +34,6 @@ from jaxmarl_llm.recipes.magrpo import make_plan
 GOLDEN = "tests/test_maze.py"
 STATUS = "mechanism implemented"  # the paper's agents talk freely and take turns; a judge reads what they agreed on
 ACCEPTED, SOLVED, WITHIN = 0.128, 0.06, 0.01
-
-
-def paired(differences: np.ndarray) -> tuple[float, float]:
-    """Mean and half of its 95 % interval (Student's t)."""
-    half = t.ppf(0.975, len(differences) - 1) * differences.std(ddof=1) / len(differences) ** 0.5
-    return float(differences.mean()), float(half)
 
 
 def generator(seed: int, config: Config, draws: int = 20_000) -> tuple[float, float]:
@@ -68,7 +62,7 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     walk = np.array([generator(seed, maze().env.build("env"), 1000)[1] for seed in seeds])
     gap = {when: accuracy["solo", when] - accuracy["pair", when] for when in ("before", "after")}
     kept = accuracy["solo", "before"] - accuracy["pair", "after"]
-    (shrunk, half), (frozen, wide) = paired(gap["before"] - gap["after"]), paired(gap["before"] - kept)
+    (shrunk, half), (frozen, wide) = student(gap["before"] - gap["after"]), student(gap["before"] - kept)
     say(f"maze: the gap shrinks by {shrunk:.3f} +- {half:.3f}; against a frozen solo by {frozen:.3f} +- {wide:.3f}")
     figures = {f"accuracy, {name} {when}": values.tolist() for (name, when), values in accuracy.items()}
     figures |= {f"agreement, pair {when}": agreement["pair", when].tolist() for when in gap}

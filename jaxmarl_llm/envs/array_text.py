@@ -13,7 +13,7 @@ import jax
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.envs.arrays import HELD_OUT, pack
-from jaxmarl_llm.text import Action, ConfigError
+from jaxmarl_llm.text import Action, ConfigError, HostEnv, Prompt, Rewards
 from jaxmarl_llm.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import ArrayEnv
 
@@ -58,6 +58,22 @@ def last_line(action: Action) -> list[int]:
     """The last line of a reply as tokens, spaces around it left out, ended unless the reply was cut off."""
     line = action.text.rstrip("\n").rpartition("\n")[2].strip()
     return [*ByteTokenizer().encode(line), *([] if action.truncated else [ByteTokenizer.EOS])]
+
+
+def by_last_line(name: str, env: ArrayEnv, response: int, prompt: Callable[[str, str], Prompt]) -> HostEnv:
+    """``env`` through ``prompt`` (role, what its prompt says); the last line of each reply is what a role says.
+
+    Nothing longer than ``response`` tokens may be well-formed: what is cut is without its end.
+    """
+    play = board(env, response)
+
+    def observe(state: Any) -> dict[str, Prompt]:
+        return {role: prompt(role, shown) for role, shown in play.look(state).items()}
+
+    def step(seed: int, state: Any, actions: Mapping[str, Action]) -> tuple[Any, Rewards, bool]:
+        return play.step(state, [last_line(action) for action in actions.values()])
+
+    return HostEnv(name, env.roles, env.max_turns, env.components, play.reset, observe, step)
 
 
 def spoken(samples: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:

@@ -6,15 +6,16 @@ that is not in form is malformed, as is a reply cut off by the length limit.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxmarl_llm.envs import chain
-from jaxmarl_llm.envs.array_text import board, check_tasks, last_line, spoken, task_rows
+from jaxmarl_llm.envs.array_text import by_last_line, check_tasks, spoken, task_rows
 from jaxmarl_llm.envs.chain import LONGEST_HINT, MARKS
 from jaxmarl_llm.envs.prompts import asked, entry, with_memory
-from jaxmarl_llm.text import Action, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.text import Action, HostEnv, Message, Prompt
 
 __all__ = ["Config", "demonstrations", "make", "prompt", "strategy", "tasks", "with_memory"]
 ANSWER = "Work it out modulo {modulus}; letters mean nothing. End with a line that holds the answer: a digit."
@@ -48,17 +49,7 @@ def prompt(config: Config, role: str, shown: str) -> Prompt:
 
 
 def make(config: Config) -> HostEnv:
-    env = chain.make(config)
-    # Nothing longer is well-formed, and what is cut is without its end.
-    play = board(env, config.max_new)
-
-    def observe(state: chain.State) -> dict[str, Prompt]:
-        return {role: prompt(config, role, shown) for role, shown in play.look(state).items()}
-
-    def step(seed: int, state: chain.State, actions: Mapping[str, Action]) -> tuple[chain.State, Rewards, bool]:
-        return play.step(state, [last_line(action) for action in actions.values()])
-
-    return HostEnv("chain_text", env.roles, env.max_turns, env.components, play.reset, observe, step)
+    return by_last_line("chain_text", chain.make(config), config.max_new, functools.partial(prompt, config))
 
 
 def tasks(config: Config) -> list[dict[str, Any]]:

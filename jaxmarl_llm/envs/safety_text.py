@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmarl_llm.envs import safety
-from jaxmarl_llm.envs.array_text import board, check_tasks, last_line, spoken, task_rows
+from jaxmarl_llm.envs.array_text import by_last_line, check_tasks, spoken, task_rows
 from jaxmarl_llm.envs.prompts import asked, entry, with_memory
 from jaxmarl_llm.envs.safety import MARKS
-from jaxmarl_llm.text import Action, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.text import Action, HostEnv, Message, Prompt
 
 __all__ = ["Config", "demonstrations", "make", "prompt", "strategy", "tasks", "with_memory"]
 GUIDELINES = (
@@ -52,17 +52,7 @@ def prompt(role: str, shown: str) -> Prompt:
 
 
 def make(config: Config) -> HostEnv:
-    env = safety.make(config)
-    # Nothing longer is well-formed, and what is cut is without its end.
-    play = board(env, config.max_new)
-
-    def observe(state: safety.State) -> dict[str, Prompt]:
-        return {role: prompt(role, shown) for role, shown in play.look(state).items()}
-
-    def step(seed: int, state: safety.State, actions: Mapping[str, Action]) -> tuple[safety.State, Rewards, bool]:
-        return play.step(state, [last_line(action) for action in actions.values()])
-
-    return HostEnv("safety_text", env.roles, env.max_turns, env.components, play.reset, observe, step)
+    return by_last_line("safety_text", safety.make(config), config.max_new, prompt)
 
 
 def tasks(config: Config) -> list[dict[str, Any]]:
