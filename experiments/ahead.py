@@ -113,7 +113,7 @@ class Team(NamedTuple):
     playing: Params  # the model's variables as generation takes them: whole along fsdp
     parameter_bytes: int  # per chip, of all models; frozen ones and copies included
     optimizer_bytes: int
-    playing_bytes: int  # of all models, beside those; 0 where nothing is cut along fsdp
+    playing_bytes: int  # of the models that have copies at once, beside those; 0 where nothing is cut along fsdp
 
 
 def placed(mesh: Mesh, tree: PyTree) -> PyTree:
@@ -127,8 +127,11 @@ def chip_bytes(tree: PyTree) -> int:
     return int(sum(sizes))
 
 
-def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int) -> Team:
-    """ConfigError where heads or a dimension cannot be cut as the mesh asks."""
+def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int, engine: str) -> Team:
+    """ConfigError where heads or a dimension cannot be cut as the mesh asks.
+
+    In a host rollout one model at a time has copies to play with (`rollout_host.Playing`), in an array rollout all.
+    """
     largest_first = sorted(set(models), key=lambda w: -costs.parameters(w.config))
     learner = learner_of(cfg, largest_first[0])
     trees: dict[Weights, tuple[Params, Params | None, PyTree]] = {}
@@ -148,6 +151,7 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int)
     )
     own, shared, optimizer = trees[largest_first[0]]
     resident = held(lambda tree: tree)
+    alone = chip_bytes(gathered(mesh, variables(largest_first[0])))
     return Team(
         policy_of(cfg, largest_first[0]),
         own,
@@ -156,7 +160,7 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int)
         gathered(mesh, variables(largest_first[0])),
         resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
         (max if cfg.optimizer.offload else sum)([chip_bytes(trees[w][2]) for w in models]),
-        held(lambda tree: gathered(mesh, tree)) if mesh.shape["fsdp"] > 1 else 0,
+        0 if mesh.shape["fsdp"] == 1 else alone if engine == "host" else held(lambda tree: gathered(mesh, tree)),
     )
 
 

@@ -79,7 +79,7 @@ def measure(
     bare, plan, work, notes = prepare(cfg)
     mesh = ahead.mesh_for(bare, mesh_flag, topology)
     chip = costs.CHIPS[topology.partition(":")[0]]
-    team = ahead.team_of(bare, mesh, work.models, kept(bare)["copies"])
+    team = ahead.team_of(bare, mesh, work.models, kept(bare)["copies"], work.engine)
     shape = ahead.shape_of(bare, mesh, plan, work, rows)
     held = {"parameters": team.parameter_bytes, "optimizer": team.optimizer_bytes, "rollout copy": team.playing_bytes}
     size = ahead.chip_bytes
@@ -145,9 +145,13 @@ def step_seconds(
     from jaxmarl_llm import complexity, costs
 
     seconds: dict[str, float] = {"weights to generation": 0.0, "prefill": 0.0, "decode": 0.0, "update": 0.0}
-    seconds["weights to generation"] = team.playing_bytes * (1 - 1 / mesh.shape["fsdp"]) / chip.links
-    weights = ahead.chip_bytes(team.playing)
-    for launch in complexity.launches(plan, work):
+    weights, started = ahead.chip_bytes(team.playing), complexity.launches(plan, work)
+    # A copy for each launch where separate models take turns, once where they share what is copied.
+    separate = work.engine == "host" and team.shared is None and len(work.models) > 1
+    made = len(started) if separate else 1 if team.shared is not None else len(work.models)
+    copied = weights if team.playing_bytes else 0
+    seconds["weights to generation"] = made * copied * (1 - 1 / mesh.shape["fsdp"]) / chip.links
+    for launch in started:
         lanes = sum(n for n, _ in launch.samples)
         if not lanes:
             continue
@@ -286,7 +290,8 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
                     update = held.gradient / (fsdp * tensor) + layers + 3 * rows * scores / tensor
                     lanes = ahead.up_to(top.rows, parts) / parts
                     prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
-                    play = (team / tensor if fsdp > 1 else 0) + held.cache / n
+                    playing = whole if work.engine == "host" else team
+                    play = (playing / tensor if fsdp > 1 else 0) + held.cache / n
                     play += max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor
                     memory = (team + held.optimizer) / (fsdp * tensor) + max(play, update)
                     passes = math.ceil(nodes / (rows * parts))

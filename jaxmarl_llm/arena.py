@@ -229,7 +229,6 @@ class HostArena(Arena):
         self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False, cast=None
     ):
         source = self.held_out if held_out else self.tasks
-        params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         recall = None
         if memory_config is not None:
             recall = functools.partial(_recall, self.module.with_memory, team, params, memory, memory_config)

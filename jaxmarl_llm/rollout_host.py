@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.generate import bucket, generate, up_to
+from jaxmarl_llm.generate import CHUNK, bucket, generate, unstacked, up_to
 from jaxmarl_llm.host_tables import checked, make_tables, replace_rewards, reward_row
 from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.prefixes import Prefixes
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import put_rows, row_parts
+from jaxmarl_llm.sharding import current, meshed, put_rows, row_parts, to_rollout
 from jaxmarl_llm.text import Action, Prompt
-from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
+from jaxmarl_llm.types import FROZEN, POLICY, Model, Params, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
 
 
@@ -45,6 +45,35 @@ class HostRollout(NamedTuple):
 
 # (roles [N], prompts [N]) -> (prompts with what memory adds, Retrieval of N rows)
 Recall = Callable[[Sequence[int], Sequence[Prompt]], tuple[list[Prompt], Retrieval]]
+
+
+class Playing:
+    """Variables as generation takes them, of one model at a time: its copies go when another model plays.
+
+    A copy of every model would be most of what a device holds (docs/pods.md); moving one takes a small part of the time
+    of a launch.
+    """
+
+    def __init__(self, params: Params):
+        self._params = params
+        self._whole: dict[tuple[str, str], Params] = {}
+        self._cut: dict[str, Params] = {}
+
+    def variables(self, model: Model) -> Params:
+        """`Model.variables`, whole along fsdp."""
+        names = [("agents", model.name)] + ([] if model.base is None else [("shared", model.base)])
+        make = lambda name: to_rollout(current(), self._params[name[0]][name[1]])
+        self._whole = {name: self._whole[name] if name in self._whole else make(name) for name in names}
+        self._cut = {name: cut for name, cut in self._cut.items() if name == model.name}
+        return model.variables({kind: {name: whole} for (kind, name), whole in self._whole.items()})
+
+    def layers(self, model: Model, max_new: int) -> Params | None:
+        """`Policy.unstack` of them, where a launch of ``max_new`` tokens is more than one program."""
+        if max_new <= CHUNK or meshed():
+            return None
+        if model.name not in self._cut:
+            self._cut = {model.name: unstacked(model.policy, self.variables(model))}
+        return self._cut[model.name]
 
 
 class _Live(NamedTuple):
@@ -116,6 +145,7 @@ def play(
     records: list[Record] = []
     found: list[Retrieval] = []
     cached: dict[int, Prefixes] = {}  # by model
+    playing = Playing(params)
     launches = calls = cut = 0
     for turn in range(env.max_turns):
         if not frontier:
@@ -160,13 +190,16 @@ def play(
             roles = _pad(np.array([flat[n][1] for n in members]), size)
             prefixes = cached.setdefault(m, Prefixes(model.policy, model.tokenizer.pad_id))
             of, given = [frontier[flat[n][0]].task for n in members], [np.array(ids[n], np.int32) for n in members]
-            ready = prefixes.ready(model.variables(params), of, given)
+            variables = playing.variables(model)
+            ready = prefixes.ready(variables, of, given)
+            rows, length, active = put_rows((ready.tokens, ready.length, np.arange(size) < len(members)))
             out, prefix, suffix = generate(
                 model.policy,
-                model.variables(params),
-                *put_rows((ready.tokens, ready.length)),
+                variables,
+                rows,
+                length,
                 _sample_keys(data, roles, group=g),
-                put_rows(np.arange(size) < len(members)),
+                active,
                 max_new=limit,
                 stop_ids=model.tokenizer.stop_ids,
                 pad_id=model.tokenizer.pad_id,
@@ -174,6 +207,7 @@ def play(
                 prefix=ready.prefix,
                 start=ready.start,
                 keep=True,
+                layers=playing.layers(model, limit),
             )
             out = jax.device_get(out)
             for row, n in enumerate(members):

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import Compiles
 
-from jaxmarl_llm.generate import bucket, generate
+from jaxmarl_llm import generate as generation
+from jaxmarl_llm.generate import alive, bucket, generate
 from jaxmarl_llm.kernels.head_sample import inverse_cdf
 from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.sampling import Sampling, score
@@ -94,11 +95,10 @@ class Played(NamedTuple):
         return Played(*(x[index] for x in self))
 
 
-def play(model, tokens, length, keys, active=None, *, max_new=R, stop_ids=(), pad_id=0, sampling=EVERY):
+def play(model, tokens, length, keys, active=None, *, max_new=R, sampling=EVERY, chunk=R, **ends):
     active = np.ones(len(length), bool) if active is None else active
-    out = generate(
-        *model, tokens, length, keys, active, max_new=max_new, stop_ids=stop_ids, pad_id=pad_id, sampling=sampling
-    )
+    ends = {"stop_ids": (), "pad_id": 0, **ends}
+    out = generate(*model, tokens, length, keys, active, max_new=max_new, sampling=sampling, chunk=chunk, **ends)
     return Played(*(np.asarray(x) for x in (out.tokens, out.length, out.logprobs, out.truncated)))
 
 
@@ -272,6 +272,78 @@ def test_a_larger_limit(qwen2, base):
     assert_equal(first, base)
     assert (out.tokens[~base.truncated][:, R:] == ENDS["pad_id"]).all()
     assert not out.truncated[~base.truncated].any() and not out.logprobs[~base.truncated][:, R:].any()
+
+
+# --------------------------------------------------------------------------------------------------- in chunks
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """What the host read of which samples are done, look by look."""
+    found = []
+    monkeypatch.setattr(generation, "alive", lambda done: found.append(done) or alive(done))
+    return found
+
+
+@pytest.mark.parametrize("chunk", [2, 7])
+def test_chunks_give_what_one_program_gives(qwen2, looks, chunk):
+    """Samples, caches and padding; with an inactive row, and prefixes that are gone on from."""
+    policy, variables = qwen2
+    (tokens, length), keys, active = prompts(N, P), sample_keys(N, G), np.arange(N) != 2
+    fixed = {"max_new": 48, "sampling": EVERY, "keep": True, **ENDS}
+
+    def both(prefix, start, tokens, length):
+        out = []
+        for size in (48, chunk):
+            given = None if prefix is None else jax.tree.map(jnp.copy, prefix)
+            out.append(generate(*qwen2, tokens, length, keys, active, prefix=given, start=start, chunk=size, **fixed))
+        (one, p1, s1), (some, p2, s2) = out
+        for a, b in ((one.tokens, some.tokens), (one.length, some.length), (one.truncated, some.truncated)):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(one.logprobs, some.logprobs, atol=5e-6, rtol=0)
+        filled = np.arange(47) < np.asarray(one.length)[..., None] - 1
+        for a, b in zip(jax.tree.leaves(s1), jax.tree.leaves(s2), strict=True):
+            np.testing.assert_allclose(np.asarray(a)[filled], np.asarray(b)[filled], atol=1e-5)
+        jax.tree.map(np.testing.assert_array_equal, p1, p2)
+        return one, p1
+
+    one, prefix = both(None, None, tokens, length)
+    assert not np.asarray(one.length)[2].any() and (one.length[active] < 4).any()
+    assert any(alive(done) is not None for done in looks)  # some were left behind
+    wide = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 8), (0, 0), (0, 0)]), prefix)
+    both(wide, jnp.asarray(length), *prompts(N, 6, seed=3))
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=9))
+def test_alive_names_every_sample_that_goes_on(rows):
+    done = np.array(rows)
+    found = alive(done)
+    going = sorted(zip(*np.nonzero(~done)))
+    if found is None:
+        assert len(rows) == 1 or len({n for n, _ in going}) > -(-len(rows) // 4)
+        return
+    n, g = found.samples.shape
+    picked = [(int(found.nodes[i]), int(k)) for i in range(n) for k in found.samples[i] if k >= 0]
+    assert sorted(picked) == going and len(found.nodes) == n and n * g <= done.size / 2
+
+
+@pytest.mark.slow
+def test_many_rollouts_of_heavy_tailed_lengths_compile_little_and_wait_seldom(qwen2, looks):
+    """200 launches: two programs a bucket and a few for the tails, then none; a look in 32 tokens."""
+    rng, due, seen = np.random.default_rng(5), 0, []
+    shapes = [(bucket(n, 4), bucket(p, 16)) for n, p in zip(rng.integers(1, 9, 200), rng.integers(4, 33, 200))]
+    programs = {f: getattr(generation, f)._cache_size() for f in ("_begin", "_advance")}
+    for launch, (n, p) in enumerate([*shapes, *shapes[:40]]):
+        tokens, length = prompts(n, p, seed=launch % 200)
+        keys = jax.random.split(jax.random.key(launch % 200), (n, 8))
+        with Compiles() as compiled:
+            out = play(qwen2, tokens, length, keys, max_new=96, chunk=32, sampling=Sampling(), **ENDS)
+        due += -(-int(out.length.max()) // 32)
+        seen.append(compiled.count)
+    made = {f: getattr(generation, f)._cache_size() - before for f, before in programs.items()}
+    assert made["_begin"] == len(set(shapes)) and made["_advance"] <= 4 * len(set(shapes))
+    assert sum(seen[:200]) <= 10 * len(set(shapes)) and not any(seen[200:])
+    assert 200 < len(looks) <= due
 
 
 # ---------------------------------------------------------------------------------------------- inactive rows
