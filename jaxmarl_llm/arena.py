@@ -30,7 +30,7 @@ from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.rollout import make_rollout, mean_embedding
 from jaxmarl_llm.rollout_host import HostRollout, play
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import current, to_rollout
+from jaxmarl_llm.sharding import current, home, put_whole, to_rollout
 from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
 from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool
@@ -383,13 +383,15 @@ def _recall(
     query = np.zeros((n, dim), np.float32)
     for role in sorted(set(roles)):
         rows = [i for i, r in enumerate(roles) if r == role]
-        model, store = team.model_of(role), memory[team.roles[role].name]
+        model = team.model_of(role)
         size = bucket(len(rows), 4)
         tokens, length = np.zeros((size, QUERY_TOKENS), np.int32), np.zeros((size,), np.int32)
         for k, i in enumerate(rows):
             ids = model.tokenizer.encode(asked(prompts[i]))[:QUERY_TOKENS]
             tokens[k, : len(ids)], length[k] = ids, len(ids)
-        got = jax.device_get(_lookup(model.policy.embed, config, model.variables(params), store, tokens, length))
+        with home(model.name):
+            store = put_whole(memory[team.roles[role].name])
+            got = jax.device_get(_lookup(model.policy.embed, config, model.variables(params), store, tokens, length))
         texts = np.asarray(store.text)
         for k, i in enumerate(rows):
             query[i, : got[0].shape[1]], slots[i], similarity[i] = got[0][k], got[1][k], got[2][k]

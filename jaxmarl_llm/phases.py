@@ -98,6 +98,11 @@ def make_phases(
     ``context``: memory entries in demonstrations. ConfigError when the models do not fit the mesh of the configuration.
     """
     mesh = sharding.open_mesh(cfg.mesh, team.models)
+    if isinstance(mesh, sharding.Split):
+        beyond = {"env.name": arena.array, "team.critic": bool(team.critics), "past.size": bool(cfg.past.size)}
+        for name, asked in beyond.items():
+            if asked:
+                raise ConfigError(f"config.mesh.models: expected 'all' with config.{name} as it is, got 'split'")
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
     data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, context) if cfg.sft.steps else {}
 
@@ -113,7 +118,8 @@ def make_phases(
         return next((k for k, p in enumerate(phases) if starts[k] <= step < starts[k] + p.steps), len(phases) - 1)
 
     def optimizers(phase: Phase, agents: Params) -> PyTree:
-        return {m.name: phase.learners[m.name].init(agents[m.name]) for m in team.models}
+        names = [m.name for m in team.models]
+        return dict(zip(names, sharding.each(names, lambda name: phase.learners[name].init(agents[name])), strict=True))
 
     def init(step: int) -> TrainState:
         params = init_params(cfg.team, team, jax.random.key(cfg.seed))

@@ -1,9 +1,8 @@
 """Host rollouts: the same plans, keys and tables as `rollout`, over Python environments and text.
 
-The frontier is a list of live states. At each turn every node's prompt is rendered by its role's tokenizer, nodes are
-grouped by model and number of samples, each group is one generation launch padded to a bucket that goes on from what
-earlier ones cached (`prefixes`), and the environments step in worker processes. Tables come back padded to buckets, so
-that what follows does not recompile either.
+The frontier is a list of live states. At each turn every node's prompt is rendered by its role's tokenizer, the models
+that are asked generate (`speakers`), and the environments step in worker processes. Tables come back padded to buckets,
+so that what follows does not recompile either.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.generate import CHUNK, bucket, generate, unstacked, up_to
+from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.host_tables import checked, make_tables, replace_rewards, reward_row
 from jaxmarl_llm.plans import ROOT, Branch, Plan
-from jaxmarl_llm.prefixes import Prefixes
-from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
+from jaxmarl_llm.rollout import CHILD, ENV, RESET, fold
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import current, meshed, put_rows, row_parts, to_rollout
+from jaxmarl_llm.speakers import Asked, Speakers, pad
 from jaxmarl_llm.text import Action, Prompt
-from jaxmarl_llm.types import FROZEN, POLICY, Model, Params, Retrieval, Team, Tree
+from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
 
 
@@ -47,35 +45,6 @@ class HostRollout(NamedTuple):
 Recall = Callable[[Sequence[int], Sequence[Prompt]], tuple[list[Prompt], Retrieval]]
 
 
-class Playing:
-    """Variables as generation takes them, of one model at a time: its copies go when another model plays.
-
-    A copy of every model would be most of what a device holds (docs/pods.md); moving one takes a small part of the time
-    of a launch.
-    """
-
-    def __init__(self, params: Params):
-        self._params = params
-        self._whole: dict[tuple[str, str], Params] = {}
-        self._cut: dict[str, Params] = {}
-
-    def variables(self, model: Model) -> Params:
-        """`Model.variables`, whole along fsdp."""
-        names = [("agents", model.name)] + ([] if model.base is None else [("shared", model.base)])
-        make = lambda name: to_rollout(current(), self._params[name[0]][name[1]])
-        self._whole = {name: self._whole[name] if name in self._whole else make(name) for name in names}
-        self._cut = {name: cut for name, cut in self._cut.items() if name == model.name}
-        return model.variables({kind: {name: whole} for (kind, name), whole in self._whole.items()})
-
-    def layers(self, model: Model, max_new: int) -> Params | None:
-        """`Policy.unstack` of them, where a launch of ``max_new`` tokens is more than one program."""
-        if max_new <= CHUNK or meshed():
-            return None
-        if model.name not in self._cut:
-            self._cut = {model.name: unstacked(model.policy, self.variables(model))}
-        return self._cut[model.name]
-
-
 class _Live(NamedTuple):
     branch: Branch
     state: Any
@@ -92,12 +61,6 @@ def _branch_keys(data: jax.Array, *, group: int) -> tuple[jax.Array, jax.Array]:
     return jax.random.key_data(fold(keys, ENV, order)), jax.random.key_data(fold(keys, CHILD, order))
 
 
-@functools.partial(jax.jit, static_argnames=("group",))
-def _sample_keys(data: jax.Array, role: jax.Array, *, group: int) -> jax.Array:
-    keys = jnp.repeat(fold(jax.random.wrap_key_data(data), PLAY, role)[:, None], group, 1)
-    return fold(keys, jnp.broadcast_to(jnp.arange(group), keys.shape))
-
-
 @jax.jit
 def _root_keys(key: jax.Array, tasks: jax.Array) -> tuple[jax.Array, jax.Array]:
     roots = fold(jnp.broadcast_to(key, tasks.shape), tasks)
@@ -107,10 +70,6 @@ def _root_keys(key: jax.Array, tasks: jax.Array) -> tuple[jax.Array, jax.Array]:
 def seed_of(data: np.ndarray) -> int:
     """The integer seed a host environment gets: the 64 bits of a key."""
     return int(data[0]) << 32 | int(data[1])
-
-
-def _pad(rows: np.ndarray, size: int) -> np.ndarray:
-    return np.concatenate([rows, np.repeat(rows[-1:], size - len(rows), 0)])
 
 
 def play(
@@ -144,9 +103,8 @@ def play(
     moves: list[dict] = []
     records: list[Record] = []
     found: list[Retrieval] = []
-    cached: dict[int, Prefixes] = {}  # by model
-    playing = Playing(params)
-    launches = calls = cut = 0
+    speakers = Speakers(team, params, sampling)
+    calls = cut = 0
     for turn in range(env.max_turns):
         if not frontier:
             break
@@ -173,53 +131,16 @@ def play(
             prompts, retrieval = recall([r for _, r, _ in flat], prompts)
             found.append(retrieval)
         widths = [plan.width(live.branch) for live in frontier]
-        said: dict[int, list[tuple[Action, np.ndarray]]] = {}  # node of this turn -> samples with log-probs
         ids: list[list[int]] = []
         for (_, role, _), prompt in zip(flat, prompts):
             fitted = team.model_of(role).tokenizer.fit(prompt, team.roles[role].name, max_prompt)
             ids.append(fitted.ids)
             cut += fitted.cut
-        launch: dict[tuple[int, int], list[int]] = {}
-        for n, (i, role, _) in enumerate(flat):
-            launch.setdefault((speaker(frontier[i].task, role), widths[i]), []).append(n)
-        for at, ((m, g), members) in enumerate(sorted(launch.items())):
-            launches += 1
-            model, size = team.models[m], up_to(bucket(len(members), 4), row_parts())
-            limit = max(team.roles[flat[n][1]].max_new for n in members)
-            data = _pad(np.stack([frontier[flat[n][0]].key for n in members]), size)
-            roles = _pad(np.array([flat[n][1] for n in members]), size)
-            prefixes = cached.setdefault(m, Prefixes(model.policy, model.tokenizer.pad_id))
-            of, given = [frontier[flat[n][0]].task for n in members], [np.array(ids[n], np.int32) for n in members]
-            variables = playing.variables(model)
-            ready = prefixes.ready(variables, of, given)
-            rows, length, active = put_rows((ready.tokens, ready.length, np.arange(size) < len(members)))
-            out, prefix, suffix = generate(
-                model.policy,
-                variables,
-                rows,
-                length,
-                _sample_keys(data, roles, group=g),
-                active,
-                max_new=limit,
-                stop_ids=model.tokenizer.stop_ids,
-                pad_id=model.tokenizer.pad_id,
-                sampling=sampling,
-                prefix=ready.prefix,
-                start=ready.start,
-                keep=True,
-                layers=playing.layers(model, limit),
-            )
-            out = jax.device_get(out)
-            for row, n in enumerate(members):
-                said[n] = []
-                for s in range(g):
-                    got = out.tokens[row, s, : out.length[row, s]].tolist()
-                    text = model.tokenizer.decode(got if out.truncated[row, s] else got[:-1])
-                    action = Action(text, tuple(got), bool(out.truncated[row, s]))
-                    said[n].append((action, out.logprobs[row, s, : len(got)]))
-            if turn + 1 < env.max_turns or any(other == m for other, _ in sorted(launch)[at + 1 :]):
-                words = [[action.ids for action, _ in said[n]] for n in members]
-                prefixes.keep(of, given, prefix, suffix, words)
+        asked = [
+            Asked(speaker(frontier[i].task, role), widths[i], frontier[i].task, role, frontier[i].key, ids[n])
+            for n, (i, role, _) in enumerate(flat)
+        ]
+        said = speakers.say(asked, more=turn + 1 < env.max_turns)
 
         # Tables, then the joint actions.
         step_of: dict[tuple[int, int], int] = {}
@@ -229,7 +150,7 @@ def play(
                 {
                     "ids": ids[n],
                     "role": role,
-                    "model": speaker(live.task, role),
+                    "model": asked[n].model,
                     "task": live.task,
                     "turn": turn,
                     "parent": live.parent,
@@ -253,7 +174,7 @@ def play(
         actions = [plan.actions(live.branch, len(seat)) for live, seat in zip(frontier, seats)]
         for number in sorted({len(a) for a in actions}):
             these = [i for i, a in enumerate(actions) if len(a) == number]
-            data = _pad(np.stack([frontier[i].key for i in these]), bucket(len(these), 4))
+            data = pad(np.stack([frontier[i].key for i in these]), bucket(len(these), 4))
             for store, got in zip((env_keys, child_keys), _branch_keys(data, group=number)):
                 store.update(zip(these, np.asarray(got)))
         joint = [(i, j) for i, a in enumerate(actions) for j in range(len(a))]
@@ -303,8 +224,8 @@ def play(
                 if to is not None and not moves[move]["done"]:
                     reached.append(_Live(to, after[move], child_keys[i][j], move, live.task))
         frontier = reached
-    sent = sum(prefixes.sent for prefixes in cached.values())
-    tree = make_tables(team, env.components, nodes, steps, moves, found, version, sent, calls, launches)
+    counts = speakers.sent, calls, speakers.launches
+    tree = make_tables(team, env.components, nodes, steps, moves, found, version, *counts)
     return HostRollout(tree, records, failures, cut)
 
 

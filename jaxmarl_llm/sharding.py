@@ -11,11 +11,13 @@ programs are compiled for the mesh that ``on`` sets (GSPMD, Auto axes), and with
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,11 @@ from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxmarl_llm.config import one_of
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Model, PyTree, TrainState
 
+T = TypeVar("T")
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
 
@@ -57,11 +61,16 @@ WHOLE = {"scale", "value", "v_row", "v_col"}
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; -1 on one of them: the devices that remain."""
+    """Devices along each axis; -1 on one of them: the devices that remain.
+
+    ``models``: ``all``, every model on all devices, one after the other; ``split``, as many equal parts of the devices
+    as there are models, each of these axes, which generate and learn at once (separate models, host environments).
+    """
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    models: str = "all"
 
     def check(self, path: str) -> None:
         sizes = {name: getattr(self, name) for name in AXES}
@@ -71,6 +80,7 @@ class MeshConfig:
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ConfigError(f"{path}: expected -1 on one axis at most, got it on {' and '.join(free)}")
+        one_of(f"{path}.models", self.models, ("all", "split"))
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str = "config.mesh") -> Mesh:
@@ -178,9 +188,54 @@ def place(mesh: Mesh, tree: PyTree) -> PyTree:
     return jax.device_put(tree, jax.tree.map(lambda x, s: s.with_memory_kind(kind(x)), tree, shardings(mesh, tree)))
 
 
-def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """What runs inside is compiled for ``mesh`` (the functions below do their work there); None: as without."""
-    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+class Split(NamedTuple):
+    """A mesh for each model, of devices that no other has."""
+
+    meshes: Mapping[str, Mesh]
+
+
+_split: contextvars.ContextVar[Split | None] = contextvars.ContextVar("split", default=None)
+
+
+@contextlib.contextmanager
+def on(place: Mesh | Split | None) -> Iterator[None]:
+    """What runs inside is compiled for a mesh (the functions below do their work there), or what `each` and `home`
+    run of each model for its own; None: as without.
+    """
+    if isinstance(place, Split):
+        token = _split.set(place)
+        try:
+            yield
+        finally:
+            _split.reset(token)
+    else:
+        with contextlib.nullcontext() if place is None else jax.set_mesh(place):
+            yield
+
+
+def home(model: str) -> contextlib.AbstractContextManager[Any]:
+    """What runs inside is the model's: on its own devices where it has some."""
+    split = _split.get()
+    return contextlib.nullcontext() if split is None else on(split.meshes[model])
+
+
+def apart() -> bool:
+    """Whether every model has devices of its own."""
+    return _split.get() is not None
+
+
+def each(models: Sequence[str], function: Callable[[str], T]) -> list[T]:
+    """``function`` of each model, at `home`: at once where all have their own devices, else one after the other."""
+
+    def run(model: str) -> T:
+        with home(model):
+            return function(model)
+
+    if not apart() or len(models) < 2:
+        return [run(model) for model in models]
+    with ThreadPoolExecutor(len(models)) as pool:
+        started = [pool.submit(contextvars.copy_context().run, run, model) for model in models]
+        return [future.result() for future in started]
 
 
 def current() -> Mesh | None:
@@ -203,6 +258,12 @@ def put_rows(tree: PyTree) -> PyTree:
     """Host tables onto the mesh, their leading axes cut; without a mesh as they are."""
     mesh = current()
     return tree if mesh is None else jax.device_put(tree, rows(mesh))
+
+
+def put_whole(tree: PyTree) -> PyTree:
+    """A copy on every device of the mesh; without a mesh as it is."""
+    mesh = current()
+    return tree if mesh is None else jax.device_put(tree, whole(mesh))
 
 
 def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree:
@@ -279,8 +340,11 @@ def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
     return jax.tree.map(move, params, param_specs(params))
 
 
-def open_mesh(cfg: MeshConfig, models: Sequence[Model]) -> Mesh | None:
+def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh") -> Mesh | Split | None:
     """The mesh of a run, None for one device; ConfigError when a model does not fit it."""
+    cfg.check(path)
+    if cfg.models == "split":
+        return _open_split(cfg, models, path)
     if cfg == MeshConfig(data=1):
         if jax.device_count() > 1:
             logging.info("config.mesh: 1 of %d devices is used; data=-1 takes all", jax.device_count())
@@ -289,17 +353,39 @@ def open_mesh(cfg: MeshConfig, models: Sequence[Model]) -> Mesh | None:
     if mesh.size == 1:
         return None
     for model in models:
-        arch = model.policy.config
-        check_heads(mesh, model.name, arch.num_heads, arch.num_kv_heads)
-        tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
-        check_divides(mesh, tree, param_specs(tree))
+        _check_model(mesh, model)
     return mesh
 
 
-def settled(mesh: Mesh | None, state: TrainState) -> TrainState:
+def _open_split(cfg: MeshConfig, models: Sequence[Model], path: str) -> Split:
+    devices = jax.devices()
+    if jax.process_count() > 1:
+        raise ConfigError(f"{path}.models: expected 'all' with several processes, got 'split'")
+    if any(model.base is not None for model in models):
+        raise ConfigError(f"{path}.models: expected 'all' where models share a backbone, got 'split'")
+    if len(devices) % len(models):
+        raise ConfigError(f"{path}.models: {len(devices)} devices are no {len(models)} equal parts, one for each model")
+    size = len(devices) // len(models)
+    meshes = {m.name: make_mesh(cfg, devices[i * size : (i + 1) * size], path) for i, m in enumerate(models)}
+    for model in models:
+        _check_model(meshes[model.name], model)
+    return Split(meshes)
+
+
+def _check_model(mesh: Mesh, model: Model) -> None:
+    arch = model.policy.config
+    check_heads(mesh, model.name, arch.num_heads, arch.num_kv_heads)
+    tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
+    check_divides(mesh, tree, param_specs(tree))
+
+
+def settled(mesh: Mesh | Split | None, state: TrainState) -> TrainState:
     """``state`` where it lives: parameters and optimizer states by the rules, all else on every device."""
     if mesh is None:
         return state
+    if isinstance(mesh, Split):
+        at = lambda trees: {name: place(mesh.meshes[name], tree) for name, tree in trees.items()}
+        return state.replace(params={k: at(v) for k, v in state.params.items()}, opt_state=at(state.opt_state))
     everywhere = {k: jax.device_put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters")}
     placed = {k: place(mesh, getattr(state, k)) for k in ("params", "opt_state")}
     return state.replace(**everywhere, **placed)

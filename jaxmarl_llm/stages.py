@@ -193,18 +193,19 @@ def learn(
             batches[m.name] = critic_batches(a.read, a.of_prompts(), micro_tokens=cfg.micro_tokens)
             continue
         values = None if a is None else a.of_nodes()
-        batches[m.name] = pack(
-            played.tree,
-            i,
-            advantages,
-            trained,
-            cfg.loss,
-            micro_tokens=cfg.micro_tokens,
-            smallest=smallest,
-            values=values,
-            trees=played.records is not None and m.policy.hidden_tree is not None and not sharding.meshed(),
-            parts=sharding.row_parts(),
-        )
+        with sharding.home(m.name):
+            batches[m.name] = pack(
+                played.tree,
+                i,
+                advantages,
+                trained,
+                cfg.loss,
+                micro_tokens=cfg.micro_tokens,
+                smallest=smallest,
+                values=values,
+                trees=played.records is not None and m.policy.hidden_tree is not None and not sharding.meshed(),
+                parts=sharding.row_parts(),
+            )
     params, opt_state, metrics = update_models(
         team.models, learners, cfg.loss, state.params, state.opt_state, batches, state.params.get("reference")
     )

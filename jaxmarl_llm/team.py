@@ -224,7 +224,8 @@ def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:
             agents[model.name] = {"lora": init_lora(own, base, cfg.lora_rank, cfg.lora_targets)}
         else:
             backbone = cfg.overrides.get(owner.get(model.name, model.name), cfg.backbone)
-            agents[model.name] = {"params": init_backbone(backbone, model.policy.config, own)}
+            with sharding.home(model.name):
+                agents[model.name] = {"params": init_backbone(backbone, model.policy.config, own)}
         if model.name in team.critics:
             dim = model.policy.config.hidden_size
             agents[model.name]["value"] = init_head(jax.random.fold_in(own, 1), dim, cfg.critic_hidden)

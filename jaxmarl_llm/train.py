@@ -276,15 +276,16 @@ def update_models(
 ) -> tuple[Params, PyTree, dict[str, dict[str, float]]]:
     """Update each model that has batches; the others' parameters and optimizer states are the same arrays as before."""
     agents, states, metrics = dict(params["agents"]), dict(opt_state), {}
-    for model in models:
-        if not batches.get(model.name):
-            continue
-        shared = None if model.base is None else params["shared"][model.base]
-        ref = None if reference is None else reference[model.name]
-        result = update(
-            learners[model.name], loss, agents[model.name], shared, states[model.name], batches[model.name], ref
-        )
-        agents[model.name], states[model.name], metrics[model.name] = result
+    base = {m.name: m.base for m in models}
+
+    def learn(name: str) -> Updated:
+        shared = None if base[name] is None else params["shared"][base[name]]
+        ref = None if reference is None else reference[name]
+        return update(learners[name], loss, agents[name], shared, states[name], batches[name], ref)
+
+    learning = [m.name for m in models if batches.get(m.name)]
+    for name, result in zip(learning, sharding.each(learning, learn), strict=True):
+        agents[name], states[name], metrics[name] = result
     return {**params, "agents": agents}, states, metrics
 
 

@@ -28,6 +28,7 @@ LAYERS = {
     3: [
         "rollout",
         "rollout_host",
+        "speakers",
         "prefixes",
         "host_tables",
         "workers",

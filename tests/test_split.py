@@ -1,0 +1,104 @@
+"""Models on devices of their own: the same run as on one device, every model on its part, all at once."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmarl_llm import sharding, speakers, train
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.loop import fit
+from jaxmarl_llm.recipes import magrpo
+from jaxmarl_llm.text import ConfigError
+
+BACKBONE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
+TEAM = {"backbone": BACKBONE, "overrides": {"second": {**BACKBONE, "hidden_size": 64}}, "max_new": 6, "remat": False}
+SPLIT = {"data": 2, "fsdp": 2, "tensor": 1, "models": "split"}
+
+
+def config(**changes):
+    """Two players of different architectures through text; a supervised step and one of RL, SGD."""
+    base = {
+        "steps": 1,
+        "batch": 4,
+        "group": 2,
+        "team": TEAM,
+        "env": {"name": "dilemma_text", "args": {"game": "split"}, "eval_tasks": 4, "workers": 0, "max_prompt": 512},
+        "reward": {"payoff": 1.0},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0},
+        "sft": {"steps": 1, "batch": 4, "samples": 16, "optimizer": {"name": "sgd"}},
+        "run": {"eval_every": 0, "log_every": 100, "tensorboard": False, "checkpoint_every": 1},
+    }
+    return from_dict(magrpo.Config, {**base, **changes})
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """Where a model's thread meets the other's: what ran alone would wait there until the barrier breaks."""
+    barrier, found = threading.Barrier(2, timeout=120), []
+
+    def both(owner, name):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            mesh = sharding.current()
+            found.append((name, tuple(d.id for d in mesh.devices.flat)))
+            barrier.wait()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    both(speakers, "generate")
+    both(train, "update")
+    return found
+
+
+def test_a_split_team_runs_as_on_one_device_and_at_once(tmp_path, met, request):
+    recipe = magrpo.make(config(mesh=SPLIT))
+    split = fit(config(mesh=SPLIT), recipe, tmp_path / "split")
+    recipe.arena.close()
+    assert {name for name, _ in met} == {"generate", "update"}
+    assert {devices for _, devices in met} == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    for trees in (split.params["agents"], split.opt_state):
+        for name, first in zip([m.name for m in recipe.team.models], (0, 4)):
+            leaves = jax.tree.leaves(trees[name])
+            assert {d.id for x in leaves for d in x.devices()} <= set(range(first, first + 4))
+    request.getfixturevalue("monkeypatch").undo()
+    recipe = magrpo.make(config())
+    one = fit(config(), recipe, tmp_path / "one")
+    recipe.arena.close()
+    close = lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=2e-5)
+    jax.tree.map(close, split.params["agents"], one.params["agents"])
+    # What was saved of one device goes on on two parts.
+    longer = config(steps=2, mesh=SPLIT)
+    recipe = magrpo.make(longer)
+    state = fit(longer, recipe, tmp_path / "one")
+    recipe.arena.close()
+    assert len({frozenset(d.id for d in x.devices()) for x in jax.tree.leaves(state.params["agents"])}) > 1
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (
+            {"team": {**TEAM, "overrides": {}, "share": "lora"}},
+            r"mesh\.models: expected 'all' where models share a back",
+        ),
+        ({"env": {"name": "matrix", "eval_tasks": 4}}, r"mesh\.models: expected 'all' with config\.env\.name"),
+        ({"mesh": {**SPLIT, "models": "parts"}}, r"config\.mesh\.models: unknown value 'parts'"),
+        ({"mesh": {**SPLIT, "data": 4}}, r"config\.mesh: 4 devices cannot be data=4 x fsdp=2 x tensor=1"),
+    ],
+)
+def test_what_cannot_be_split_says_so(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        magrpo.make(config(**{"mesh": SPLIT, **changes}))
