@@ -195,7 +195,7 @@ def many_agents(s: Setting) -> tuple[Callable, Any]:
         tuple(Role(r, names[i % models], 4) for i, r in enumerate(env.roles)),
         tuple(Model(n, policy, BYTES, "base" if lora else None) for n in names),
     )
-    rollout = make_rollout(team, env, plan, Sampling(), stacked=work.stacked)
+    rollout = make_rollout(dataclasses.replace(team, stacked=work.stacked), env, plan, Sampling())
     learner = make_learner(policy, Loss(clip_low=None), Optimizer(), Sampling())
     base = jax.jit(policy.init)(jax.random.key(0))
     fresh = lambda key: {"lora": init_lora(key, base, 2)} if lora else {"params": policy.init(key)}

@@ -72,7 +72,7 @@ class Workload(NamedTuple):
     ``engine``: array (rectangles, empty seats and finished episodes included) or host (live nodes, padded to buckets).
     ``width``: prompt columns of an array rollout, what memory adds included; unused by host ones.
     ``seats``: of the array environment, more than a turn's own where some stay empty.
-    ``stacked``: all models of a launch in one, see rollout.make_rollout.
+    ``stacked``: all models of a launch in one, see `Team.stacked`.
     """
 
     turns: tuple[Turn, ...]

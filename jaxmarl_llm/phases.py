@@ -79,6 +79,8 @@ def open_arena(cfg: BaseConfig) -> tuple[Arena, Team]:
             f"config.reward: environment {arena.env.name!r} pays no {unknown[0]!r}; it pays "
             f"{', '.join(arena.env.components)}"
         )
+    if cfg.team.stacked and not arena.array:
+        raise ConfigError(f"config.team.stacked: expected false with the host environment {cfg.env.name!r}")
     return arena, make_team(cfg.team, arena.env.roles)
 
 

@@ -141,13 +141,11 @@ def make_rollout(
     plan: Plan,
     sampling: Sampling,
     memory_config: MemoryConfig | None = None,
-    *,
-    stacked: bool = False,
 ) -> Callable[..., Tree]:
     """A pure function (params, memory, tasks, key, version, cast) -> Tree; jit it.
 
-    stacked: models that may act together are one launch, in which each node has its own model's parameters (a copy a
-    node), instead of one launch each over all nodes. For many small models or adapters of one architecture.
+    With ``team.stacked`` models that may act together are one launch, in which each node has its own model's parameters
+    (a copy a node), instead of one launch each over all nodes. For many small models or adapters of one architecture.
 
     memory: unused without a config.
     tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
@@ -161,9 +159,10 @@ def make_rollout(
     first, *others = (team.models[m] for m in sorted({m for p in players for m in p}))
     kind = lambda m: (m.policy, m.base, m.tokenizer)
     other = next((m.name for m in others if kind(m) != kind(first)), None)
-    if stacked and other is not None:
+    if team.stacked and other is not None:
         raise ConfigError(
-            f"stacked: expected models of one architecture, base and tokenizer; {other!r} is not as {first.name!r}"
+            f"config.team.stacked: expected models of one architecture, base and tokenizer; {other!r} is not as "
+            f"{first.name!r}"
         )
     table = jnp.array([(*p, *[p[0]] * (max(map(len, players)) - len(p))) for p in players], jnp.int32)
 
@@ -192,7 +191,7 @@ def make_rollout(
                 sampling=sampling,
             )
 
-        if stacked:
+        if team.stacked:
             own = [params["agents"][team.models[m].name] for m in models]
             place = jnp.searchsorted(jnp.array(models), speaker)
             rows = jax.tree.map(lambda *x: jnp.stack(x)[place], *own)
@@ -255,7 +254,7 @@ def make_rollout(
                 speaker = table[role, part]
                 able = sorted({m for r in env.actors[turn] for m in players[r][: 1 if cast is None else None]})
                 said = speak(params, speaker, tokens, length, keys, active, able)
-                launches += 1 if stacked else len(able)
+                launches += 1 if team.stacked else len(able)
 
                 nodes.append(
                     Nodes(

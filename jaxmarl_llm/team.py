@@ -71,6 +71,7 @@ class TeamConfig:
     critic: str = "none"  # value estimates: see CRITICS
     critic_hidden: int = 0  # tanh units of the value head; 0: linear
     remat: bool = True  # recompute layers in the backward pass
+    stacked: bool = False  # array environments: models that act together generate in one launch, parameters stacked
 
     def check(self, path: str) -> None:
         if self.share not in SHARING:
@@ -161,7 +162,8 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
         if name not in (m.name for m in models):
             models.append(dataclasses.replace(model, name=name, base=None))
     of_role = tuple(critics[names[r]] for r in roles) if critics else ()
-    return Team(tuple(Role(r, names[r], cfg.max_new) for r in roles), tuple(models), of_role, cfg.critic == "joint")
+    parts = tuple(Role(r, names[r], cfg.max_new) for r in roles)
+    return Team(parts, tuple(models), of_role, cfg.critic == "joint", cfg.stacked)
 
 
 def with_past(team: Team) -> Team:

@@ -62,7 +62,7 @@ def workload_of(
     certain = lambda a: tuple({r: 1.0} for r in a)
     turns = tuple(cx.Turn(certain(a) if len(a) == seats else (cx.uniform(*a),) * seats) for a in acting)
     engine = "array" if array else "host"
-    return cx.Workload(turns, speakers, models, cfg.batch, engine, width, seats), notes
+    return cx.Workload(turns, speakers, models, cfg.batch, engine, width, seats, cfg.team.stacked), notes
 
 
 def kept(cfg: BaseConfig) -> dict[str, Any]:

@@ -299,7 +299,7 @@ def test_a_stacked_rollout_is_the_same_tree_in_fewer_launches():
     tasks = jax.tree.map(lambda x: x[:2], matrix.make_tasks(matrix.Config(rounds=1)))
     trees = []
     for stacked in (False, True):
-        rollout = make_rollout(team, env, product(2, "cross"), Sampling(), stacked=stacked)
+        rollout = make_rollout(dataclasses.replace(team, stacked=stacked), env, product(2, "cross"), Sampling())
         trees.append(jax.device_get(jax.jit(rollout)(params, {}, tasks, jax.random.key(1), 0)))
     alone, together = trees
     assert (alone.steps.tokens == together.steps.tokens).all()
@@ -316,7 +316,7 @@ def test_a_stacked_rollout_is_the_same_tree_in_fewer_launches():
 def test_models_that_differ_are_not_stacked():
     team = Team((Role("a", "a", 3), Role("b", "b", 3)), (toys.team().models[0], endless_team(("b",)).models[0]))
     with pytest.raises(ConfigError, match=r"stacked: .*'b' is not as 'a'"):
-        make_rollout(team, toys.relay(2), flat(2), Sampling(), stacked=True)
+        make_rollout(dataclasses.replace(team, stacked=True), toys.relay(2), flat(2), Sampling())
 
 
 # ---- closed forms, expectations, the model --------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import pytest
 from jaxmarl_llm import sharding, speakers, train
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.loop import fit
+from jaxmarl_llm.plans import flat
 from jaxmarl_llm.recipes import magrpo
+from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.text import ConfigError
 
 BACKBONE = {
@@ -102,3 +104,20 @@ def test_a_split_team_runs_as_on_one_device_and_at_once(tmp_path, met, request):
 def test_what_cannot_be_split_says_so(changes, message):
     with pytest.raises(ConfigError, match=message):
         magrpo.make(config(**{"mesh": SPLIT, **changes}))
+
+
+def test_a_stacked_team_plays_the_same_in_one_launch_a_turn():
+    trees = []
+    for stacked in (False, True):
+        team = {**TEAM, "overrides": {}, "share": "lora", "stacked": stacked, "max_new": 1}
+        recipe = magrpo.make(config(team=team, env={"name": "matrix", "eval_tasks": 4}, sft={"steps": 0}))
+        params = recipe.init(0).params
+        lora = params["agents"]["second"]["lora"]
+        params["agents"]["second"]["lora"] = jax.tree.map(lambda x: x + 0.3, lora)  # adapters begin alike
+        args = range(4), flat(2), jax.random.key(3), Sampling(), None
+        trees.append(recipe.arena.play(recipe.team, params, {}, *args).tree)
+    alone, together = trees
+    np.testing.assert_array_equal(alone.steps.tokens, together.steps.tokens)
+    assert (int(alone.counts.launches), int(together.counts.launches)) == (2, 1)
+    with pytest.raises(ConfigError, match=r"config\.team\.stacked: expected false with the host environment"):
+        magrpo.make(config(team={**TEAM, "stacked": True}))
