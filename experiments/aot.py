@@ -275,7 +275,7 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
     group = max(launch.group for launch in started(plan, work))
     tokens = top.prompt + group * top.response
     nodes = trained_nodes(cfg, plan, work) / len(work.models)
-    d, f, heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
+    d, f = arch.hidden_size, arch.intermediate_size
     seen = counts(plan, work)
     steps = sum(longest(x.samples) for x in started(plan, work))
     found = []
@@ -284,9 +284,9 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
             parts = n // tensor
             for remat in (True, False):
                 for rows in (1, 2, 4):
-                    saved = d if remat else 6 * d + 3 * f + 3 * heads
-                    scores = 4 * arch.num_heads * (top.prompt**2 + group * top.response * (top.prompt + top.response))
-                    layers = rows * tokens * size * (arch.num_layers * saved + 6 * d + 3 * f) / (1 if remat else tensor)
+                    scores = costs.score_bytes(arch, top.prompt, group, top.response)
+                    kept_bytes = costs.update_bytes(arch, rows, top.prompt, group, top.response, remat)
+                    layers = (kept_bytes - 3 * rows * scores) / (1 if remat else tensor)
                     update = held.gradient / (fsdp * tensor) + layers + 3 * rows * scores / tensor
                     lanes = ahead.up_to(top.rows, parts) / parts
                     prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)

@@ -14,9 +14,7 @@ stopped. ``report`` sets measured against predicted, and writes table and figure
 from __future__ import annotations
 
 import importlib
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -56,45 +54,8 @@ def lengths(flag: str, text: str) -> dict[int, float]:
         raise ConfigError(f"--{flag}: expected N or N:p,M:q (tokens, probabilities), got {text!r}") from None
 
 
-def available() -> int:
-    """Bytes of memory of this machine, or of its container."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return most if text == "max" else min(most, int(text))
-
-
-def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
-    """ConfigError with the bytes and the flag to lower, when a plan cannot fit."""
-    from jaxmarl_llm import costs
-    from jaxmarl_llm.text import ConfigError
-    from jaxmarl_llm.workload import kept
-
-    need = lambda tasks: costs.memory(plan, work._replace(tasks=tasks), **kept(cfg)).least
-    if need(cfg.batch) <= room:
-        return
-    if need(1) <= room:
-        low, high = 1, cfg.batch
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if need(middle) <= room else (low, middle)
-        advice = f"lower --config.batch to {low}"
-    else:
-        held = costs.memory(plan, work._replace(tasks=1), **kept(cfg))
-        too_much = held.least - max(held.cache + held.logits - held.gradient, 0) > room
-        fields = [f for f in ("group",) if hasattr(cfg, f)]
-        advice = (
-            "its parameters alone are too many: lower --config.team.backbone, or share them with --config.team.share"
-            if too_much
-            else f"lower --config.{fields[0] if fields else 'batch'}: one task is too much"
-        )
-    raise ConfigError(
-        f"plan {plan.name}: needs at least {need(cfg.batch):,} bytes, {whose} has {room:,}; {advice} "
-        "(or raise --memory)"
-    )
-
-
 def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
+    from experiments.room import available, refuse
     from jaxmarl_llm import complexity as cx
     from jaxmarl_llm import costs
     from jaxmarl_llm.config import one_of
@@ -171,6 +132,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     if VERB == "plan":
         return predict(cfg, workdir, flag_values)
     from experiments import sweeps
+    from experiments.room import available
 
     return sweeps.run(flag_values, available()) if VERB == "run" else sweeps.report(flag_values)
 

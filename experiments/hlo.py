@@ -203,7 +203,12 @@ def _group(i: Instruction, devices: int) -> int:
         return int(match.group(1))
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", i.text):
         return len(match.group(1).split(","))
-    return devices
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", i.text):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match.group(1)))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match.group(2)))
+    if "source_target_pairs" in i.text or "replica_groups={}" in i.text or "replica_groups" not in i.text:
+        return devices
+    raise ValueError(f"replica groups of a form that is not known: {i.text[:300]}")
 
 
 def collective(i: Instruction, inside: Computation, devices: int) -> tuple[str, float] | None:

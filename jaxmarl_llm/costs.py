@@ -167,6 +167,22 @@ def memory(
     )
 
 
+def update_bytes(arch: Config, rows: int, prompt: int, group: int, response: int, remat: bool) -> int:
+    """About what one micro-batch keeps for its backward pass: saved layers, and the scores of one layer.
+
+    rows: prompts of a micro-batch, each with its ``group`` of completions. ``remat``: a layer's input alone is kept.
+    """
+    d, f, heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
+    saved, tokens = d if remat else 6 * d + 3 * f + 3 * heads, prompt + group * response
+    layers = rows * tokens * ITEMSIZE[arch.dtype] * (arch.num_layers * saved + 6 * d + 3 * f)
+    return layers + 3 * rows * score_bytes(arch, prompt, group, response)
+
+
+def score_bytes(arch: Config, prompt: int, group: int, response: int) -> int:
+    """Float32 attention scores of one layer over a prompt and its completions."""
+    return 4 * arch.num_heads * (prompt**2 + group * response * (prompt + response))
+
+
 # ---- time -----------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxmarl_llm import sharding
 from jaxmarl_llm.kernels.head import Head
 from jaxmarl_llm.kernels.head_sample import head_sample, sample_logits
 from jaxmarl_llm.text import ConfigError
@@ -96,7 +97,8 @@ def sample(
     logits: Float[Array, "*B V"], u: Float[Array, "*B"], sampling: Sampling
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
     """Token and its log-prob, from one uniform number ``u`` in [0, 1) per row."""
-    return sample_logits(logits, u, temperature=sampling.temperature, keep=_keep(sampling))
+    parts = sharding.tensor_parts()
+    return sample_logits(logits, u, temperature=sampling.temperature, keep=_keep(sampling), parts=parts)
 
 
 def sample_hidden(

@@ -254,6 +254,12 @@ def row_parts() -> int:
     return 1 if mesh.empty else math.prod(mesh.shape[a] for a in ROWS)
 
 
+def tensor_parts() -> int:
+    """Into how many parts heads, units and vocabulary are cut; 1 without a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape["tensor"]
+
+
 def put_rows(tree: PyTree) -> PyTree:
     """Host tables onto the mesh, their leading axes cut; without a mesh as they are."""
     mesh = current()

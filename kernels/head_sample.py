@@ -85,16 +85,22 @@ def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
 
 
 def sample_logits(
-    z: Float[Array, "*B V"], u: Float[Array, "*B"], *, temperature: float = 1.0, keep: Keep | None = None
+    z: Float[Array, "*B V"],
+    u: Float[Array, "*B"],
+    *,
+    temperature: float = 1.0,
+    keep: Keep | None = None,
+    parts: int = 1,
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """Token and float32 log-prob; see `head_sample`."""
+    """Token and float32 log-prob; see `head_sample`. ``parts``: devices that V is cut over; no block goes across."""
     if temperature == 0:
         token = argmax(z)
         return token, jnp.zeros(token.shape, jnp.float32)
     z = z.astype(jnp.float32) / temperature
     if keep is not None:
         z = jnp.where(keep(z), z, -jnp.inf)
-    size = next((s for s in (BLOCK, BLOCK // 2, BLOCK // 4) if z.shape[-1] % s == 0), BLOCK)
+    sizes = [BLOCK >> i for i in range(3 if parts == 1 else 6)]
+    size = next((s for s in sizes if z.shape[-1] % (s * parts) == 0), BLOCK)
     blocks = _blocks(z, size, -jnp.inf)
     top = blocks.max((-2, -1))
     sums = jnp.exp(blocks - top[..., None, None]).sum(-1)

@@ -35,7 +35,7 @@ PROGRAM = """HloModule test, num_partitions=4
   %layer = bf16[8,16]{1,0} fusion(%w, %i), kind=kLoop, calls=%slice.1
   %gathered = bf16[8,64]{1,0:S(1)} all-gather(%layer), channel_id=1, replica_groups=[1,4]<=[4], dimensions={1}
   %y = f32[4,64]{1,0:S(1)} convolution(%x, %gathered), dim_labels=bf_io->bf
-  %sum = f32[4,64]{1,0:S(1)} all-reduce(%y), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%add
+  %sum = f32[4,64]{1,0:S(1)} all-reduce(%y), channel_id=2, replica_groups=mesh['a'=2,'b'=2] {'b'}, to_apply=%add
   ROOT %t = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) tuple(%i, %x, %w)
 }
 
