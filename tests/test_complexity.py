@@ -620,3 +620,21 @@ def test_a_plan_is_told_before_it_runs_and_refused_when_it_does_not_fit():
     assert code == 2 and "needs at least" in line[0] and "lower --config.batch to 25" in line[0], line
     code, _, line = command("plann")
     assert code == 2 and line == ["error: unknown command 'plann'; did you mean 'plan'?"]
+
+
+def test_an_update_that_is_too_large_names_the_flag():
+    from experiments import cli, room
+    from jaxmarl_llm.recipes import joyagents_r1
+    from jaxmarl_llm.workload import workload_of
+
+    cfg = cli.load("experiments/configs/joyagents_r1.py:tiny")
+    plan, (work, _) = joyagents_r1.make_plan(cfg), workload_of(cfg)
+    said = lambda cfg, size: room.micro_batch(cfg, plan, work, size, "chip")
+    assert said(cfg, 10**10) is None
+    line = said(cfg, 50_000_000)
+    assert line is not None and "chip has 50,000,000" in line
+    fewer = int(re.search(r"lower --config\.micro_tokens to (\d+)", line).group(1))
+    assert fewer < cfg.micro_tokens and said(dataclasses.replace(cfg, micro_tokens=fewer), 50_000_000) is None
+    assert "team.remat=true" in said(cfg, 1000)
+    rematted = dataclasses.replace(cfg, team=dataclasses.replace(cfg.team, remat=True))
+    assert "--config.group" in said(rematted, 1000)
