@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxmarl_llm import sharding
 from jaxmarl_llm.kernels.group_attention import group_attention
+from jaxmarl_llm.kernels.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.head import Head
 from jaxmarl_llm.kernels.tree_attention import tree_attention
 from jaxmarl_llm.text import ConfigError
@@ -325,12 +326,13 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
     ) -> tuple[jax.Array, Any]:
         a = angles((length + t)[:, None, None])
         x, grown = embed(variables, tokens)[:, :, None], []
+        impl = "xla" if sharding.meshed() else "auto"  # XLA partitions the portable forms, no others
         for layer, (pk, pv), (sk, sv) in zip(variables["params"]["layers"], prefix, suffix):
 
             def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv, sk: Any = sk, sv: Any = sv) -> Any:
                 sk = jax.lax.dynamic_update_slice_in_dim(sk, k, t, axis=2)
                 sv = jax.lax.dynamic_update_slice_in_dim(sv, v, t, axis=2)
-                return group_attention(q, pk, pv, length, sk, sv, t), (sk, sv)
+                return group_decode_attention(q, pk, pv, length, sk, sv, t, impl=impl), (sk, sv)
 
             x, kept = apply(layer, x, a, attend)
             grown.append(kept)
