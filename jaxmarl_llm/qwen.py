@@ -226,6 +226,11 @@ def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True), (k, v)
 
 
+def attention_impl() -> str:
+    """For a mesh XLA partitions the portable forms, and cannot the others."""
+    return "xla" if sharding.meshed() else "auto"
+
+
 @functools.cache
 def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
     """The `Policy` of an architecture. Equal configs give the same object, hence share compiled programs.
@@ -325,8 +330,7 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         variables: Any, tokens: jax.Array, prefix: Any, length: jax.Array, suffix: Any, t: jax.Array
     ) -> tuple[jax.Array, Any]:
         a = angles((length + t)[:, None, None])
-        x, grown = embed(variables, tokens)[:, :, None], []
-        impl = "xla" if sharding.meshed() else "auto"  # XLA partitions the portable forms, no others
+        x, grown, impl = embed(variables, tokens)[:, :, None], [], attention_impl()
         for layer, (pk, pv), (sk, sv) in zip(variables["params"]["layers"], prefix, suffix):
 
             def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv, sk: Any = sk, sv: Any = sv) -> Any:
@@ -357,10 +361,10 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         return final(variables, jnp.concatenate([first, x_r], axis=2))
 
     def hidden_tree(variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array) -> jax.Array:
-        a = angles(position)
+        a, impl = angles(position), attention_impl()
 
         def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return apply(layer, x, a, lambda q, k, v: (tree_attention(q, k, v, end), None))
+            return apply(layer, x, a, lambda q, k, v: (tree_attention(q, k, v, end, impl=impl), None))
 
         step = jax.checkpoint(layer_step) if remat else layer_step
         x, _ = jax.lax.scan(step, embed(variables, tokens), layers(variables), unroll=unroll)

@@ -136,7 +136,7 @@ def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, top: Any, tot
     first = pl.program_id(0) * several
 
     @pl.when(block == 0)
-    def _() -> None:
+    def start() -> None:
         top[...] = jnp.full(top.shape, NEG, jnp.float32)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         out[...] = jnp.zeros(out.shape, jnp.float32)
@@ -145,7 +145,7 @@ def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, top: Any, tot
         filled = length[first + e] - block * wide
 
         @pl.when(filled > 0)
-        def _(e: int = e, filled: jax.Array = filled) -> None:
+        def more(e: int = e, filled: jax.Array = filled) -> None:
             see = jax.lax.broadcasted_iota(jnp.int32, (1, wide), 1) < filled
             # Weight 0 does not silence what stands behind the last key: it may be no number.
             values = jnp.where(see, v[e], jnp.zeros_like(v[e]))
