@@ -32,8 +32,7 @@ from jaxmarl_llm.kernels.group_attention import NEG
 
 LARGEST = 256  # head size
 ON_CHIP = 1 << 20  # TPU: bytes of what one program takes of keys and rows
-KEYS = {"gpu": 64, "tpu": 512}  # of one block
-ROWS = {"gpu": 64, "tpu": 512}
+KEYS, ROWS = 512, 512  # TPU: of one block
 PART = 256  # GPU: keys of a part, at least
 PROGRAMS = 512  # GPU: as many keep it busy
 
@@ -55,7 +54,8 @@ def parts(
     interpret: bool = False,
 ) -> Parts:
     """Largest score, sum and weighted values over parts J of the first ``length`` keys; q is already scaled."""
-    return {"gpu": _triton, "tpu": _mosaic}[impl](q, k, v, length.astype(jnp.int32), interpret)
+    length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # nothing behind the arrays is read
+    return {"gpu": _triton, "tpu": _mosaic}[impl](q, k, v, length, interpret)
 
 
 def product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
@@ -83,12 +83,12 @@ def fold(carry: Any, score: jax.Array, see: jax.Array, v: jax.Array, axis: int) 
 
 
 def _triton_body(
-    q: Any, k: Any, v: Any, length: Any, top: Any, total: Any, out: Any, *, tall: int, deep: int, part: int
+    q: Any, k: Any, v: Any, length: Any, top: Any, total: Any, out: Any, *, tall: int, wide: int, deep: int, part: int
 ) -> None:
     kv, size, h = q.shape[1:]
     b, head = pl.program_id(0) // kv, pl.program_id(0) % kv
     j, row = pl.program_id(1), pl.program_id(2) * tall
-    last, wide = jnp.minimum((j + 1) * part, length[b]), KEYS["gpu"]
+    last = jnp.minimum((j + 1) * part, length[b])
     units, is_row = jnp.arange(deep) < h, row + jnp.arange(tall) < size
     x = triton.load(q.at[b, head, pl.ds(row, tall), pl.ds(0, deep)], mask=is_row[:, None] & units, other=0)
 
@@ -109,18 +109,19 @@ def _triton_body(
 
 def _triton(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpret: bool) -> Parts:
     (b, kv, m, h), keys = q.shape, k.shape[1]
-    tall = min(ROWS["gpu"], max(16, pl.next_power_of_2(m)))
+    most, wide = (64, 64) if q.dtype.itemsize == 2 else (16, 32)  # what registers hold; a product has at least 16 rows
+    tall, deep = min(most, max(16, pl.next_power_of_2(m))), max(16, pl.next_power_of_2(h))
     rows = pl.cdiv(m, tall)
     few = max(1, min(pl.cdiv(keys, PART), PROGRAMS // (b * kv * rows)))
-    part = pl.cdiv(pl.cdiv(keys, few), KEYS["gpu"]) * KEYS["gpu"]
+    part = pl.cdiv(pl.cdiv(keys, few), wide) * wide
     count = pl.cdiv(keys, part)
-    body = functools.partial(_triton_body, tall=tall, deep=max(16, pl.next_power_of_2(h)), part=part)
+    body = functools.partial(_triton_body, tall=tall, wide=wide, deep=deep, part=part)
     shape = lambda *rest: jax.ShapeDtypeStruct((b, count, kv, m, *rest), jnp.float32)
     top, total, out = pl.pallas_call(
         body,
         grid=(b * kv, count, rows),
         out_shape=[shape(), shape(), shape(h)],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=4 if deep <= 128 else 8, num_stages=2),
         interpret=interpret,
         name="group_decode",
     )(q, k, v, length)
@@ -155,7 +156,7 @@ def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, top: Any, tot
 
 def _mosaic(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpret: bool) -> Parts:
     (b, kv, m, h), keys = q.shape, k.shape[1]
-    tall, wide = min(m, ROWS["tpu"]), min(keys, KEYS["tpu"])
+    tall, wide = min(m, ROWS), min(keys, KEYS)
     each = wide * h * k.dtype.itemsize + tall * h * 4
     several = next(s for s in (8, 4, 2, 1) if s == 1 or (b * kv % s == 0 and s * each <= ON_CHIP))
     length = jnp.repeat(length, kv)

@@ -46,7 +46,7 @@ def refused(impl: str, h: int, block: int | None = None) -> str | None:
 def block_size(impl: str, t: int, dtype: Any) -> int:
     """Tokens of a block: GPU, what registers hold; TPU, as many as leave four blocks in a row of ``t`` tokens."""
     if impl == "gpu":
-        return 64 if jnp.dtype(dtype).itemsize == 2 else 32
+        return 64 if jnp.dtype(dtype).itemsize == 2 else 16
     return next((size for size in (512, 256) if t >= 4 * size), 128)
 
 
@@ -215,12 +215,12 @@ def _gpu_to_keys(
 
 
 def _triton(body: Callable[..., None], size: int, heads: int, args: tuple, like: list, interpret: bool) -> list:
-    b, t = args[0].shape[:2]
+    b, t, _, h = args[0].shape
     return pl.pallas_call(
         functools.partial(body, size=size),
         grid=(b * heads, pl.cdiv(t, size)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=4 if h <= 64 else 8, num_stages=2),
         interpret=interpret,
         name="tree_attention",
     )(*args)
