@@ -345,13 +345,14 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
     def hidden(variables: Any, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
         n, g, r = completions.shape
         a_p = angles(jnp.arange(tokens.shape[1]))[None]
-        a_r = angles(length[:, None, None] + jnp.arange(r - 1))
+        a_r, impl = angles(length[:, None, None] + jnp.arange(r - 1)), attention_impl()
 
         def layer_step(carry: Any, layer: Any) -> tuple[Any, None]:
             x_p, x_r = carry
             x_p, (k, v) = apply(layer, x_p, a_p, _causal)
             if r > 1:
-                x_r, _ = apply(layer, x_r, a_r, lambda q, ok, ov: (group_attention(q, k, v, length, ok, ov), None))
+                of_responses = lambda q, ok, ov: (group_attention(q, k, v, length, ok, ov, impl=impl), None)
+                x_r, _ = apply(layer, x_r, a_r, of_responses)
             return (x_p, x_r), None
 
         carry = embed(variables, tokens), embed(variables, completions[:, :, : r - 1])

@@ -68,7 +68,7 @@ def group_decode_attention(
     out = choose(
         impl,
         (q, prefix_k, prefix_v, prefix_length, own_k, own_v, t),
-        portable=group_attention,
+        portable=functools.partial(group_attention, impl="xla"),
         pallas=lambda impl: functools.partial(_by_parts, impl, interpret),
         refused=refused,
         pays=[impl for impl, keys in PAYS.items() if p >= keys],
@@ -130,7 +130,7 @@ def _forward(impl: str, interpret: bool, *args: jax.Array) -> tuple[jax.Array, t
 
 def _backward(impl: str, interpret: bool, args: tuple, cotangent: jax.Array) -> tuple:
     q, pk, pv, length, ok, ov, t = args
-    form = lambda q, pk, pv, ok, ov: group_attention(q, pk, pv, length, ok, ov, t)
+    form = lambda q, pk, pv, ok, ov: group_attention(q, pk, pv, length, ok, ov, t, impl="xla")
     dq, dpk, dpv, dok, dov = jax.vjp(form, q, pk, pv, ok, ov)[1](cotangent)
     return dq, dpk, dpv, None, dok, dov, None
 

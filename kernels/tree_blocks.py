@@ -50,20 +50,24 @@ def block_size(impl: str, t: int, dtype: Any) -> int:
     return next((size for size in (512, 256) if t >= 4 * size), 128)
 
 
-def visits(end: Int[Array, "B T"], size: int) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """For each block of queries the blocks of keys it sees, and for each block of keys those of queries that see it.
+def visits(
+    end: Int[Array, "B T"], size: int, queries: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """For each block of the last ``queries`` tokens the blocks of keys it sees, for each of those the former ones.
 
-    Each as (list [B n n], how many of it count [B n]); behind them the last one is repeated.
+    Each as (list [B n m], how many of it count [B n]); behind them the last one is repeated.
     """
-    n = -(-end.shape[1] // size)
-    last = jnp.pad(end, ((0, 0), (0, n * size - end.shape[1]))).reshape(-1, n, size).max(-1)
-    i, j = jnp.arange(n)[:, None], jnp.arange(n)
-    need = (j <= i) & (last[:, None] > i * size)
+    t = end.shape[1]
+    n, m = pl.cdiv(queries, size), pl.cdiv(t, size)
+    last = jnp.pad(end, ((0, 0), (0, m * size - t))).reshape(-1, 1, m, size).max(-1)
+    first = t - queries + jnp.arange(n)[:, None] * size
+    need = (jnp.arange(m) * size < first + size) & (last > first)
 
     def listed(need: jax.Array) -> tuple[jax.Array, jax.Array]:
         count = need.sum(-1, dtype=jnp.int32)
         order = jnp.argsort(~need, axis=-1, stable=True).astype(jnp.int32)
-        return jnp.take_along_axis(order, jnp.minimum(j, jnp.maximum(count - 1, 0)[..., None]), axis=-1), count
+        at = jnp.minimum(jnp.arange(need.shape[-1]), jnp.maximum(count - 1, 0)[..., None])
+        return jnp.take_along_axis(order, at, axis=-1), count
 
     return listed(need), listed(jnp.swapaxes(need, 1, 2))
 
@@ -113,28 +117,36 @@ def _pull(
 class _Tiles:
     """Loads and stores of tiles of arrays [B T heads H] and [B heads T], whose shapes need not fit blocks."""
 
-    def __init__(self, size: int, t: int, h: int) -> None:
-        self.size, self.t, self.deep = size, t, max(16, pl.next_power_of_2(h))
-        self.unit = jnp.arange(self.deep) < h
+    def __init__(self, size: int, q: Any, k: Any) -> None:
+        self.size, self.h, self.deep = size, q.shape[3], max(16, pl.next_power_of_2(q.shape[3]))
+        self.before = k.shape[1] - q.shape[1]  # tokens that are no queries
+        self.share = q.shape[2] // k.shape[2]
 
-    def of(self, block: jax.Array) -> tuple[Any, jax.Array]:
-        return pl.ds(block * self.size, self.size), block * self.size + jnp.arange(self.size) < self.t
+    def first(self, keys: jax.Array, queries: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The first tokens of two blocks."""
+        return keys * self.size, self.before + queries * self.size
+
+    def of(self, block: jax.Array, t: int) -> tuple[Any, jax.Array]:
+        return pl.ds(block * self.size, self.size), block * self.size + jnp.arange(self.size) < t
+
+    def tile(self, ref: Any, b: jax.Array, head: jax.Array, block: jax.Array) -> tuple[Any, jax.Array]:
+        at, real = self.of(block, ref.shape[1])
+        return ref.at[b, at, head, pl.ds(0, self.deep)], real[:, None] & (jnp.arange(self.deep) < self.h)
 
     def load(self, ref: Any, b: jax.Array, head: jax.Array, block: jax.Array) -> jax.Array:
-        at, real = self.of(block)
-        return triton.load(ref.at[b, at, head, pl.ds(0, self.deep)], mask=real[:, None] & self.unit, other=0).T
+        at, real = self.tile(ref, b, head, block)
+        return triton.load(at, mask=real, other=0).T
 
     def store(self, ref: Any, b: jax.Array, head: jax.Array, block: jax.Array, x: jax.Array) -> None:
-        at, real = self.of(block)
-        x = x.astype(ref.dtype).T
-        triton.store(ref.at[b, at, head, pl.ds(0, self.deep)], x, mask=real[:, None] & self.unit)
+        at, real = self.tile(ref, b, head, block)
+        triton.store(at, x.astype(ref.dtype).T, mask=real)
 
     def row(self, ref: Any, b: jax.Array, head: jax.Array, block: jax.Array) -> jax.Array:
-        at, real = self.of(block)
+        at, real = self.of(block, ref.shape[2])
         return triton.load(ref.at[b, head, at], mask=real, other=0)[None]
 
     def ends(self, ref: Any, b: jax.Array, block: jax.Array) -> jax.Array:
-        at, real = self.of(block)
+        at, real = self.of(block, ref.shape[1])
         return triton.load(ref.at[b, at], mask=real, other=0)[:, None]
 
     def zeros(self) -> jax.Array:
@@ -142,37 +154,34 @@ class _Tiles:
 
 
 def _gpu_forward(q: Any, k: Any, v: Any, end: Any, order: Any, count: Any, out: Any, norm: Any, *, size: int) -> None:
-    tiles, heads = _Tiles(size, q.shape[1], q.shape[3]), q.shape[2]
+    tiles, heads = _Tiles(size, q, k), q.shape[2]
     b, head, i = pl.program_id(0) // heads, pl.program_id(0) % heads, pl.program_id(1)
-    kv = head // (heads // k.shape[2])
-    own = tiles.load(q, b, head, i)
+    kv, own = head // tiles.share, tiles.load(q, b, head, i)
 
     def step(x: jax.Array, carry: Any) -> Any:
         j = order[b, i, x]
         seen = tiles.load(k, b, kv, j), tiles.load(v, b, kv, j), tiles.ends(end, b, j)
-        return _fold(carry, own, *seen, (j * size, i * size))
+        return _fold(carry, own, *seen, tiles.first(j, i))
 
     row = jnp.zeros((1, size), jnp.float32)
     value, total = _finish(jax.lax.fori_loop(0, count[b, i], step, (row + NEG, row, tiles.zeros())))
     tiles.store(out, b, head, i, value)
-    at, real = tiles.of(i)
+    at, real = tiles.of(i, norm.shape[2])
     triton.store(norm.at[b, head, at], total[0], mask=real)
 
 
 def _gpu_to_queries(
     q: Any, k: Any, v: Any, do: Any, norm: Any, dot: Any, end: Any, order: Any, count: Any, dq: Any, *, size: int
 ) -> None:
-    tiles, heads = _Tiles(size, q.shape[1], q.shape[3]), q.shape[2]
+    tiles, heads = _Tiles(size, q, k), q.shape[2]
     b, head, i = pl.program_id(0) // heads, pl.program_id(0) % heads, pl.program_id(1)
-    kv = head // (heads // k.shape[2])
-    own, pull = tiles.load(q, b, head, i), tiles.load(do, b, head, i)
+    kv, own, pull = head // tiles.share, tiles.load(q, b, head, i), tiles.load(do, b, head, i)
     rows = tiles.row(norm, b, head, i), tiles.row(dot, b, head, i)
 
     def step(x: jax.Array, total: jax.Array) -> jax.Array:
         j = order[b, i, x]
-        keys = tiles.load(k, b, kv, j)
-        first = j * size, i * size
-        _, ds = _pull(own, keys, tiles.load(v, b, kv, j), pull, *rows, tiles.ends(end, b, j), first)
+        keys, values, ends = tiles.load(k, b, kv, j), tiles.load(v, b, kv, j), tiles.ends(end, b, j)
+        _, ds = _pull(own, keys, values, pull, *rows, ends, tiles.first(j, i))
         return total + product(keys, ds, (1, 0))
 
     tiles.store(dq, b, head, i, jax.lax.fori_loop(0, count[b, i], step, tiles.zeros()))
@@ -193,29 +202,30 @@ def _gpu_to_keys(
     *,
     size: int,
 ) -> None:
-    tiles, heads, kvs = _Tiles(size, q.shape[1], q.shape[3]), q.shape[2], k.shape[2]
+    tiles, kvs = _Tiles(size, q, k), k.shape[2]
     b, kv, j = pl.program_id(0) // kvs, pl.program_id(0) % kvs, pl.program_id(1)
     keys, values, ends = tiles.load(k, b, kv, j), tiles.load(v, b, kv, j), tiles.ends(end, b, j)
 
     def of_head(r: jax.Array, carry: Any) -> Any:
-        head = kv * (heads // kvs) + r
+        head = kv * tiles.share + r
 
         def step(x: jax.Array, carry: Any) -> Any:
             i = order[b, j, x]
             own, pull = tiles.load(q, b, head, i), tiles.load(do, b, head, i)
             rows = tiles.row(norm, b, head, i), tiles.row(dot, b, head, i)
-            p, ds = _pull(own, keys, values, pull, *rows, ends, (j * size, i * size))
+            p, ds = _pull(own, keys, values, pull, *rows, ends, tiles.first(j, i))
             return carry[0] + product(own, ds, (1, 1)), carry[1] + product(pull, p, (1, 1))
 
         return jax.lax.fori_loop(0, count[b, j], step, carry)
 
-    to_keys, to_values = jax.lax.fori_loop(0, heads // kvs, of_head, (tiles.zeros(), tiles.zeros()))
+    to_keys, to_values = jax.lax.fori_loop(0, tiles.share, of_head, (tiles.zeros(), tiles.zeros()))
     tiles.store(dk, b, kv, j, to_keys)
     tiles.store(dv, b, kv, j, to_values)
 
 
-def _triton(body: Callable[..., None], size: int, heads: int, args: tuple, like: list, interpret: bool) -> list:
-    b, t, _, h = args[0].shape
+def _triton(body: Callable[..., None], size: int, args: tuple, like: list, interpret: bool) -> list:
+    """A program for each block of each head of the first array of ``like``."""
+    b, t, heads, h = like[0].shape
     return pl.pallas_call(
         functools.partial(body, size=size),
         grid=(b * heads, pl.cdiv(t, size)),
@@ -230,10 +240,10 @@ def _triton(body: Callable[..., None], size: int, heads: int, args: tuple, like:
 
 
 def _tpu_forward(
-    order: Any, count: Any, q: Any, k: Any, v: Any, end: Any, out: Any, norm: Any, top: Any, total: Any
+    order: Any, count: Any, q: Any, k: Any, v: Any, end: Any, out: Any, norm: Any, top: Any, total: Any, *, before: int
 ) -> None:
-    i, j, n, size = pl.program_id(2), pl.program_id(3), pl.num_programs(3), q.shape[3]
-    row = pl.program_id(0) * n + i
+    i, j, m, size = pl.program_id(2), pl.program_id(3), pl.num_programs(3), q.shape[3]
+    row = pl.program_id(0) * pl.num_programs(2) + i
 
     @pl.when(j == 0)
     def start() -> None:
@@ -243,20 +253,20 @@ def _tpu_forward(
 
     @pl.when(j < count[row])
     def more() -> None:
-        first = order[row * n + j] * size, i * size
+        first = order[row * m + j] * size, before + i * size
         carry = top[...], total[...], out[0, 0]
         top[...], total[...], out[0, 0] = _fold(carry, q[0, 0], k[0, 0], v[0, 0], end[0], first)
 
-    @pl.when(j == n - 1)
+    @pl.when(j == m - 1)
     def finish() -> None:
         out[0, 0], norm[0, 0] = _finish((top[...], total[...], out[0, 0]))
 
 
 def _tpu_to_queries(
-    order: Any, count: Any, q: Any, k: Any, v: Any, do: Any, norm: Any, dot: Any, end: Any, dq: Any
+    order: Any, count: Any, q: Any, k: Any, v: Any, do: Any, norm: Any, dot: Any, end: Any, dq: Any, *, before: int
 ) -> None:
-    i, j, n, size = pl.program_id(2), pl.program_id(3), pl.num_programs(3), q.shape[3]
-    row = pl.program_id(0) * n + i
+    i, j, m, size = pl.program_id(2), pl.program_id(3), pl.num_programs(3), q.shape[3]
+    row = pl.program_id(0) * pl.num_programs(2) + i
 
     @pl.when(j == 0)
     def start() -> None:
@@ -264,16 +274,28 @@ def _tpu_to_queries(
 
     @pl.when(j < count[row])
     def more() -> None:
-        first = order[row * n + j] * size, i * size
+        first = order[row * m + j] * size, before + i * size
         _, ds = _pull(q[0, 0], k[0, 0], v[0, 0], do[0, 0], norm[0, 0], dot[0, 0], end[0], first)
         dq[0, 0] += product(k[0, 0], ds, (1, 0))
 
 
 def _tpu_to_keys(
-    order: Any, count: Any, q: Any, k: Any, v: Any, do: Any, norm: Any, dot: Any, end: Any, dk: Any, dv: Any
+    order: Any,
+    count: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    norm: Any,
+    dot: Any,
+    end: Any,
+    dk: Any,
+    dv: Any,
+    *,
+    before: int,
 ) -> None:
     j, x, n, size = pl.program_id(2), pl.program_id(4), pl.num_programs(4), q.shape[3]
-    row = pl.program_id(0) * n + j
+    row = pl.program_id(0) * pl.num_programs(2) + j
 
     @pl.when((x == 0) & (pl.program_id(3) == 0))
     def start() -> None:
@@ -282,7 +304,7 @@ def _tpu_to_keys(
 
     @pl.when(x < count[row])
     def more() -> None:
-        first = j * size, order[row * n + x] * size
+        first = j * size, before + order[row * n + x] * size
         p, ds = _pull(q[0, 0], k[0, 0], v[0, 0], do[0, 0], norm[0, 0], dot[0, 0], end[0], first)
         dk[0, 0] += product(q[0, 0], ds, (1, 1))
         dv[0, 0] += product(do[0, 0], p, (1, 1))
@@ -312,35 +334,35 @@ def _mosaic(
 
 
 class _Specs:
-    """Blocks of arrays [B heads H T], [B heads 1 T] and [B T 1], by grid index and list."""
+    """Blocks of arrays [B heads H T], [B heads 1 T] and [B T 1], by grid index and lists (``order`` [B n m], flat)."""
 
-    def __init__(self, size: int, n: int, share: int) -> None:
-        self.size, self.n, self.share = size, n, share
+    def __init__(self, size: int, n: int, m: int, share: int) -> None:
+        self.size, self.n, self.m, self.share = size, n, m, share
 
     def own(self, h: int) -> pl.BlockSpec:
-        """What a program owns: block i (or j) of its head."""
+        """The block of its head that a program owns."""
         return pl.BlockSpec((1, 1, h, self.size), lambda b, head, i, *_: (b, head, 0, i))
 
-    def listed_keys(self, h: int) -> pl.BlockSpec:
-        at = lambda b, head, i, j, order, count: (
-            b,
-            jax.lax.div(head, self.share),
-            0,
-            order[(b * self.n + i) * self.n + j],
-        )
-        return pl.BlockSpec((1, 1, h, self.size), at)
-
-    def listed_ends(self) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (1, self.size, 1), lambda b, head, i, j, order, count: (b, order[(b * self.n + i) * self.n + j], 0)
-        )
-
-    def listed_queries(self, h: int) -> pl.BlockSpec:
-        at = lambda b, kv, j, r, x, order, count: (b, kv * self.share + r, 0, order[(b * self.n + j) * self.n + x])
-        return pl.BlockSpec((1, 1, h, self.size), at)
-
     def own_ends(self) -> pl.BlockSpec:
-        return pl.BlockSpec((1, self.size, 1), lambda b, head, j, *_: (b, j, 0))
+        return pl.BlockSpec((1, self.size, 1), lambda b, head, i, *_: (b, i, 0))
+
+    def listed(self, order: Any, b: Any, i: Any, x: Any) -> Any:
+        return order[(b * self.n + i) * self.m + x]
+
+    def keys(self, h: int) -> pl.BlockSpec:
+        """A block that the program's queries see."""
+        head_of = lambda head: jax.lax.div(head, self.share)
+        at = lambda b, head, i, x, order, count: (b, head_of(head), 0, self.listed(order, b, i, x))
+        return pl.BlockSpec((1, 1, h, self.size), at)
+
+    def ends(self) -> pl.BlockSpec:
+        at = lambda b, head, i, x, order, count: (b, self.listed(order, b, i, x), 0)
+        return pl.BlockSpec((1, self.size, 1), at)
+
+    def queries(self, h: int) -> pl.BlockSpec:
+        """A block that sees the program's keys, of head r among those that share them."""
+        at = lambda b, kv, i, r, x, order, count: (b, kv * self.share + r, 0, self.listed(order, b, i, x))
+        return pl.BlockSpec((1, 1, h, self.size), at)
 
 
 # ----------------------------------------------------------------------------------------------------- the function
@@ -348,7 +370,11 @@ class _Specs:
 
 def _lay(x: jax.Array, size: int) -> jax.Array:
     """[B T heads H] -> [B heads H T], T rounded up to whole blocks."""
-    return jnp.pad(jnp.transpose(x, (0, 2, 3, 1)), ((0, 0), (0, 0), (0, 0), (0, -x.shape[1] % size)))
+    return _whole(jnp.transpose(x, (0, 2, 3, 1)), size)
+
+
+def _whole(x: jax.Array, size: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
 
 
 def _unlay(x: jax.Array, t: int, dtype: Any) -> jax.Array:
@@ -360,78 +386,77 @@ def attend(
     impl: str,
     size: int,
     interpret: bool,
-    q: Float[Array, "B T Q H"],
+    q: Float[Array, "B S Q H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     end: Int[Array, "B T"],
-) -> Float[Array, "B T Q H"]:
-    """`tree_attention` of queries that are already scaled, in blocks of ``size`` tokens."""
+) -> Float[Array, "B S Q H"]:
+    """`tree_attention` of queries that are already scaled, those of the last S tokens, in blocks of ``size`` tokens."""
     return _forward(impl, size, interpret, q, k, v, end)[0]
 
 
 def _forward(
     impl: str, size: int, interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array
 ) -> tuple[jax.Array, tuple]:
-    (b, t, heads, h), end = q.shape, end.astype(jnp.int32)
-    lists, n = visits(end, size)[0], -(-t // size)
+    (b, s, heads, h), (_, t, kvs, _), end = q.shape, k.shape, end.astype(jnp.int32)
+    seen, _ = visits(end, size, s)
     if impl == "gpu":
-        norm = jax.ShapeDtypeStruct((b, heads, t), jnp.float32)
-        out, norm = _triton(_gpu_forward, size, heads, (q, k, v, end, *lists), [q, norm], interpret)
+        norm = jax.ShapeDtypeStruct((b, heads, s), jnp.float32)
+        out, norm = _triton(_gpu_forward, size, (q, k, v, end, *seen), [q, norm], interpret)
         return out, (q, k, v, end, out, norm)
-    specs = _Specs(size, n, heads // k.shape[2])
-    ends = jnp.pad(end, ((0, 0), (0, n * size - t)))[..., None]
+    n, m = pl.cdiv(s, size), pl.cdiv(t, size)
+    specs = _Specs(size, n, m, heads // kvs)
     out, norm = _mosaic(
-        _tpu_forward,
-        (b, heads, n, n),
-        lists,
-        (*(_lay(x, size) for x in (q, k, v)), ends),
-        [specs.own(h), specs.listed_keys(h), specs.listed_keys(h), specs.listed_ends()],
+        functools.partial(_tpu_forward, before=t - s),
+        (b, heads, n, m),
+        seen,
+        (*(_lay(x, size) for x in (q, k, v)), _whole(end, size)[..., None]),
+        [specs.own(h), specs.keys(h), specs.keys(h), specs.ends()],
         [specs.own(h), specs.own(1)],
         [(b, heads, h, n * size), (b, heads, 1, n * size)],
         scratch=[mosaic.VMEM((1, size), jnp.float32)] * 2,
         interpret=interpret,
     )
-    out = _unlay(out, t, q.dtype)
-    return out, (q, k, v, end, out, norm[:, :, 0, :t])
+    out = _unlay(out, s, q.dtype)
+    return out, (q, k, v, end, out, norm[:, :, 0, :s])
 
 
 def _backward(impl: str, size: int, interpret: bool, saved: tuple, do: jax.Array) -> tuple:
     q, k, v, end, out, norm = saved
-    (b, t, heads, h), kvs = q.shape, k.shape[2]
-    seen, seers = visits(end, size)
-    n = -(-t // size)
-    dot = jnp.einsum("btqh,btqh->bqt", do, out, preferred_element_type=jnp.float32)
+    (b, s, heads, h), (_, t, kvs, _) = q.shape, k.shape
+    seen, seers = visits(end, size, s)
+    dot = jnp.einsum("bsqh,bsqh->bqs", do, out, preferred_element_type=jnp.float32)
     if impl == "gpu":
         given = q, k, v, do, norm, dot, end
-        (dq,) = _triton(_gpu_to_queries, size, heads, (*given, *seen), [q], interpret)
-        dk, dv = _triton(_gpu_to_keys, size, kvs, (*given, *seers), [k, v], interpret)
+        (dq,) = _triton(_gpu_to_queries, size, (*given, *seen), [q], interpret)
+        dk, dv = _triton(_gpu_to_keys, size, (*given, *seers), [k, v], interpret)
         return dq, dk, dv, None
-    specs = _Specs(size, n, heads // kvs)
-    to_blocks = ((0, 0), (0, 0), (0, n * size - t))
-    rows = (jnp.pad(x, to_blocks)[:, :, None] for x in (norm, dot))
-    args = *(_lay(x, size) for x in (q, k, v, do)), *rows, jnp.pad(end, to_blocks[1:])[..., None]
-    own, keys, queries = specs.own, specs.listed_keys, specs.listed_queries
+    n, m, share = pl.cdiv(s, size), pl.cdiv(t, size), heads // kvs
+    rows = (_whole(x, size)[:, :, None] for x in (norm, dot))
+    args = *(_lay(x, size) for x in (q, k, v, do)), *rows, _whole(end, size)[..., None]
+    by_query, by_key = _Specs(size, n, m, share), _Specs(size, m, n, share)
+    own, keys, queries = by_query.own, by_query.keys, by_key.queries
     (dq,) = _mosaic(
-        _tpu_to_queries,
-        (b, heads, n, n),
+        functools.partial(_tpu_to_queries, before=t - s),
+        (b, heads, n, m),
         seen,
         args,
-        [own(h), keys(h), keys(h), own(h), own(1), own(1), specs.listed_ends()],
+        [own(h), keys(h), keys(h), own(h), own(1), own(1), by_query.ends()],
         [own(h)],
         [(b, heads, h, n * size)],
         interpret=interpret,
     )
     dk, dv = _mosaic(
-        _tpu_to_keys,
-        (b, kvs, n, heads // kvs, n),
+        functools.partial(_tpu_to_keys, before=t - s),
+        (b, kvs, m, share, n),
         seers,
         args,
-        [queries(h), own(h), own(h), queries(h), queries(1), queries(1), specs.own_ends()],
+        [queries(h), own(h), own(h), queries(h), queries(1), queries(1), by_key.own_ends()],
         [own(h), own(h)],
-        [(b, kvs, h, n * size)] * 2,
+        [(b, kvs, h, m * size)] * 2,
         interpret=interpret,
     )
-    return *(_unlay(x, t, q.dtype) for x in (dq, dk, dv)), None
+    return _unlay(dq, s, q.dtype), _unlay(dk, t, k.dtype), _unlay(dv, t, v.dtype), None
 
 
 attend.defvjp(_forward, _backward)

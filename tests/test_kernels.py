@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from jaxmarl_llm import sharding
 from jaxmarl_llm.kernels import group_blocks, tree_blocks
+from jaxmarl_llm.kernels.group_attention import group_attention
 from jaxmarl_llm.kernels.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.head import Head
 from jaxmarl_llm.kernels.head_sample import head_sample
@@ -124,6 +125,35 @@ def test_decode_gives_no_number_where_there_is_none():
         assert of([0, 6], 3) == [False, False], impl
 
 
+# ------------------------------------------------------------------------------------------------------ the training
+
+
+@FEW
+@given(
+    n=st.integers(1, 2),
+    g=st.integers(1, 4),
+    p=st.integers(0, 200),
+    r=st.integers(1, 80),
+    share=st.integers(1, 3),
+    kv=st.integers(1, 2),
+    h=st.sampled_from([8, 24, 64, 128]),
+    dtype=DTYPES,
+)
+@example(n=2, g=5, p=150, r=50, share=2, kv=2, h=64, dtype=jnp.float32)
+@example(n=1, g=1, p=20, r=1, share=1, kv=1, h=16, dtype=jnp.bfloat16)
+def test_training(n, g, p, r, share, kv, h, dtype):
+    (_, *caches), length, _ = of_decode(np.random.default_rng(p + r), n, g, p, r, share, kv, h, dtype, t=r - 1)
+    q = jnp.asarray(np.random.default_rng(1).normal(0, 1.5, (n, g, r, share * kv, h)), dtype)
+    block = {"gpu": 32, "tpu": 128, "xla": None}
+
+    def form(impl):
+        of = partial(group_attention, impl=impl, interpret=True, block=block[impl])
+        return lambda q, pk, pv, ok, ov: of(q, pk, pv, length, ok, ov)
+
+    reference = lambda q, pk, pv, ok, ov: test_group_attention.dense(q, pk, pv, length, ok, ov, 0)
+    agree(form, reference, (q, *caches))
+
+
 # --------------------------------------------------------------------------------------------------------- the tree
 
 
@@ -164,14 +194,16 @@ def test_tree_visits_the_blocks_that_are_seen():
     rng, size = np.random.default_rng(0), 16
     p, r, g = 4 * size, 2 * size, 8
     fork = np.concatenate([np.full(p, p + g * r), p + r * (1 + np.arange(g)).repeat(r)])
-    visits = jax.jit(tree_blocks.visits, static_argnums=1)
-    (_, count), (_, back) = visits(fork[None], size)
+    visits = jax.jit(tree_blocks.visits, static_argnums=(1, 2))
+    (_, count), (_, back) = visits(fork[None], size, p + g * r)
     assert count.sum() == back.sum() == 10 + g * (2 * 4 + 3)
-    for t, spare in ((200, 30), (37, 0), (5, 60)):
+    (_, count), (_, back) = visits(fork[None], size, g * r)  # the responses alone ask
+    assert count.sum() == back.sum() == g * (2 * 4 + 3) and count.shape == (1, 2 * g) and back.shape == (1, 4 + 2 * g)
+    for t, spare, before in ((200, 30, 0), (200, 30, 45), (37, 0, 5), (5, 60, 0)):
         _, end = test_tree_attention.forest(rng, t, spare, 0.97)
         i, j = np.arange(t + spare)[:, None], np.arange(t + spare)
-        pairs = np.argwhere((j <= i) & (i < end)) // size
-        lists = visits(end[None], size)
+        pairs = np.argwhere((j <= i) & (i < end) & (i >= before)) - [before, 0]
+        lists, pairs = visits(end[None], size, t + spare - before), pairs // size
         for (order, count), side in zip(lists, (0, 1)):
             for block, row in enumerate(order[0]):
                 # Whether one of a block's keys is seen by one of the queries; a block that is all padding by none.
@@ -210,7 +242,9 @@ def programs(dtype=jnp.bfloat16, n=2, g=8, p=2048, s=256, heads=14, kv=2, h=64, 
     of, ints = partial(shape, dtype=dtype), partial(shape, dtype=jnp.int32)
     caches = of(n, p, kv, h), of(n, p, kv, h), ints(n), of(n, g, s, kv, h), of(n, g, s, kv, h), ints()
     trained = of(2, tokens, heads, h), of(2, tokens, kv, h), of(2, tokens, kv, h), ints(2, tokens)
+    responses = of(n, g, s, heads, h), *caches[:5]
     loss = lambda q, k, v, end, impl: tree_attention(q, k, v, end, impl=impl).astype(jnp.float32).sum()
+    of_group = lambda *x, impl: group_attention(*x, impl=impl).astype(jnp.float32).sum()
     draw = lambda hidden, weight, u, impl: head_sample(hidden, Head(weight, used=vocab - 99), u, impl=impl)
     by_column = lambda *x, impl: head_sample(x[0], Head(x[1], False), x[2], impl=impl)
     drawn = of(n, g, dim), of(vocab, dim), shape(n, g, dtype=jnp.float32)
@@ -220,6 +254,9 @@ def programs(dtype=jnp.bfloat16, n=2, g=8, p=2048, s=256, heads=14, kv=2, h=64, 
         "decode": Program(
             lambda *x, impl: group_decode_attention(*x, impl=impl), (of(n, g, 1, heads, h), *caches), "group_decode",
             f"x{p}xf32>",
+        ),
+        "training": Program(
+            jax.grad(of_group, (0, 1, 2, 4, 5)), responses, "tree_attention", f"x{s}x{p}xf32>"
         ),
         "tree": Program(jax.grad(loss, (0, 1, 2)), trained, "tree_attention", f"x128x{tokens}xf32>"),
         "head": Program(draw, drawn, "head_block_stats", no_logits),
@@ -286,7 +323,9 @@ def test_pallas_forms_compile_for_tpus():
 # ------------------------------------------------------------------------------------------------------ what is taken
 
 
-@pytest.mark.parametrize("name, few", [("decode", {"p": 255}), ("tree", {"tokens": 1023})])
+@pytest.mark.parametrize(
+    "name, few", [("decode", {"p": 255}), ("tree", {"tokens": 1023}), ("training", {"p": 511, "s": 64})]
+)
 def test_auto_is_the_platform_of_the_program(name, few):
     """Not the backend of this process. Short prefixes and rows, and heads a form does not take, are portable."""
     taken = lambda platform, **sizes: (
@@ -315,9 +354,10 @@ def test_the_model_takes_them_but_not_on_a_mesh():
     cache = ((shape(8, 256, 2, 8, dtype=jnp.float32),) * 2,)
     suffix = jax.eval_shape(lambda x: policy.init_suffix(x, 2, 4), cache)
     decode = policy.decode, (layers, ints(8, 2), cache, ints(8), suffix, ints())
-    train = policy.hidden_tree, (variables, ints(8, 1024), ints(8, 1024), ints(8, 1024))
+    train = policy.hidden, (variables, ints(8, 512), ints(8), ints(8, 2, 257))
+    trees = policy.hidden_tree, (variables, ints(8, 1024), ints(8, 1024), ints(8, 1024))
     mesh = sharding.make_mesh(sharding.MeshConfig(data=8), jax.devices())
-    for call, arguments in (decode, train):
+    for call, arguments in (decode, train, trees):
         assert "tpu_custom_call" in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
         with sharding.on(mesh):
             assert "tpu_custom_call" not in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
@@ -331,16 +371,19 @@ def test_a_form_that_cannot_do_what_is_asked_says_so():
         program = programs(**sizes)[name]
         return jax.eval_shape(partial(program.call, impl=impl), *program.arguments)
 
-    for name in ("decode", "tree", "head"):
+    for name in ("decode", "training", "tree", "head"):
         with pytest.raises(ValueError, match="impl is auto, xla, gpu or tpu, not 'cuda'"):
             ask(name, "cuda")
-    for name in ("decode", "tree"):
+    for name in ("decode", "training", "tree"):
         for impl in ("gpu", "tpu"):
             for size in (12, 264):
                 with pytest.raises(
                     ValueError, match=f"impl '{impl}' does not take heads of size {size}; auto and xla do"
                 ):
                     ask(name, impl, h=size)
+    (q, pk, pv, ok, ov), length, _ = of_decode(np.random.default_rng(0), 2, 2, 6, 4, 2, 2, 8, jnp.float32)
+    with pytest.raises(ValueError, match="impl 'tpu' is for training alone: as many queries as own keys, offset 0"):
+        group_attention(q, pk, pv, length, ok, ov, 3, impl="tpu")
     q, k, end = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2, 8)), np.full((1, 4), 4)
     for impl, block in (("gpu", 48), ("tpu", 64)):
         with pytest.raises(ValueError, match=f"impl '{impl}' does not take blocks of {block}"):
@@ -377,7 +420,9 @@ def test_shapes_that_do_not_fit_and_caches_that_are_too_small():
 def test_parts_do_not_depend_on_how_the_keys_are_cut():
     """Each part's maximum, sum and values in float32, merged, against one softmax."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(0, 3, s), jnp.float32) for s in ((1, 1, 3, 16), (1, 900, 1, 16), (1, 900, 1, 16)))
+    q, k, v = (
+        jnp.asarray(rng.normal(0, 0.5, s), jnp.float32) for s in ((1, 1, 3, 16), (1, 900, 1, 16), (1, 900, 1, 16))
+    )
     top, total, out = group_blocks.parts(q, k, v, jnp.array([850]), impl="gpu", interpret=True)
     assert top.shape == (1, 4, 1, 3) and total.dtype == jnp.float32
     score = np.asarray(q[0, 0]) @ np.asarray(k[0, :850, 0]).T
