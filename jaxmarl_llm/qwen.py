@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm import sharding
+from jaxmarl_llm.kernels.causal_attention import causal_attention
 from jaxmarl_llm.kernels.group_attention import group_attention
 from jaxmarl_llm.kernels.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.head import Head
@@ -221,14 +222,14 @@ class Block(nn.Module):
         return x + MLP(self.cfg, name="mlp")(y), kept
 
 
-def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-    # Prompts are right-padded, so causality alone keeps padding out of every real position.
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True), (k, v)
-
-
 def attention_impl() -> str:
     """For a mesh XLA partitions the portable forms, and cannot the others."""
     return "xla" if sharding.meshed() else "auto"
+
+
+def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    # Prompts are right-padded, so causality alone keeps padding out of every real position.
+    return causal_attention(q, k, v, impl=attention_impl()), (k, v)
 
 
 @functools.cache

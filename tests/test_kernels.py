@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 
 from jaxmarl_llm import sharding
 from jaxmarl_llm.kernels import group_blocks, tree_blocks
+from jaxmarl_llm.kernels.causal_attention import causal_attention
 from jaxmarl_llm.kernels.group_attention import group_attention
 from jaxmarl_llm.kernels.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.head import Head
@@ -154,6 +156,20 @@ def test_training(n, g, p, r, share, kv, h, dtype):
     agree(form, reference, (q, *caches))
 
 
+# ------------------------------------------------------------------------------------------------------- the prompt
+
+
+@FEW
+@given(b=st.integers(1, 2), blocks=st.integers(1, 3), share=st.integers(1, 3), h=st.sampled_from([8, 64]), dtype=DTYPES)
+@example(b=1, blocks=2, share=2, h=64, dtype=jnp.float32)
+def test_prompt(b, blocks, share, h, dtype):
+    t, rng = 128 * blocks, np.random.default_rng(blocks)
+    array = lambda heads: jnp.asarray(rng.normal(0, 1.5, (b, t, heads, h)), dtype)
+    form = lambda impl: partial(causal_attention, impl=impl, interpret=True)
+    reference = lambda *x: test_tree_attention.dense(*x, np.tri(t, dtype=bool)[None])
+    agree(form, reference, (array(2 * share), array(2), array(2)))
+
+
 # --------------------------------------------------------------------------------------------------------- the tree
 
 
@@ -234,7 +250,7 @@ def shape(*dims, dtype=jnp.bfloat16):
 class Program:
     call: Callable[..., Any]  # (arguments, impl)
     arguments: tuple
-    name: str  # of its Pallas calls
+    name: str  # of its Pallas calls, an expression
     absent: str  # what must not be in memory, as it stands in the program
 
 
@@ -244,6 +260,7 @@ def programs(dtype=jnp.bfloat16, n=2, g=8, p=2048, s=256, heads=14, kv=2, h=64, 
     trained = of(2, tokens, heads, h), of(2, tokens, kv, h), of(2, tokens, kv, h), ints(2, tokens)
     responses = of(n, g, s, heads, h), *caches[:5]
     loss = lambda q, k, v, end, impl: tree_attention(q, k, v, end, impl=impl).astype(jnp.float32).sum()
+    of_prompt = lambda *x, impl: causal_attention(*x, impl=impl).astype(jnp.float32).sum()
     of_group = lambda *x, impl: group_attention(*x, impl=impl).astype(jnp.float32).sum()
     draw = lambda hidden, weight, u, impl: head_sample(hidden, Head(weight, used=vocab - 99), u, impl=impl)
     by_column = lambda *x, impl: head_sample(x[0], Head(x[1], False), x[2], impl=impl)
@@ -257,6 +274,12 @@ def programs(dtype=jnp.bfloat16, n=2, g=8, p=2048, s=256, heads=14, kv=2, h=64, 
         ),
         "training": Program(
             jax.grad(of_group, (0, 1, 2, 4, 5)), responses, "tree_attention", f"x{s}x{p}xf32>"
+        ),
+        "prompt": Program(
+            jax.grad(of_prompt, (0, 1, 2)),
+            trained[:3],
+            "tree_attention|splash_mha",
+            f"{tokens}x{tokens}xf32>",
         ),
         "tree": Program(jax.grad(loss, (0, 1, 2)), trained, "tree_attention", f"x128x{tokens}xf32>"),
         "head": Program(draw, drawn, "head_block_stats", no_logits),
@@ -281,12 +304,13 @@ def lowered(call, arguments, platform, **options):
 def test_pallas_forms_lower(name, impl, platform):
     program = programs()[name]
     text = lowered(program.call, program.arguments, platform, impl=impl)
-    assert {"gpu": "triton", "tpu": "tpu_custom_call"}[impl] in text and program.name in text
+    assert {"gpu": "triton", "tpu": "tpu_custom_call"}[impl] in text and re.search(program.name, text)
     assert program.absent not in text
     assert name == "head" or program.absent in lowered(program.call, program.arguments, platform, impl="xla")
 
 
 AHEAD_OF_TIME = """
+import re
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
@@ -295,15 +319,15 @@ from test_kernels import programs
 
 SIZES = [
     {},
-    dict(dtype=jnp.float32, n=1, g=5, p=700, s=1, h=128, heads=9, kv=3, tokens=300, dim=72, vocab=300),
+    dict(dtype=jnp.float32, n=1, g=5, p=700, s=1, h=128, heads=9, kv=3, tokens=384, dim=72, vocab=300),
 ]
 for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
-    for sizes in SIZES:
+    for sizes in SIZES if topology == "v5e:2x2" else SIZES[:1]:
         for name, program in programs(**sizes).items():
             lowered = jax.jit(lambda *x: program.call(*x, impl="tpu")).lower(*map(there, program.arguments))
-            assert program.name in lowered.as_text()
+            assert re.search(program.name, lowered.as_text())
             lowered.compile()
     print(topology)
 """
@@ -324,15 +348,22 @@ def test_pallas_forms_compile_for_tpus():
 
 
 @pytest.mark.parametrize(
-    "name, few", [("decode", {"p": 255}), ("tree", {"tokens": 1023}), ("training", {"p": 511, "s": 64})]
+    "name, few",
+    [
+        ("decode", {"p": 255}),
+        ("tree", {"tokens": 1023}),
+        ("training", {"p": 511, "s": 64}),
+        ("prompt", {"tokens": 896}),
+    ],
 )
 def test_auto_is_the_platform_of_the_program(name, few):
     """Not the backend of this process. Short prefixes and rows, and heads a form does not take, are portable."""
-    taken = lambda platform, **sizes: (
-        (program := programs(**sizes)[name]).name + '"'
-        in lowered(program.call, program.arguments, platform, impl="auto")
-        or "tpu_custom_call" in lowered(program.call, program.arguments, platform, impl="auto")
-    )
+
+    def taken(platform, **sizes):
+        program = programs(**sizes)[name]
+        text = lowered(program.call, program.arguments, platform, impl="auto")
+        return "tpu_custom_call" in text or "triton" in text
+
     assert taken("tpu")
     assert not taken("cpu") and not taken("cuda")
     assert not taken("tpu", **few) and not taken("tpu", h=12)
@@ -354,10 +385,11 @@ def test_the_model_takes_them_but_not_on_a_mesh():
     cache = ((shape(8, 256, 2, 8, dtype=jnp.float32),) * 2,)
     suffix = jax.eval_shape(lambda x: policy.init_suffix(x, 2, 4), cache)
     decode = policy.decode, (layers, ints(8, 2), cache, ints(8), suffix, ints())
+    prompt = policy.prefill, (variables, ints(8, 1024), ints(8))
     train = policy.hidden, (variables, ints(8, 512), ints(8), ints(8, 2, 257))
     trees = policy.hidden_tree, (variables, ints(8, 1024), ints(8, 1024), ints(8, 1024))
     mesh = sharding.make_mesh(sharding.MeshConfig(data=8), jax.devices())
-    for call, arguments in (decode, train, trees):
+    for call, arguments in (prompt, decode, train, trees):
         assert "tpu_custom_call" in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
         with sharding.on(mesh):
             assert "tpu_custom_call" not in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
@@ -371,10 +403,12 @@ def test_a_form_that_cannot_do_what_is_asked_says_so():
         program = programs(**sizes)[name]
         return jax.eval_shape(partial(program.call, impl=impl), *program.arguments)
 
-    for name in ("decode", "training", "tree", "head"):
+    for name in ("decode", "training", "prompt", "tree", "head"):
         with pytest.raises(ValueError, match="impl is auto, xla, gpu or tpu, not 'cuda'"):
             ask(name, "cuda")
-    for name in ("decode", "training", "tree"):
+    with pytest.raises(ValueError, match="impl 'tpu' does not take 2000 tokens; auto and xla do"):
+        ask("prompt", "tpu", tokens=2000)
+    for name in ("decode", "training", "prompt", "tree"):
         for impl in ("gpu", "tpu"):
             for size in (12, 264):
                 with pytest.raises(
