@@ -27,7 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm import sharding
+from jaxmarl_llm.kernels.causal_attention import causal_attention
 from jaxmarl_llm.kernels.group_attention import group_attention
+from jaxmarl_llm.kernels.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.head import Head
 from jaxmarl_llm.kernels.tree_attention import tree_attention
 from jaxmarl_llm.text import ConfigError
@@ -220,9 +222,14 @@ class Block(nn.Module):
         return x + MLP(self.cfg, name="mlp")(y), kept
 
 
+def attention_impl() -> str:
+    """For a mesh XLA partitions the portable forms, and cannot the others."""
+    return "xla" if sharding.meshed() else "auto"
+
+
 def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
     # Prompts are right-padded, so causality alone keeps padding out of every real position.
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True), (k, v)
+    return causal_attention(q, k, v, impl=attention_impl()), (k, v)
 
 
 @functools.cache
@@ -324,13 +331,13 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         variables: Any, tokens: jax.Array, prefix: Any, length: jax.Array, suffix: Any, t: jax.Array
     ) -> tuple[jax.Array, Any]:
         a = angles((length + t)[:, None, None])
-        x, grown = embed(variables, tokens)[:, :, None], []
+        x, grown, impl = embed(variables, tokens)[:, :, None], [], attention_impl()
         for layer, (pk, pv), (sk, sv) in zip(variables["params"]["layers"], prefix, suffix):
 
             def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv, sk: Any = sk, sv: Any = sv) -> Any:
                 sk = jax.lax.dynamic_update_slice_in_dim(sk, k, t, axis=2)
                 sv = jax.lax.dynamic_update_slice_in_dim(sv, v, t, axis=2)
-                return group_attention(q, pk, pv, length, sk, sv, t), (sk, sv)
+                return group_decode_attention(q, pk, pv, length, sk, sv, t, impl=impl), (sk, sv)
 
             x, kept = apply(layer, x, a, attend)
             grown.append(kept)
@@ -339,13 +346,14 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
     def hidden(variables: Any, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
         n, g, r = completions.shape
         a_p = angles(jnp.arange(tokens.shape[1]))[None]
-        a_r = angles(length[:, None, None] + jnp.arange(r - 1))
+        a_r, impl = angles(length[:, None, None] + jnp.arange(r - 1)), attention_impl()
 
         def layer_step(carry: Any, layer: Any) -> tuple[Any, None]:
             x_p, x_r = carry
             x_p, (k, v) = apply(layer, x_p, a_p, _causal)
             if r > 1:
-                x_r, _ = apply(layer, x_r, a_r, lambda q, ok, ov: (group_attention(q, k, v, length, ok, ov), None))
+                of_responses = lambda q, ok, ov: (group_attention(q, k, v, length, ok, ov, impl=impl), None)
+                x_r, _ = apply(layer, x_r, a_r, of_responses)
             return (x_p, x_r), None
 
         carry = embed(variables, tokens), embed(variables, completions[:, :, : r - 1])
@@ -355,10 +363,10 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         return final(variables, jnp.concatenate([first, x_r], axis=2))
 
     def hidden_tree(variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array) -> jax.Array:
-        a = angles(position)
+        a, impl = angles(position), attention_impl()
 
         def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return apply(layer, x, a, lambda q, k, v: (tree_attention(q, k, v, end), None))
+            return apply(layer, x, a, lambda q, k, v: (tree_attention(q, k, v, end, impl=impl), None))
 
         step = jax.checkpoint(layer_step) if remat else layer_step
         x, _ = jax.lax.scan(step, embed(variables, tokens), layers(variables), unroll=unroll)

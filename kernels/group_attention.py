@@ -9,16 +9,23 @@ reads the prefix once per node instead of once per sample, and never copies it. 
 (T = 1, own keys in a cache of S slots) and training (T = S, all response tokens at once): own key s is visible to query
 t iff s <= t + offset. Scores and the softmax are float32.
 
-``group_attention`` is the portable XLA form. Gradients are autodiff's: that of the prefix is the sum over the group.
+That is the portable form; its gradients are autodiff's, that of the prefix is the sum over the group. In training
+[prompt | G responses] is a tree with one fork, and the Pallas forms are those of `tree_blocks`, with the tokens of the
+responses as queries: no scores in memory, and no product between siblings.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmarl_llm.kernels.impl import choose
+
 NEG = -1e30  # finite: no NaN. A row always sees its own slot 0
+PAYS = {"tpu": 1024}  # tokens of [prompt | responses] from which auto takes a form; the gpu form has not been timed yet
 
 
 def group_attention(
@@ -29,12 +36,74 @@ def group_attention(
     own_k: Float[Array, "N G S K H"],
     own_v: Float[Array, "N G S K H"],
     offset: Int[Array, ""] | int = 0,
+    *,
+    impl: str = "auto",
+    block: int | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "N G T Q H"]:
-    """Softmax attention over [prefix | own]; prefix slots at or beyond ``prefix_length`` are masked."""
+    """Softmax attention over [prefix | own]; prefix slots at or beyond ``prefix_length`` are masked.
+
+    impl: xla, gpu or tpu; auto is tpu where the program is lowered for it, this is training (T = S, offset 0) and
+    prompt and responses are 1024 tokens or more, else xla. block, interpret: see `tree_attention`. Raises ValueError
+    for an impl that does not take the shapes.
+    """
+    training = own_k.shape[2] == q.shape[2] and isinstance(offset, int) and offset == 0
+    tokens = prefix_k.shape[1] + own_k.shape[1] * own_k.shape[2]
+
+    def refused(impl: str) -> str | None:
+        from jaxmarl_llm.kernels import tree_blocks  # loads Pallas, which takes as long as JAX
+
+        why = tree_blocks.refused(impl, q.shape[-1], block)
+        return why if training else "is for training alone: as many queries as own keys, offset 0"
+
+    return choose(
+        impl,
+        (q * q.shape[-1] ** -0.5, prefix_k, prefix_v, prefix_length, own_k, own_v, offset),
+        portable=_by_einsum,
+        pallas=lambda impl: functools.partial(_as_tree, impl, block, interpret),
+        refused=refused,
+        pays=[impl for impl, least in PAYS.items() if tokens >= least],
+    )
+
+
+def _as_tree(
+    impl: str,
+    block: int | None,
+    interpret: bool,
+    q: jax.Array,
+    prefix_k: jax.Array,
+    prefix_v: jax.Array,
+    prefix_length: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    offset: jax.Array | int,
+) -> jax.Array:
+    from jaxmarl_llm.kernels import tree_blocks
+
+    (n, g, t, heads, h), p = q.shape, prefix_k.shape[1]
+    tokens = p + g * t
+    row = lambda prefix, own: jnp.concatenate([prefix, own.reshape(n, g * t, *own.shape[3:])], axis=1)
+    of_prompt = jnp.where(jnp.arange(p) < prefix_length[:, None], tokens, 0)
+    of_own = jnp.broadcast_to(p + t * (1 + jnp.arange(g * t) // t), (n, g * t))
+    end = jnp.concatenate([of_prompt, of_own], axis=1)
+    size = block or tree_blocks.block_size(impl, tokens, q.dtype)
+    k, v = row(prefix_k, own_k), row(prefix_v, own_v)
+    return tree_blocks.attend(impl, size, interpret, q.reshape(n, g * t, heads, h), k, v, end).reshape(q.shape)
+
+
+def _by_einsum(
+    q: jax.Array,
+    prefix_k: jax.Array,
+    prefix_v: jax.Array,
+    prefix_length: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    offset: jax.Array | int,
+) -> jax.Array:
     n, g, t, heads, h = q.shape
     p, kv = prefix_k.shape[1:3]
     s = own_k.shape[2]
-    q = (q * h**-0.5).reshape(n, g, t, kv, heads // kv, h)
+    q = q.reshape(n, g, t, kv, heads // kv, h)
     f32 = {"preferred_element_type": jnp.float32}
     score_p = jnp.einsum("ngtkrh,npkh->nkgrtp", q, prefix_k, **f32)
     score_s = jnp.einsum("ngtkrh,ngskh->nkgrts", q, own_k, **f32)

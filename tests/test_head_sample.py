@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -167,63 +162,6 @@ def test_pallas_forms_draw_what_the_portable_one_draws(impl, vocab, dim, rows, u
     assert token.dtype == jnp.int32 and len(np.unique(want)) > 10
     np.testing.assert_array_equal(token, want)
     np.testing.assert_allclose(logprob, want_logprob, atol=1e-5 if dtype == jnp.float32 else 1e-3)
-
-
-def accelerator(platform):
-    """From JAX 0.11 on Triton asks which GPU it lowers for."""
-    if platform != "cuda" or not hasattr(jax.sharding, "AbstractDevice"):
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")  # from JAX 0.11
-@pytest.mark.parametrize("rows", [True, False])
-@pytest.mark.parametrize("impl, platform", [("gpu", "cuda"), ("tpu", "tpu")])
-def test_pallas_forms_lower(impl, platform, rows):
-    shape = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
-    weight = shape(151_936, 896) if rows else shape(896, 151_936)
-    step = jax.jit(lambda hidden, weight, u: head_sample(hidden, Head(weight, rows, 151_665), u, impl=impl))
-    with accelerator(platform):
-        traced = step.trace(shape(8, 896), weight, shape(8, dtype=jnp.float32))
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert {"gpu": "triton", "tpu": "tpu_custom_call"}[impl] in text and "head_block_stats" in text
-    assert "8x151936" not in text  # nowhere are there logits
-
-
-AHEAD_OF_TIME = """
-import sys
-import jax
-import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
-from jaxmarl_llm.kernels.head import Head
-from jaxmarl_llm.kernels.head_sample import head_sample
-
-device = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0]
-shape = lambda dtype, *s: jax.ShapeDtypeStruct(s, dtype, sharding=SingleDeviceSharding(device))
-for rows, dtype, batch, dim, vocab in [
-    (True, jnp.bfloat16, 8, 896, 151_936), (False, jnp.float32, 5, 72, 300), (True, jnp.float32, 300, 576, 49_152)
-]:
-    weight = shape(dtype, vocab, dim) if rows else shape(dtype, dim, vocab)
-    draw = jax.jit(lambda hidden, weight, u, rows=rows: head_sample(hidden, Head(weight, rows), u, impl="tpu"))
-    lowered = draw.lower(shape(dtype, batch, dim), weight, shape(jnp.float32, batch))
-    assert "head_block_stats" in lowered.as_text()
-    lowered.compile()
-print("compiled")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_pallas_form_compiles_for_tpu(topology):
-    """Ahead of time, by the TPU's own compiler and without a TPU, in a process of its own."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu: install jax[tpu], which works on machines without a TPU")
-    env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", AHEAD_OF_TIME, topology]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0 and ran.stdout.strip() == "compiled", ran.stderr[-2000:]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

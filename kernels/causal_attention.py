@@ -1,0 +1,76 @@
+"""Attention of a prompt over itself.
+
+    out[i] = softmax over j <= i of (q_i k_j / sqrt(H)) v_j
+
+The portable form is ``jax.nn.dot_product_attention``, which has the scores [B Q T T] in memory. Here the mask is known
+when the program is traced, so the form for TPU is a kernel that comes with JAX: splash attention, which passes over the
+blocks above the diagonal and has a backward pass of its own. On GPU it is the tree without forks (`tree_blocks`): a
+program with cuDNN's kernel cannot be lowered, hence not be tested, on a machine without cuDNN.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmarl_llm.kernels.impl import choose
+
+PAYS = {"tpu": 1024}  # tokens from which auto takes a form; the gpu form has not been timed yet
+
+
+def causal_attention(
+    q: Float[Array, "B T Q H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    impl: str = "auto",
+    interpret: bool = False,
+) -> Float[Array, "B T Q H"]:
+    """Softmax attention of each token over itself and all before it.
+
+    impl: xla, gpu or tpu; auto is tpu where the program is lowered for it and T is a multiple of 128, 1024 or more,
+    else xla. interpret: run a Pallas form on any machine. Raises ValueError for an impl that does not take the shapes.
+    """
+    t, heads, h = q.shape[1:]
+
+    def refused(impl: str) -> str | None:
+        from jaxmarl_llm.kernels import tree_blocks  # loads Pallas, which takes as long as JAX
+
+        if impl == "tpu" and t % 128:
+            return f"does not take {t} tokens"
+        return tree_blocks.refused(impl, h)
+
+    return choose(
+        impl,
+        (q, k, v),
+        portable=functools.partial(jax.nn.dot_product_attention, is_causal=True),
+        pallas=lambda impl: functools.partial({"gpu": _as_tree, "tpu": _splash}[impl], interpret),
+        refused=refused,
+        pays=[impl for impl, least in PAYS.items() if t >= least],
+    )
+
+
+def _as_tree(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    from jaxmarl_llm.kernels import tree_blocks
+
+    b, t, _, h = q.shape
+    size = tree_blocks.block_size("gpu", t, q.dtype)
+    return tree_blocks.attend("gpu", size, interpret, q * h**-0.5, k, v, jnp.full((b, t), t))
+
+
+def _splash(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    t, heads, h = q.shape[1:]
+    size = next(size for size in (512, 256, 128) if t % size == 0)
+    names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
+    kernel = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([splash.CausalMask((t, t))] * heads),
+        block_sizes=splash.BlockSizes(**{f"block_{name}": size for name in names}),
+        interpret=interpret,
+    )
+    by_head = lambda x: jnp.swapaxes(x, 1, 2)
+    return by_head(jax.vmap(kernel)(by_head(q * h**-0.5), by_head(k), by_head(v))).astype(q.dtype)

@@ -1,0 +1,181 @@
+"""Parts of a softmax over the first keys of a cache (Pallas): what `group_decode` merges.
+
+For rows q [M H] of a key head, and part j of its keys:
+
+    s = q k^T        m_j = max s        l_j = sum exp(s - m_j)        o_j = exp(s - m_j) v        all float32
+
+GPU (Triton): a program takes one key head, up to 64 rows and a part of the keys. The keys are cut into as many parts as
+keep a large GPU busy, but not below 256 keys. Head sizes are rounded up to a power of two, rows to 16; masks cover the
+rest. TPU (Mosaic): one part; a program takes a block of keys of several heads at once, and running m, l and o stay on
+the chip from block to block. Blocks behind the last key are not fetched: their index stays where it was.
+
+On TPU keys are taken as [K H L], the tokens along the 128 lanes, which is how XLA lays out a prefix of small heads in
+its own programs: a loop of decoding copies nothing, and no lane is empty at H = 64 (a cache [.., L H] would leave half
+of them). What is wasted is half of the depth of a matrix product at H = 64, which decoding has to spare.
+
+Compiler parameters are always given: the backend that Pallas takes on GPU without them differs between releases of JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as mosaic
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from jaxmarl_llm.kernels.group_attention import NEG
+
+LARGEST = 256  # head size
+ON_CHIP = 1 << 20  # TPU: bytes of what one program takes of keys and rows
+KEYS, ROWS = 512, 512  # TPU: of one block
+PART = 256  # GPU: keys of a part, at least
+PROGRAMS = 512  # GPU: as many keep it busy
+
+Parts = tuple[Float[Array, "B J K M"], Float[Array, "B J K M"], Float[Array, "B J K M H"]]
+
+
+def refused(h: int) -> str | None:
+    """Why there is no form for heads of size ``h``; None where there is."""
+    return None if h % 8 == 0 and h <= LARGEST else f"does not take heads of size {h}"
+
+
+def parts(
+    q: Float[Array, "B K M H"],
+    k: Float[Array, "B L K H"],
+    v: Float[Array, "B L K H"],
+    length: Int[Array, "B"],
+    *,
+    impl: str,
+    interpret: bool = False,
+) -> Parts:
+    """Largest score, sum and weighted values over parts J of the first ``length`` keys; q is already scaled."""
+    length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # nothing behind the arrays is read
+    return {"gpu": _triton, "tpu": _mosaic}[impl](q, k, v, length, interpret)
+
+
+def product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
+    """Float32, of float32 too: neither TF32 nor bfloat16 passes."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((over[0],), (over[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def fold(carry: Any, score: jax.Array, see: jax.Array, v: jax.Array, axis: int) -> Any:
+    """The running (m [M 1], l [M 1], o [M H]) with a block of keys more.
+
+    see: which scores count. axis: the one of ``v`` along which the keys are.
+    """
+    top, total, out = carry
+    score = jnp.where(see, score, NEG)
+    most = jnp.maximum(top, score.max(1, keepdims=True))
+    weight = jnp.where(see, jnp.exp(score - most), 0.0)
+    keep = jnp.exp(top - most)
+    return most, total * keep + weight.sum(1, keepdims=True), out * keep + product(weight.astype(v.dtype), v, (1, axis))
+
+
+# ------------------------------------------------------------------------------------------------------------- GPU
+
+
+def _triton_body(
+    q: Any, k: Any, v: Any, length: Any, top: Any, total: Any, out: Any, *, tall: int, wide: int, deep: int, part: int
+) -> None:
+    kv, size, h = q.shape[1:]
+    b, head = pl.program_id(0) // kv, pl.program_id(0) % kv
+    j, row = pl.program_id(1), pl.program_id(2) * tall
+    last = jnp.minimum((j + 1) * part, length[b])
+    units, is_row = jnp.arange(deep) < h, row + jnp.arange(tall) < size
+    x = triton.load(q.at[b, head, pl.ds(row, tall), pl.ds(0, deep)], mask=is_row[:, None] & units, other=0)
+
+    def step(i: jax.Array, carry: Any) -> Any:
+        at = b, pl.ds(i * wide, wide), head, pl.ds(0, deep)
+        see = i * wide + jnp.arange(wide) < last
+        load = lambda ref: triton.load(ref.at[at], mask=see[:, None] & units, other=0)
+        return fold(carry, product(x, load(k), (1, 1)), see[None], load(v), 0)
+
+    empty = jnp.full((tall, 1), NEG, jnp.float32), jnp.zeros((tall, 1), jnp.float32)
+    carry = *empty, jnp.zeros((tall, deep), jnp.float32)
+    most, sums, values = jax.lax.fori_loop(j * (part // wide), pl.cdiv(last, wide), step, carry)
+    at = b, j, head, pl.ds(row, tall)
+    triton.store(top.at[at], most[:, 0], mask=is_row)
+    triton.store(total.at[at], sums[:, 0], mask=is_row)
+    triton.store(out.at[(*at, pl.ds(0, deep))], values, mask=is_row[:, None] & units)
+
+
+def _triton(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpret: bool) -> Parts:
+    (b, kv, m, h), keys = q.shape, k.shape[1]
+    most, wide = (64, 64) if q.dtype.itemsize == 2 else (16, 32)  # what registers hold; a product has at least 16 rows
+    tall, deep = min(most, max(16, pl.next_power_of_2(m))), max(16, pl.next_power_of_2(h))
+    rows = pl.cdiv(m, tall)
+    few = max(1, min(pl.cdiv(keys, PART), PROGRAMS // (b * kv * rows)))
+    part = pl.cdiv(pl.cdiv(keys, few), wide) * wide
+    count = pl.cdiv(keys, part)
+    body = functools.partial(_triton_body, tall=tall, wide=wide, deep=deep, part=part)
+    shape = lambda *rest: jax.ShapeDtypeStruct((b, count, kv, m, *rest), jnp.float32)
+    top, total, out = pl.pallas_call(
+        body,
+        grid=(b * kv, count, rows),
+        out_shape=[shape(), shape(), shape(h)],
+        compiler_params=triton.CompilerParams(num_warps=4 if deep <= 128 else 8, num_stages=2),
+        interpret=interpret,
+        name="group_decode",
+    )(q, k, v, length)
+    return top, total, out
+
+
+# ------------------------------------------------------------------------------------------------------------- TPU
+
+
+def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, top: Any, total: Any, out: Any) -> None:
+    """``top``, ``total`` and ``out`` stay on the chip over the last axis of the grid: they are the running sums."""
+    block, (several, _, wide) = pl.program_id(2), k.shape
+    first = pl.program_id(0) * several
+
+    @pl.when(block == 0)
+    def start() -> None:
+        top[...] = jnp.full(top.shape, NEG, jnp.float32)
+        total[...] = jnp.zeros(total.shape, jnp.float32)
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+
+    for e in range(several):
+        filled = length[first + e] - block * wide
+
+        @pl.when(filled > 0)
+        def more(e: int = e, filled: jax.Array = filled) -> None:
+            see = jax.lax.broadcasted_iota(jnp.int32, (1, wide), 1) < filled
+            # Weight 0 does not silence what stands behind the last key: it may be no number.
+            values = jnp.where(see, v[e], jnp.zeros_like(v[e]))
+            carry = top[e], total[e], out[e]
+            top[e], total[e], out[e] = fold(carry, product(q[e], k[e], (1, 0)), see, values, 1)
+
+
+def _mosaic(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpret: bool) -> Parts:
+    (b, kv, m, h), keys = q.shape, k.shape[1]
+    tall, wide = min(m, ROWS), min(keys, KEYS)
+    each = wide * h * k.dtype.itemsize + tall * h * 4
+    several = next(s for s in (8, 4, 2, 1) if s == 1 or (b * kv % s == 0 and s * each <= ON_CHIP))
+    length = jnp.repeat(length, kv)
+    blocks = pl.cdiv(jnp.maximum(length.reshape(-1, several).max(1), 1), wide)  # to fetch
+    by_head = lambda x: jnp.transpose(x, (0, 2, 3, 1)).reshape(b * kv, h, keys)
+    of_rows = lambda size: pl.BlockSpec((several, tall, size), lambda e, i, j, length, blocks: (e, i, 0))
+    of_keys = pl.BlockSpec((several, h, wide), lambda e, i, j, length, blocks: (e, 0, jnp.minimum(j, blocks[e] - 1)))
+    shape = lambda size: jax.ShapeDtypeStruct((b * kv, m, size), jnp.float32)
+    top, total, out = pl.pallas_call(
+        _mosaic_body,
+        grid_spec=mosaic.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(b * kv // several, pl.cdiv(m, tall), pl.cdiv(keys, wide)),
+            in_specs=[of_rows(h), of_keys, of_keys],
+            out_specs=[of_rows(1), of_rows(1), of_rows(h)],
+        ),
+        out_shape=[shape(1), shape(1), shape(h)],
+        compiler_params=mosaic.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+        name="group_decode",
+    )(length, blocks, q.reshape(b * kv, m, h), by_head(k), by_head(v))
+    return tuple(x.reshape(b, 1, kv, m, *rest) for x, rest in ((top, ()), (total, ()), (out, (h,))))

@@ -1,0 +1,138 @@
+"""One step of decoding: G samples against one shared prefix and G private suffixes.
+
+    out[n,g] = softmax([ q k_prefix^T | q k_own^T ] / sqrt(H)) [ v_prefix ; v_own ]     own slots 0 .. t are filled
+
+which is `group_attention` with one query a sample. That is the portable form. The Pallas forms (`group_blocks`) work
+on parts of the keys. A part j gives, in float32, its largest score m_j, the sum of exponentials l_j and the weighted
+sum of values o_j, and the parts are merged by
+
+    m = max_j m_j        out = sum_j exp(m_j - m) o_j / sum_j exp(m_j - m) l_j
+
+(Hydragen, arXiv 2402.05099; FlashDecoding). The G Q/K query rows that share a prefix and a key head are the rows of one
+matrix product, so that a key of the prefix is read once per group, and only keys below ``prefix_length`` are. Own keys
+are a part of their own, read up to t on GPU; on TPU XLA forms it. The gradient of a Pallas form is that of the portable
+one, which the backward pass runs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmarl_llm.kernels.group_attention import NEG, group_attention
+from jaxmarl_llm.kernels.impl import choose
+
+PAYS = {"tpu": 256}  # keys of the prefix from which auto takes a form; the gpu form has not been timed yet
+
+
+def group_decode_attention(
+    q: Float[Array, "N G 1 Q H"],
+    prefix_k: Float[Array, "N P K H"],
+    prefix_v: Float[Array, "N P K H"],
+    prefix_length: Int[Array, "N"],
+    own_k: Float[Array, "N G S K H"],
+    own_v: Float[Array, "N G S K H"],
+    t: Int[Array, ""] | int,
+    *,
+    impl: str = "auto",
+    interpret: bool = False,
+) -> Float[Array, "N G 1 Q H"]:
+    """Softmax attention over the first ``prefix_length`` keys of the prefix and own slots 0 to t.
+
+    t: the slot of the present token, already written; -1 for none. impl: xla, gpu or tpu; auto is tpu where the program
+    is lowered for it and the prefix has room for 256 keys, else xla. interpret: run a Pallas form on any machine.
+
+    Raises ValueError for shapes that do not fit each other or the impl, and where there is no key at all. What only the
+    data tells gives NaN, not a wrong number: a cache too small (t or ``prefix_length`` beyond it), a row without keys.
+    """
+    n, g, one, heads, h = q.shape
+    (p, kv), s = prefix_k.shape[1:3], own_k.shape[2]
+    fits = one == 1 and prefix_k.shape == prefix_v.shape == (n, p, kv, h) and heads % kv == 0
+    if not fits or own_k.shape != own_v.shape or own_k.shape != (n, g, s, kv, h) or prefix_length.shape != (n,):
+        shapes = ", ".join(str(x.shape) for x in (q, prefix_k, prefix_v, prefix_length, own_k, own_v))
+        raise ValueError(f"shapes do not fit [N G 1 Q H], [N P K H] twice, [N], [N G S K H] twice: {shapes}")
+    if p + s == 0:
+        raise ValueError("there are no keys: prefix and suffix are both empty")
+    if not isinstance(t, jax.core.Tracer) and not -1 <= int(t) < s:
+        raise ValueError(f"the suffix cache has {s} slots, no slot {int(t)}")
+
+    def refused(impl: str) -> str | None:
+        from jaxmarl_llm.kernels import group_blocks  # loads Pallas, which takes as long as JAX
+
+        return group_blocks.refused(h)
+
+    t = jnp.asarray(t, jnp.int32)
+    out = choose(
+        impl,
+        (q, prefix_k, prefix_v, prefix_length, own_k, own_v, t),
+        portable=functools.partial(group_attention, impl="xla"),
+        pallas=lambda impl: functools.partial(_by_parts, impl, interpret),
+        refused=refused,
+        pays=[impl for impl, keys in PAYS.items() if p >= keys],
+    )
+    sound = (t < s) & (prefix_length <= p) & ((prefix_length > 0) | (t >= 0))
+    return jnp.where(sound[:, None, None, None, None], out, jnp.nan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_parts(
+    impl: str,
+    interpret: bool,
+    q: jax.Array,
+    prefix_k: jax.Array,
+    prefix_v: jax.Array,
+    prefix_length: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    t: jax.Array,
+) -> jax.Array:
+    from jaxmarl_llm.kernels.group_blocks import parts
+
+    n, g, _, heads, h = q.shape
+    kv, s = prefix_k.shape[2], own_k.shape[2]
+    rows = (q * h**-0.5).reshape(n, g, kv, heads // kv, h)
+    found = []  # (m, l, o) with axes N G parts K Q/K
+    if prefix_k.shape[1]:
+        of_node = jnp.moveaxis(rows, 1, 2).reshape(n, kv, g * heads // kv, h)
+        got = parts(of_node, prefix_k, prefix_v, prefix_length, impl=impl, interpret=interpret)
+        by_sample = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], g, heads // kv, *x.shape[4:]), 3, 1)
+        found.append([by_sample(x) for x in got])
+    if s and impl == "tpu":
+        # XLA lays out a cache that grows for writing; a kernel would have all of it copied at every step.
+        found.append([x[:, :, None] for x in _part(rows, own_k, own_v, t)])
+    elif s:
+        flat = lambda x: x.reshape(n * g, *x.shape[2:])
+        filled = jnp.full((n * g,), t + 1)
+        got = parts(flat(rows), flat(own_k), flat(own_v), filled, impl=impl, interpret=interpret)
+        found.append([x.reshape(n, g, *x.shape[1:]) for x in got])
+    top, total, out = (jnp.concatenate(x, axis=2) for x in zip(*found))
+    scale = jnp.exp(top - top.max(2, keepdims=True))
+    out = (out * scale[..., None]).sum(2) / (total * scale).sum(2)[..., None]
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def _part(rows: jax.Array, k: jax.Array, v: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The own keys as one part, by XLA."""
+    f32 = {"preferred_element_type": jnp.float32}
+    see = jnp.arange(k.shape[2]) <= t
+    score = jnp.where(see, jnp.einsum("ngkrh,ngskh->ngkrs", rows, k, **f32), NEG)
+    top = score.max(-1)
+    weight = jnp.where(see, jnp.exp(score - top[..., None]), 0.0)
+    return top, weight.sum(-1), jnp.einsum("ngkrs,ngskh->ngkrh", weight.astype(v.dtype), v, **f32)
+
+
+def _forward(impl: str, interpret: bool, *args: jax.Array) -> tuple[jax.Array, tuple]:
+    return _by_parts(impl, interpret, *args), args
+
+
+def _backward(impl: str, interpret: bool, args: tuple, cotangent: jax.Array) -> tuple:
+    q, pk, pv, length, ok, ov, t = args
+    form = lambda q, pk, pv, ok, ov: group_attention(q, pk, pv, length, ok, ov, t, impl="xla")
+    dq, dpk, dpv, dok, dov = jax.vjp(form, q, pk, pv, ok, ov)[1](cotangent)
+    return dq, dpk, dpv, None, dok, dov, None
+
+
+_by_parts.defvjp(_forward, _backward)
