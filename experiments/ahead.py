@@ -281,19 +281,13 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
 
 
 def compile_text(lowered: Any) -> tuple[Any, str]:
-    """The compiled program and its text. JAX 0.10 cannot read some of v5p's programs (asynchronous collectives in three
-    parts); those are compiled once more, with libtpu writing the text to a file.
+    """The compiled program and its text, which libtpu writes to a file: JAX 0.10 cannot read back programs with
+    asynchronous collectives in three parts, as those of v5p and v6e.
     """
     # Without a TPU a program cannot be read back from the compilation cache, so none is written to it.
     least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     try:
-        compiled = lowered.compile()
-        try:
-            return compiled, compiled.as_text()
-        except jax.errors.JaxRuntimeError as error:
-            if "async-update" not in str(error):
-                raise
         with tempfile.TemporaryDirectory() as folder:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
             (path,) = Path(folder).glob("*.after_optimizations.txt")
