@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmarl_llm import __version__
+from jaxmarl_llm import __version__, processes
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.metrics import Logger
@@ -54,31 +54,37 @@ def _fit(
     else:
         state, resumed = restore(saver, recipe, meta)
     backbone = fingerprint_of(state.params["shared"])
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
-    save = lambda: saver.save(int(state.step), _without_shared(state), _meta(cfg, int(state.step), backbone))
-    with Logger(
+    primary = processes.index() == 0  # the others play and learn, and write nothing but their parts of checkpoints
+    if primary:
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
+
+    save = lambda: saver.save(step, _without_shared(state), _meta(cfg, step, backbone))
+    logger = Logger(
         workdir,
         resume_step=resumed,
         total_steps=recipe.total_steps,
         interval=cfg.run.log_every,
         tensorboard=cfg.run.tensorboard,
         wandb_project=cfg.run.wandb_project,
-    ) as logger:
+        primary=primary,
+    )
+    bad, step = 0, int(state.step)
+    with logger, processes.deadlines(cfg.run.deadlines, lambda: step):
         if resumed is not None:
             logger.print(f"resumed {workdir} at step {resumed}")
-        bad = 0
-        while int(state.step) < recipe.total_steps:
-            step = int(state.step)
-            extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
+        while step < recipe.total_steps:
+            with processes.stage("rollout"):
+                extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
             state, metrics = recipe.step(state, logger)
             step += 1
-            state = state.replace(step=jnp.int32(step))
+            state = state.replace(step=state.step + 1)
             bad = bad + 1 if metrics.pop("bad", 0.0) else 0
             skipped = state.counters["skipped"] + int(bad > 0)
             state = state.replace(counters={**state.counters, "skipped": skipped})
             if step == recipe.total_steps:
-                extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
+                with processes.stage("rollout"):
+                    extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
             logger.log(step, {**metrics, **extra, "count/skipped": float(skipped)})
             if bad >= cfg.run.max_bad_steps:
                 raise FloatingPointError(
@@ -91,11 +97,18 @@ def _fit(
                     f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_gap="
                     f"{cfg.run.max_logprob_gap:g}; the update would be biased"
                 )
-            if step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
-                save()
+            with processes.stage("save"):
+                stopping = processes.stop_asked() and step < recipe.total_steps
+                if stopping or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
+                    save()
+                if stopping:
+                    saver.wait()
+                    logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
+                    raise SystemExit(processes.AGAIN)
             release_programs()
-        saver.wait()
-        if (workdir / "metrics.jsonl").exists() and recipe.total_steps:
+        with processes.stage("save"):
+            saver.wait()
+        if primary and (workdir / "metrics.jsonl").exists() and recipe.total_steps:
             report(workdir)
             episodes_markdown(recipe.episodes(), workdir / "episodes.md")
             logger.print(f"wrote {workdir / 'report.png'} and {workdir / 'episodes.md'}")

@@ -22,7 +22,7 @@ from jaxmarl_llm.plans import ROOT, Branch, Plan
 from jaxmarl_llm.prefixes import Prefixes
 from jaxmarl_llm.rollout import CHILD, ENV, PLAY, RESET, fold
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import put_rows, row_parts
+from jaxmarl_llm.sharding import put_rows, row_parts, to_host
 from jaxmarl_llm.text import Action, Prompt
 from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool, Failure
@@ -106,7 +106,7 @@ def play(
     env = pool.env
     plan.check(env)
     roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
-    started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)])
+    started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)], range(len(tasks)))
     failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
     frontier = [_Live(ROOT, s, roots[i], -1, i) for i, s in enumerate(started) if not isinstance(s, Failure)]
 
@@ -175,7 +175,7 @@ def play(
                 start=ready.start,
                 keep=True,
             )
-            out = jax.device_get(out)
+            out = to_host(out)
             for row, n in enumerate(members):
                 said[n] = []
                 for s in range(g):
@@ -233,11 +233,13 @@ def play(
                 )
                 for i, j in joint
             ],
+            [frontier[i].task for i, _ in joint],
         )
         results = [checked(r) for r in results]
         calls += len(joint)
         if plan.local:
-            judged = pool.map("verify", [(r[0],) for r in results if not isinstance(r, Failure)])
+            played = [(r[0], frontier[i].task) for r, (i, _) in zip(results, joint) if not isinstance(r, Failure)]
+            judged = pool.map("verify", [(state,) for state, _ in played], [task for _, task in played])
             verdicts = iter(judged)
             results = [r if isinstance(r, Failure) else replace_rewards(r, next(verdicts)) for r in results]
         made: dict[int, list[tuple[int, int]]] = {}  # state -> its joint actions: (transition, joint index)

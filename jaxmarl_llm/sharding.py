@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -174,7 +175,53 @@ def whole(mesh: Mesh) -> NamedSharding:
 
 def place(mesh: Mesh, tree: PyTree) -> PyTree:
     """Parameters, adapters, heads or optimizer states on their devices."""
-    return jax.device_put(tree, shardings(mesh, tree))
+    return put(tree, shardings(mesh, tree))
+
+
+def put(tree: PyTree, where: Any) -> PyTree:
+    """`jax.device_put`, also on devices of other processes, all of which hold the same values: they are not compared.
+
+    ``where``: a sharding, or a tree of them.
+    """
+
+    def move(x: Any, where: NamedSharding) -> jax.Array:
+        if where.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.device_put(x, where)
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(move(jax.random.key_data(x), where), impl=jax.random.key_impl(x))
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+    where = jax.tree.map(lambda _: where, tree) if isinstance(where, NamedSharding) else where
+    return jax.tree.map(move, tree, where)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """`jax.device_get`, also of what lies on devices of other processes. All of them have to ask for the same."""
+    leaves, treedef = jax.tree.flatten(tree)
+    far = [i for i, x in enumerate(leaves) if _far(x)]
+    for i, x in zip(far, _everywhere([leaves[i] for i in far]) if far else ()):
+        leaves[i] = x
+    return jax.device_get(jax.tree.unflatten(treedef, leaves))
+
+
+def pieces(x: Any, size: int = 1 << 28) -> Iterator[np.ndarray]:
+    """The values of an array in order; where parts lie on devices of other processes, some ``size`` bytes at a time."""
+    if not _far(x) or x.nbytes <= size or not x.ndim:
+        yield np.asarray(to_host(x))
+        return
+    rows = max(1, size // (x.nbytes // len(x)))
+    for start in range(0, len(x), rows):
+        yield np.asarray(to_host(jax.lax.slice_in_dim(x, start, min(start + rows, len(x)))))
+
+
+def _far(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated
+
+
+def _everywhere(arrays: list[jax.Array]) -> list[jax.Array]:
+    mesh = arrays[0].sharding.mesh  # type: ignore[attr-defined]
+    return jax.jit(lambda x: x, out_shardings=whole(mesh))(arrays)
 
 
 def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
@@ -201,7 +248,7 @@ def row_parts() -> int:
 def put_rows(tree: PyTree) -> PyTree:
     """Host tables onto the mesh, their leading axes cut; without a mesh as they are."""
     mesh = current()
-    return tree if mesh is None else jax.device_put(tree, rows(mesh))
+    return tree if mesh is None else put(tree, rows(mesh))
 
 
 def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree:
@@ -281,6 +328,11 @@ def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
 def open_mesh(cfg: MeshConfig, models: Sequence[Model]) -> Mesh | None:
     """The mesh of a run, None for one device; ConfigError when a model does not fit it."""
     if cfg == MeshConfig(data=1):
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"config.mesh: 1 device for {jax.process_count()} processes, which have {jax.device_count()}; "
+                "data=-1 takes all"
+            )
         if jax.device_count() > 1:
             logging.info("config.mesh: 1 of %d devices is used; data=-1 takes all", jax.device_count())
         return None
@@ -299,6 +351,6 @@ def settled(mesh: Mesh | None, state: TrainState) -> TrainState:
     """``state`` where it lives: parameters and optimizer states by the rules, all else on every device."""
     if mesh is None:
         return state
-    everywhere = {k: jax.device_put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters")}
+    everywhere = {k: put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters")}
     placed = {k: place(mesh, getattr(state, k)) for k in ("params", "opt_state")}
     return state.replace(**everywhere, **placed)

@@ -372,6 +372,7 @@ def update(
     ``reference`` (a tree like own) is the policy of the KL term, or of dpo. A non-finite loss or gradient skips that
     optimizer step: parameters and optimizer state come back as they were, ``ok`` is 0.
     """
+    sent = float(sum(map(trunk_tokens, batches)))  # counted while the batches are on the host
     batches = [sharding.put_rows(pad_rows(b, sharding.row_parts())) for b in batches]
     if loss.refers:
         if reference is None:
@@ -396,7 +397,7 @@ def update(
         if epoch == 0:
             seen = mean | {"grad_norm": float(norm), "logprob_gap": max(float(g) for g in gap)}
         seen |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
-    return Updated(own, opt_state, {**seen, "ok": float(ok), "trunk_tokens": float(sum(map(trunk_tokens, batches)))})
+    return Updated(own, opt_state, {**seen, "ok": float(ok), "trunk_tokens": sent})
 
 
 def update_models(

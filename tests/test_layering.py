@@ -22,6 +22,7 @@ LAYERS = {
         "past",
         "sandbox",
         "sharding",
+        "processes",
     ],
     2: ["qwen", "tabular", "generate", "envs", "data"],
     3: [
