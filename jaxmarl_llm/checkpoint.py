@@ -32,7 +32,8 @@ def digests(tree: PyTree) -> dict[str, str]:
     for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        found = hashlib.sha256(f"{np.result_type(leaf)} {np.shape(leaf) or (1,)} ".encode())
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+        found = hashlib.sha256(f"{dtype} {np.shape(leaf) or (1,)} ".encode())
         for piece in pieces(leaf):
             if i % others == own:
                 found.update(np.ascontiguousarray(piece).tobytes())

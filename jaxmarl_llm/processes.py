@@ -286,9 +286,10 @@ def _fail(error: BaseException) -> NoReturn:
 
         if isinstance(error, KeyboardInterrupt):
             code = 130
-        elif isinstance(error, jax.errors.JaxRuntimeError):
-            # Of a collective operation, when another process is gone: the watch says which, and ends this one.
-            time.sleep(SILENCE + 2 * TICK)
+        else:
+            # Likely of a collective operation, because another process failed or is gone: the watch hears of that,
+            # says which, and ends this one.
+            time.sleep(SILENCE + 2 * TICK if isinstance(error, jax.errors.JaxRuntimeError) else GRACE)
     _watch.failed(line, code)
 
 
@@ -397,9 +398,10 @@ class _Peer:
             self.line.settimeout(5.0)
             self.line.sendall(json.dumps(words).encode() + b"\n")
 
-    def hear(self) -> list[dict] | None:
-        """What it has said since; None when it is gone, or is not one of us."""
+    def hear(self, seconds: float = 5.0) -> list[dict] | None:
+        """What it says next, within ``seconds``; None when it says nothing, is gone, or is not one of us."""
         try:
+            self.line.settimeout(seconds)
             got = self.line.recv(1 << 16)
         except (TimeoutError, OSError):
             return None
@@ -416,8 +418,7 @@ class _Peer:
         """The first thing it says."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self.line.settimeout(left)
-            words = self.hear()
+            words = self.hear(left)
             if words is None:
                 return None
             if words:
@@ -439,6 +440,7 @@ class _Watch(threading.Thread):
     def __init__(self, name: str, peers: list[_Peer], names: list[str] | None = None):
         super().__init__(name="jaxmarl_llm watch", daemon=True)
         self._me, self._peers, self._names = name, peers, names or [name]
+        self._hub = self._names[0] == name
         self._closing, self._until = threading.Event(), 0.0
         self._lock = threading.Lock()
 
@@ -473,9 +475,9 @@ class _Watch(threading.Thread):
                 self._peers.remove(peer)
                 return False
             if "ended" in words:
-                if not words["where"]:
-                    time.sleep(GRACE)
-                self._end(words["ended"], words["code"], where=words["where"])
+                print(words["ended"], file=sys.stderr, flush=True)
+                time.sleep(words["grace"])
+                self._end(words["ended"], words["code"], where=words["where"], show=False)
         if said is not None:
             return True
         if not self._closing.is_set():
@@ -489,10 +491,12 @@ class _Watch(threading.Thread):
 
     def failed(self, line: str, code: int) -> NoReturn:
         """End this process for a reason of its own, which it has printed, and tell the others."""
-        self._end(f"{self._me} failed: {line}", code, show=False)
+        self._end(f"{self._me} failed: {line}", code, grace=GRACE, show=False)
 
-    def _end(self, line: str, code: int, *, where: bool = False, show: bool = True) -> NoReturn:
-        """``where``: every process says where it waits."""
+    def _end(
+        self, line: str, code: int, *, where: bool = False, grace: float = 0.0, show: bool = True
+    ) -> NoReturn:
+        """``where``: every process says where it waits. ``grace``: seconds that the others have before they end."""
         with self._lock:  # whoever comes second waits for the end
             if show:
                 print(line, file=sys.stderr, flush=True)
@@ -500,7 +504,12 @@ class _Watch(threading.Thread):
                 print(f"{self._me} is {_work}", file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(all_threads=True)
             for peer in self._peers:
-                peer.say(ended=line, code=code, where=where)
+                peer.say(ended=line, code=code, where=where, grace=grace)
+            # JAX aborts a process that finds process 0 gone: the others say their last words first.
+            until = time.monotonic() + grace + GRACE
+            for peer in self._peers if self._hub else ():
+                while (left := until - time.monotonic()) > 0 and peer.hear(left) is not None:
+                    pass
             sys.stdout.flush()
             os._exit(code)
 
