@@ -31,7 +31,9 @@ def main(cfg, workdir, flag_values):
     from jaxmarl_llm import __version__, processes
     from jaxmarl_llm.config import flatten
 
-    where = processes.place(flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout)
+    where = processes.place(
+        flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout
+    )
     versions = {"jaxmarl_llm": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     facts = {**versions, "--workdir": os.path.abspath(workdir), **flatten(cfg)}
     with processes.joined(where, facts, flag_values.init_timeout):

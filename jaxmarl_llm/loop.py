@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxmarl_llm import __version__, processes
 from jaxmarl_llm.checkpoint import Checkpointer, digests
@@ -59,6 +58,7 @@ def _fit(
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
 
+    bad, step = 0, int(state.step)
     save = lambda: saver.save(step, _without_shared(state), _meta(cfg, step, backbone))
     logger = Logger(
         workdir,
@@ -69,7 +69,6 @@ def _fit(
         wandb_project=cfg.run.wandb_project,
         primary=primary,
     )
-    bad, step = 0, int(state.step)
     with logger, processes.deadlines(cfg.run.deadlines, lambda: step):
         if resumed is not None:
             logger.print(f"resumed {workdir} at step {resumed}")

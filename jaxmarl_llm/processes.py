@@ -60,8 +60,8 @@ class Place(NamedTuple):
     """Where a process is among those of a run."""
 
     address: str  # host:port of process 0
-    count: int
-    index: int
+    processes: int
+    process: int
 
 
 # What a program asks
@@ -247,12 +247,12 @@ def joined(where: Place | None, facts: Mapping[str, Any], timeout: float) -> Ite
         yield
         return
     names, peers = _meet(where, facts, timeout)
-    _watch = _Watch(names[where.index], peers, names)
+    _watch = _Watch(names[where.process], peers, names)
     _watch.start()
     try:
         import jax
 
-        jax.distributed.initialize(where.address, where.count, where.index, initialization_timeout=int(timeout))
+        jax.distributed.initialize(where.address, where.processes, where.process, initialization_timeout=int(timeout))
         listen_for_sigterm()
         yield
     except SystemExit as stopped:
@@ -296,10 +296,10 @@ def _fail(error: BaseException) -> NoReturn:
 def _meet(where: Place, facts: Mapping[str, Any], timeout: float) -> tuple[list[str], list[_Peer]]:
     """Names of all processes, and the open connections: of process 0 to all others, of the others to process 0."""
     host, _, port = where.address.rpartition(":")
-    name = f"process {where.index} of {where.count} ({socket.gethostname()}, pid {os.getpid()})"
+    name = f"process {where.process} of {where.processes} ({socket.gethostname()}, pid {os.getpid()})"
     facts = {key: json.dumps(value, sort_keys=True) for key, value in facts.items()}
-    me = {"process": where.index, "of": where.count, "name": name, "facts": facts}
-    return _receive(int(port), me, timeout) if where.index == 0 else _call(host.strip("[]"), int(port), me, timeout)
+    me = {"process": where.process, "of": where.processes, "name": name, "facts": facts}
+    return _receive(int(port), me, timeout) if where.process == 0 else _call(host.strip("[]"), int(port), me, timeout)
 
 
 def _receive(port: int, me: dict, timeout: float) -> tuple[list[str], list[_Peer]]:
@@ -493,9 +493,7 @@ class _Watch(threading.Thread):
         """End this process for a reason of its own, which it has printed, and tell the others."""
         self._end(f"{self._me} failed: {line}", code, grace=GRACE, show=False)
 
-    def _end(
-        self, line: str, code: int, *, where: bool = False, grace: float = 0.0, show: bool = True
-    ) -> NoReturn:
+    def _end(self, line: str, code: int, *, where: bool = False, grace: float = 0.0, show: bool = True) -> NoReturn:
         """``where``: every process says where it waits. ``grace``: seconds that the others have before they end."""
         with self._lock:  # whoever comes second waits for the end
             if show:

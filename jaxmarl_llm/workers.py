@@ -69,8 +69,8 @@ class EnvPool:
     def map(self, method: str, calls: Sequence[tuple], tasks: Sequence[int] | None = None) -> list[Any]:
         """``env.method(*args)`` for each args, in order; a `Failure` where a call has no result.
 
-        ``tasks``: the task of each call; None: one each. Of several processes each plays its own, by number, and all get every result:
-        what is played, and when it fails, is the same for any number of them.
+        ``tasks``: the task of each call; None: one each. Of several processes each plays its own, by number, and all
+        get every result: what is played, and when it fails, is the same for any number of them.
         """
         count, own, tasks = processes.count(), processes.index(), range(len(calls)) if tasks is None else tasks
         mine = self._map(method, [args for args, task in zip(calls, tasks, strict=True) if task % count == own])
