@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,24 +36,28 @@ def fit(
     Writes metrics.jsonl, TensorBoard events, checkpoints/, config.json, and at the end report.png and episodes.md.
     """
     workdir = Path(workdir)
-    saver = Checkpointer(workdir, keep=cfg.run.keep)
-    try:
-        return _fit(cfg, recipe, workdir, saver, allow_config_change)
-    finally:
-        saver.close()  # waits for a save that is under way, whatever ended the run
+    with processes.deadlines(cfg.run.deadlines):
+        with processes.stage("save"):
+            _check_shared(workdir)
+            saver = Checkpointer(workdir, keep=cfg.run.keep)
+        try:
+            return _fit(cfg, recipe, workdir, saver, allow_config_change)
+        finally:
+            saver.close()  # waits for a save that is under way, whatever ended the run
 
 
 def _fit(
     cfg: BaseConfig, recipe: Recipe, workdir: Path, saver: Checkpointer, allow_config_change: Sequence[str]
 ) -> TrainState:
-    meta = saver.read_meta()
-    if meta is not None:
-        _check_same(cfg, meta, allow_config_change)
-    if meta is None:
-        state, resumed = recipe.init(0), None
-    else:
-        state, resumed = restore(saver, recipe, meta)
-    backbone = fingerprint_of(state.params["shared"])
+    with processes.stage("save"):
+        meta = saver.read_meta()
+        if meta is not None:
+            _check_same(cfg, meta, allow_config_change)
+        if meta is None:
+            state, resumed = recipe.init(0), None
+        else:
+            state, resumed = restore(saver, recipe, meta)
+        backbone = fingerprint_of(state.params["shared"])
     primary = processes.index() == 0  # the others play and learn, and write nothing but their parts of checkpoints
     if primary:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -69,10 +74,11 @@ def _fit(
         wandb_project=cfg.run.wandb_project,
         primary=primary,
     )
-    with logger, processes.deadlines(cfg.run.deadlines, lambda: step):
+    with logger:
         if resumed is not None:
             logger.print(f"resumed {workdir} at step {resumed}")
         while step < recipe.total_steps:
+            processes.at(step)
             with processes.stage("rollout"):
                 extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
             state, metrics = recipe.step(state, logger)
@@ -112,6 +118,27 @@ def _fit(
             episodes_markdown(recipe.episodes(), workdir / "episodes.md")
             logger.print(f"wrote {workdir / 'report.png'} and {workdir / 'episodes.md'}")
     return state
+
+
+def _check_shared(workdir: Path) -> None:
+    """ConfigError when what process 0 writes into ``workdir`` is not there for all."""
+    if processes.count() == 1:
+        return
+
+    def write() -> str:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=workdir, prefix=".of_process_0_", delete=False) as file:
+            return Path(file.name).name
+
+    mark = workdir / processes.first(write)
+    blind = [k for k, sees in enumerate(processes.everyone(mark.exists())) if not sees]
+    if processes.index() == 0:
+        mark.unlink()
+    if blind:
+        raise ConfigError(
+            f"--workdir: process {blind[0]} does not see what process 0 writes to {workdir}; it has to be one folder "
+            "that all hosts have mounted"
+        )
 
 
 def release_programs(share: float = 0.5) -> bool:

@@ -121,21 +121,20 @@ def listen_for_sigterm() -> None:
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
     """What runs inside is ``name`` to the deadlines: a field of `Deadlines`, anything else counts as ``update``."""
-    opened = _Stage(name if name in Deadlines.__dataclass_fields__ else "update", time.monotonic())
-    _work.stages.append(opened)
+    _work.stages.append(_Stage(name if name in Deadlines.__dataclass_fields__ else "update", time.monotonic()))
     try:
         yield
     finally:
-        _work.stages.remove(opened)
+        _work.stages.pop()
 
 
 @contextlib.contextmanager
-def deadlines(limits: Deadlines, step: Callable[[], int]) -> Iterator[None]:
-    """Inside, stages that take longer than ``limits`` end the process, and with it the run. ``step``: for messages."""
+def deadlines(limits: Deadlines) -> Iterator[None]:
+    """Inside, stages that take longer than ``limits`` end the process, and with it the run."""
     import jax
 
     jax.monitoring.register_event_duration_secs_listener(_work.compiles)
-    _work.limits, _work.step = limits, step
+    _work.limits = limits
     watch, own = _watch, None
     if watch is None:
         own = _Watch("the process", [])
@@ -147,6 +146,11 @@ def deadlines(limits: Deadlines, step: Callable[[], int]) -> Iterator[None]:
         jax.monitoring.unregister_event_duration_listener(_work.compiles)
         if own is not None:
             own.close()
+
+
+def at(step: int) -> None:
+    """For messages: ``step`` steps are done."""
+    _work.step = step
 
 
 @dataclass
@@ -163,7 +167,7 @@ class _Work:
     stages: list[_Stage] = field(default_factory=list)
     compiling: float | None = None  # since when
     limits: Deadlines | None = None
-    step: Callable[[], int] = lambda: 0
+    step: int = 0
 
     def compiles(self, event: str, seconds: float, **_: Any) -> None:
         """Listener of JAX: a program was lowered, so that it is compiled now, or has been compiled."""
@@ -192,7 +196,7 @@ class _Work:
 
     def __str__(self) -> str:
         name, seconds = self.said()
-        return f"in {name} after step {self.step()}, for {seconds:.0f} s"
+        return f"in {name} after step {self.step}, for {seconds:.0f} s"
 
 
 _work = _Work()
@@ -332,7 +336,7 @@ def _receive(port: int, me: dict, timeout: float) -> tuple[list[str], list[_Peer
                 )
             peer = _Peer(connection)
             other = peer.wait(5.0)
-            if other is None or not isinstance(other.get("process"), int):
+            if other is None or not {"process", "of", "name", "facts"} <= other.keys():
                 connection.close()  # whoever that was
                 continue
             peer.process = other["process"]

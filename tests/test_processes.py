@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from experiments import evaluate
-from jaxmarl_llm import processes, sharding
+from jaxmarl_llm import loop, processes, sharding
 from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.processes import AGAIN, Deadlines
 from jaxmarl_llm.sharding import MeshConfig, make_mesh
@@ -92,12 +92,13 @@ from jaxmarl_llm import processes
 from jaxmarl_llm.text import ConfigError
 
 address, count, index, timeout, facts, wrong = sys.argv[1:]
-n, limits = 0, processes.Deadlines(rollout=2 if wrong == "sleeps" else 3600)
+limits = processes.Deadlines(rollout=2 if wrong == "sleeps" else 3600)
 with (
     processes.joined(processes.Place(address, int(count), int(index)), json.loads(facts), float(timeout)),
-    processes.deadlines(limits, lambda: n),
+    processes.deadlines(limits),
 ):
     for n in range(10**6):
+        processes.at(n)
         with processes.stage("rollout"):
             if wrong == "sleeps" and n == 4 and index == "1":
                 time.sleep(600)
@@ -405,6 +406,17 @@ def test_environment_calls_are_divided_by_task_and_come_back_in_order(count, mon
     ]
     monkeypatch.setattr(processes, "everyone", lambda mine: made)
     assert pool.map("step", calls, of) == [("step", call) for (call,) in calls]
+
+
+@pytest.mark.parametrize("seen", [[True, True, True], [True, False, True]])
+def test_a_workdir_that_not_all_hosts_share_is_an_error(seen, monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "count", lambda: 3)
+    monkeypatch.setattr(processes, "first", lambda make: make())
+    monkeypatch.setattr(processes, "everyone", lambda mine: [mine and there for there in seen])
+    refused = pytest.raises(ConfigError, match="--workdir: process 1 does not see what process 0 writes to")
+    with contextlib.nullcontext() if all(seen) else refused:
+        loop._check_shared(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []  # nothing is left
 
 
 def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
