@@ -81,7 +81,8 @@ def _fit(
             processes.at(step)
             with processes.stage("rollout"):
                 extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
-            state, metrics = recipe.step(state, logger)
+            with processes.stage("update"):
+                state, metrics = recipe.step(state, logger)
             step += 1
             state = state.replace(step=state.step + 1)
             bad = bad + 1 if metrics.pop("bad", 0.0) else 0

@@ -120,12 +120,15 @@ def listen_for_sigterm() -> None:
 
 @contextlib.contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What runs inside is ``name`` to the deadlines: a field of `Deadlines`, anything else counts as ``update``."""
-    _work.stages.append(_Stage(name if name in Deadlines.__dataclass_fields__ else "update", time.monotonic()))
+    """What runs inside is ``name`` to the deadlines: a field of `Deadlines`, anything else counts as ``update``.
+
+    A stage inside of another one is not part of it.
+    """
+    _work.begin(name if name in Deadlines.__dataclass_fields__ else "update")
     try:
         yield
     finally:
-        _work.stages.pop()
+        _work.end()
 
 
 @contextlib.contextmanager
@@ -157,7 +160,7 @@ def at(step: int) -> None:
 class _Stage:
     name: str
     since: float
-    compiled: float = 0.0  # seconds of it that went into compiling
+    apart: float = 0.0  # seconds since then that went into compiling and other stages
 
 
 @dataclass
@@ -169,24 +172,33 @@ class _Work:
     limits: Deadlines | None = None
     step: int = 0
 
+    def begin(self, name: str) -> None:
+        self.stages.append(_Stage(name, time.monotonic()))
+        self.compiling = None
+
+    def end(self) -> None:
+        done = self.stages.pop()
+        self.compiling = None
+        if self.stages:
+            self.stages[-1].apart += time.monotonic() - done.since
+
     def compiles(self, event: str, seconds: float, **_: Any) -> None:
         """Listener of JAX: a program was lowered, so that it is compiled now, or has been compiled."""
         if event.endswith("/jaxpr_to_mlir_module_duration"):
             self.compiling = time.monotonic()
         elif event.endswith("/backend_compile_duration"):
             self.compiling = None
-            for opened in list(self.stages):
-                opened.compiled += seconds
+            if self.stages:
+                self.stages[-1].apart += seconds
 
     def said(self) -> tuple[str, float]:
         """The innermost stage, or compiling, and seconds in it."""
         now, since = time.monotonic(), self.compiling
         if since is not None:
             return "compile", now - since
-        if not self.stages:
-            return "no stage", 0.0
-        top = self.stages[-1]
-        return top.name, now - top.since - top.compiled
+        for top in self.stages[-1:]:  # the main thread may end it now
+            return top.name, now - top.since - top.apart
+        return "no stage", 0.0
 
     def late(self) -> str | None:
         """What takes longer than it may."""
@@ -283,17 +295,17 @@ def _fail(error: BaseException) -> NoReturn:
     if isinstance(error, ConfigError):
         line, code = f"error: {' '.join(str(error).split())}", 2
         print(line, file=sys.stderr, flush=True)
+    elif isinstance(error, KeyboardInterrupt):
+        line, code = "interrupted", 130
+        print(line, file=sys.stderr, flush=True)
     else:
-        line, code = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}", 1
-        traceback.print_exception(error)
         import jax
 
-        if isinstance(error, KeyboardInterrupt):
-            code = 130
-        else:
-            # Likely of a collective operation, because another process failed or is gone: the watch hears of that,
-            # says which, and ends this one.
-            time.sleep(SILENCE + 2 * TICK if isinstance(error, jax.errors.JaxRuntimeError) else GRACE)
+        line, code = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}", 1
+        traceback.print_exception(error)
+        # Perhaps of a collective operation, because another process failed or is gone: the watch hears of that, says
+        # which, and ends this one.
+        time.sleep(SILENCE + 2 * TICK if isinstance(error, jax.errors.JaxRuntimeError) else GRACE)
     _watch.failed(line, code)
 
 
@@ -317,9 +329,10 @@ def _receive(port: int, me: dict, timeout: float) -> tuple[list[str], list[_Peer
         raise ConfigError(f"--coordinator: process 0 cannot listen on port {port}: {reason}") from error
     end, came = time.monotonic() + timeout, dict[int, tuple[_Peer, dict]]()
 
-    def refuse(line: str) -> NoReturn:
-        for peer, _ in came.values():
+    def refuse(line: str, *more: _Peer) -> NoReturn:
+        for peer in (*(peer for peer, _ in came.values()), *more):
             peer.say(refused=line)
+            peer.line.close()
         raise ConfigError(line)
 
     with listener:
@@ -336,18 +349,16 @@ def _receive(port: int, me: dict, timeout: float) -> tuple[list[str], list[_Peer
                 )
             peer = _Peer(connection)
             other = peer.wait(5.0)
-            if other is None or not {"process", "of", "name", "facts"} <= other.keys():
+            if other is None or not {"of", "name", "facts"} <= other.keys() or type(other.get("process")) is not int:
                 connection.close()  # whoever that was
                 continue
             peer.process = other["process"]
             if other["of"] != me["of"] or not 0 < peer.process < me["of"]:
-                line = f"{other['name']} and {me['name']} do not agree on how many there are"
-                peer.say(refused=line)
-                refuse(line)
-            if peer.process in came and not came[peer.process][0].closed():
-                line = f"{other['name']} and {came[peer.process][1]['name']}: the same number twice"
-                peer.say(refused=line)
-                refuse(line)
+                refuse(f"{other['name']} and {me['name']} do not agree on how many there are", peer)
+            if peer.process in came:
+                if not came[peer.process][0].closed():  # or it was started again
+                    refuse(f"{other['name']} and {came[peer.process][1]['name']}: the same number twice", peer)
+                came[peer.process][0].line.close()
             came[peer.process] = peer, other
         for _, other in came.values():
             for key in sorted({*me["facts"], *other["facts"]}):
@@ -376,14 +387,12 @@ def _call(host: str, port: int, me: dict, timeout: float) -> tuple[list[str], li
             time.sleep(0.2)
     peer = _Peer(connection)
     peer.say(**me)
-    answer = peer.wait(timeout + 10.0)
-    if answer is None:
-        raise ConfigError(f"process 0 of {me['of']} at {host}:{port} ended before all had come")
-    if "refused" in answer:
-        raise ConfigError(answer["refused"])
-    if "go" not in answer:
-        raise ConfigError(f"--coordinator: what answers at {host}:{port} is not process 0 of this run")
-    return answer["go"], [peer]
+    answer = peer.wait(timeout + 10.0) or {}
+    if "go" in answer:
+        return answer["go"], [peer]
+    connection.close()
+    lost = f"process 0 of {me['of']} at {host}:{port} ended before all had come, or is not of this run"
+    raise ConfigError(answer.get("refused", lost))
 
 
 # How they end together
@@ -430,8 +439,9 @@ class _Peer:
         return None
 
     def closed(self) -> bool:
+        self.line.settimeout(0)
         try:
-            return not self.line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return not self.line.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -390,6 +391,42 @@ def test_sigterm_to_one_process_saves_and_asks_to_be_run_again(folder, alone):
     assert (workdir / "checkpoints" / str(steps(workdir))).is_dir()
 
 
+def meet(*places, stranger=None):
+    """What each of some processes learns when they meet: the names of all, or an error."""
+    at = address()
+
+    def one(processes_, process):
+        try:
+            names, peers = processes._meet(processes.Place(at, processes_, process), {}, 5)
+        except ConfigError as error:
+            return str(error)
+        for peer in peers:
+            peer.line.close()
+        return names
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(one, *places[0])
+        if stranger is not None:
+            time.sleep(0.3)
+            with socket.create_connection(("127.0.0.1", int(at.rpartition(":")[2]))) as line:
+                line.sendall(stranger)
+        others = [pool.submit(one, *place) for place in places[1:]]
+        return [each.result() for each in (first, *others)]
+
+
+def test_who_meets_whom():
+    names = meet((3, 0), (3, 2), (3, 1))
+    assert names[0] == names[1] == names[2]
+    assert [name.split(" (")[0] for name in names[0]] == [f"process {i} of 3" for i in range(3)]
+    for word in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"process": "x"}\n', b""):  # is sent away
+        first, second = meet((2, 0), (2, 1), stranger=word)
+        assert first == second and len(first) == 2
+    for said in meet((2, 0), (3, 1)):
+        assert "do not agree on how many there are" in said
+    for said in meet((3, 0), (3, 1), (3, 1)):
+        assert said.count("process 1 of 3") == 2 and said.endswith("the same number twice")
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_environment_calls_are_divided_by_task_and_come_back_in_order(count, monkeypatch):
     made, calls, of = [], [(f"call {n}",) for n in range(7)], [0, 0, 2, 1, 1, 5, 2]
@@ -431,6 +468,10 @@ def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
         now[0] += 10
         assert work.late() == "longer than config.run.deadlines.compile=50"
         work.compiles("/jax/core/compile/backend_compile_duration", 55)
+        assert work.late() is None and work.said() == ("rollout", 15)
+        with processes.stage("memory"):
+            now[0] += 30
+            assert work.late() is None and work.said() == ("update", 30)
         assert work.late() is None and work.said() == ("rollout", 15)
         now[0] += 6
         assert work.late() == "longer than config.run.deadlines.rollout=20"
