@@ -26,10 +26,13 @@ from jaxmarl_llm.types import PyTree
 def digests(tree: PyTree) -> dict[str, str]:
     """SHA-256 of dtype, shape and bytes of every leaf, by path. Typed keys count as their key data.
 
-    Of several processes each computes some; what is cut over them is brought together piece by piece.
+    Of a tree on devices of several processes each computes some, and all have to ask; what is cut over them is brought
+    together piece by piece.
     """
-    out, own, others = {}, processes.index(), processes.count()
-    for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+    out, leaves = {}, jax.tree_util.tree_leaves_with_path(tree)
+    together = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for _, leaf in leaves)
+    own, others = (processes.index(), processes.count()) if together else (0, 1)
+    for i, (path, leaf) in enumerate(leaves):
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
@@ -39,7 +42,7 @@ def digests(tree: PyTree) -> dict[str, str]:
                 found.update(np.ascontiguousarray(piece).tobytes())
         if i % others == own:
             out[jax.tree_util.keystr(path)] = found.hexdigest()
-    return {path: digest for part in processes.everyone(out) for path, digest in part.items()}
+    return {path: digest for part in processes.everyone(out) for path, digest in part.items()} if together else out
 
 
 def seal(meta: dict[str, Any]) -> str:
