@@ -1,6 +1,11 @@
 """Train a recipe: python -m experiments.train --config=FILE.py[:variant] --workdir=DIR [--config.key=value ...]
 
-Run the same command again to resume from the newest checkpoint in the workdir.
+Run the same command again to resume from the newest checkpoint in the workdir. On several hosts the same command runs
+on each of them: under Slurm, on a TPU slice and in a JobSet the processes find each other; elsewhere each is told:
+
+    --coordinator=HOST:PORT --processes=4 --process=2     (HOST is that of process 0, PORT one that is free there)
+
+Exit codes: 2 wrong input; 75 nothing is wrong, run it again: saved after SIGTERM, or another process is gone.
 """
 
 import importlib
@@ -12,31 +17,45 @@ from experiments import cli
 
 flags.DEFINE_list("allow_config_change", [], "Config keys (a.b) that may differ from those the workdir was made with.")
 flags.DEFINE_string("compilation_cache", None, "Folder of compiled programs; default: <workdir>/../.jax_cache.")
+flags.DEFINE_string("coordinator", None, "host:port of process 0, where the processes of a run meet.")
+flags.DEFINE_integer("processes", None, "How many processes; default: as the environment says, 1 where it is silent.")
+flags.DEFINE_integer("process", None, "The number of this one, from 0.")
+flags.DEFINE_float("init_timeout", 300.0, "Seconds that processes wait for each other at the start.", lower_bound=1.0)
 
 
 def main(cfg, workdir, flag_values):
     logging.set_verbosity(logging.WARNING)  # Orbax tells every detail at INFO
     import jax  # only now: a bad configuration ends before any device is touched
+    import jaxlib
 
-    cache = flag_values.compilation_cache or os.path.join(os.path.dirname(os.path.abspath(workdir)), ".jax_cache")
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    from experiments import room
-    from jaxmarl_llm.loop import fit
-    from jaxmarl_llm.sharding import MeshConfig
-    from jaxmarl_llm.workload import workload_of
+    from jaxmarl_llm import __version__, processes
+    from jaxmarl_llm.config import flatten
 
-    module = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}")
-    if jax.device_count() == 1 or cfg.mesh == MeshConfig(data=1):  # of a mesh experiments.aot tells what a chip holds
-        plan, (work, _), memory = module.make_plan(cfg), workload_of(cfg), room.of_device()
-        room.refuse(cfg, plan, work, *memory)
-        if advice := room.micro_batch(cfg, plan, work, *memory):
-            logging.warning(advice)
-    recipe = module.make(cfg)
-    try:
-        fit(cfg, recipe, workdir, allow_config_change=flag_values.allow_config_change)
-    finally:
-        recipe.arena.close()
+    where = processes.place(
+        flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout
+    )
+    versions = {"jaxmarl_llm": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    facts = {**versions, "--workdir": os.path.abspath(workdir), **flatten(cfg)}
+    with processes.joined(where, facts, flag_values.init_timeout):
+        cache = flag_values.compilation_cache or os.path.join(os.path.dirname(os.path.abspath(workdir)), ".jax_cache")
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        from experiments import room
+        from jaxmarl_llm.loop import fit
+        from jaxmarl_llm.sharding import MeshConfig
+        from jaxmarl_llm.workload import workload_of
+
+        module = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}")
+        if cfg.mesh == MeshConfig(data=1):  # of a mesh experiments.aot tells what a chip holds
+            plan, (work, _), memory = module.make_plan(cfg), workload_of(cfg), room.of_device()
+            room.refuse(cfg, plan, work, *memory)
+            if advice := room.micro_batch(cfg, plan, work, *memory):
+                logging.warning(advice)
+        recipe = module.make(cfg)
+        try:
+            fit(cfg, recipe, workdir, allow_config_change=flag_values.allow_config_change)
+        finally:
+            recipe.arena.close()
 
 
 if __name__ == "__main__":

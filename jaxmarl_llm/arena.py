@@ -30,7 +30,7 @@ from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.rollout import make_rollout, mean_embedding
 from jaxmarl_llm.rollout_host import HostRollout, play
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import current, home, put_whole, to_rollout
+from jaxmarl_llm.sharding import current, home, put_whole, to_host, to_rollout
 from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
 from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool
@@ -170,7 +170,7 @@ class ArrayArena(Arena):
         tasks = jax.tree.map(lambda x: x[np.asarray(indices)], source)
         params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         rollout = self._compiled(team, plan, sampling, memory_config)
-        tree = jax.device_get(rollout(params, memory, tasks, key, jnp.int32(version), cast))
+        tree = to_host(rollout(params, memory, tasks, key, jnp.int32(version), cast))
         decode = team.models[0].tokenizer.decode
 
         def prompt(row: int) -> str:
@@ -391,7 +391,7 @@ def _recall(
             tokens[k, : len(ids)], length[k] = ids, len(ids)
         with home(model.name):
             store = put_whole(memory[team.roles[role].name])
-            got = jax.device_get(_lookup(model.policy.embed, config, model.variables(params), store, tokens, length))
+            got = to_host(_lookup(model.policy.embed, config, model.variables(params), store, tokens, length))
         texts = np.asarray(store.text)
         for k, i in enumerate(rows):
             query[i, : got[0].shape[1]], slots[i], similarity[i] = got[0][k], got[1][k], got[2][k]

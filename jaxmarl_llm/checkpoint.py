@@ -17,20 +17,32 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxmarl_llm import processes
+from jaxmarl_llm.sharding import pieces
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import PyTree
 
 
 def digests(tree: PyTree) -> dict[str, str]:
-    """SHA-256 of dtype, shape and bytes of every leaf, by path. Typed keys count as their key data."""
-    out = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    """SHA-256 of dtype, shape and bytes of every leaf, by path. Typed keys count as their key data.
+
+    Of a tree on devices of several processes each computes some, and all have to ask; what is cut over them is brought
+    together piece by piece.
+    """
+    out, leaves = {}, jax.tree_util.tree_leaves_with_path(tree)
+    together = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for _, leaf in leaves)
+    own, others = (processes.index(), processes.count()) if together else (0, 1)
+    for i, (path, leaf) in enumerate(leaves):
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        array = np.ascontiguousarray(leaf)
-        header = f"{array.dtype} {array.shape} ".encode()
-        out[jax.tree_util.keystr(path)] = hashlib.sha256(header + array.tobytes()).hexdigest()
-    return out
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+        found = hashlib.sha256(f"{dtype} {np.shape(leaf) or (1,)} ".encode())
+        for piece in pieces(leaf):
+            if i % others == own:
+                found.update(np.ascontiguousarray(piece).tobytes())
+        if i % others == own:
+            out[jax.tree_util.keystr(path)] = found.hexdigest()
+    return {path: digest for part in processes.everyone(out) for path, digest in part.items()} if together else out
 
 
 def seal(meta: dict[str, Any]) -> str:
@@ -53,7 +65,7 @@ class Checkpointer:
         return ocp.CheckpointManager(self.root, options=options)
 
     def steps(self) -> list[int]:
-        return sorted(self._manager.all_steps())
+        return processes.first(lambda: sorted(self._manager.all_steps()))
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
         """Start saving; returns once the arrays are copied. ``meta`` is JSON: configuration, versions, cursors."""
@@ -75,6 +87,7 @@ class Checkpointer:
         """
         tried = []
         for candidate in [step] if step is not None else self.steps()[::-1]:
+            got = problem = None
             try:
                 got = self._manager.restore(
                     candidate,
@@ -84,11 +97,12 @@ class Checkpointer:
                     problem = "checksum of meta differs"
                 else:
                     wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(k) != v]
-                    if not wrong:
-                        return got.state, got.meta, candidate
-                    problem = f"checksum of {wrong[0]} differs"
+                    problem = f"checksum of {wrong[0]} differs" if wrong else None
             except Exception as error:  # Orbax raises anything on damage, a bare Exception for a truncated array
                 problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            problem = next((p for p in processes.everyone(problem) if p is not None), None)
+            if problem is None:
+                return got.state, got.meta, candidate  # type: ignore[union-attr]
             tried.append(f"step {candidate} ({problem})")
             logging.getLogger(__name__).warning("checkpoint %s: %s; trying the one before", self.root, tried[-1])
             if step is None:
@@ -102,21 +116,25 @@ class Checkpointer:
         for step in self.steps()[::-1]:
             try:
                 meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-                if meta["seal"] == seal(meta):
-                    return meta
+                good = meta["seal"] == seal(meta)
             except Exception:  # as in restore
-                continue
+                good = False
+            if all(processes.everyone(good)):
+                return meta
         return None
 
     def _quarantine(self, step: int) -> None:
+        def move() -> None:
+            target = self.root.parent / "corrupt"
+            target.mkdir(parents=True, exist_ok=True)
+            name, n = f"{step}", 0
+            while (target / name).exists():
+                n += 1
+                name = f"{step}.{n}"
+            (self.root / str(step)).rename(target / name)
+
         self._manager.close()
-        target = self.root.parent / "corrupt"
-        target.mkdir(parents=True, exist_ok=True)
-        name, n = f"{step}", 0
-        while (target / name).exists():
-            n += 1
-            name = f"{step}.{n}"
-        (self.root / str(step)).rename(target / name)
+        processes.first(move)
         self._manager = self._open(self._keep)
 
     def wait(self) -> None:

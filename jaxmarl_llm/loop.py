@@ -6,14 +6,14 @@ import functools
 import hashlib
 import json
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxmarl_llm import __version__
+from jaxmarl_llm import __version__, processes
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.metrics import Logger
@@ -36,49 +36,61 @@ def fit(
     Writes metrics.jsonl, TensorBoard events, checkpoints/, config.json, and at the end report.png and episodes.md.
     """
     workdir = Path(workdir)
-    saver = Checkpointer(workdir, keep=cfg.run.keep)
-    try:
-        return _fit(cfg, recipe, workdir, saver, allow_config_change)
-    finally:
-        saver.close()  # waits for a save that is under way, whatever ended the run
+    with processes.deadlines(cfg.run.deadlines):
+        with processes.stage("save"):
+            _check_shared(workdir)
+            saver = Checkpointer(workdir, keep=cfg.run.keep)
+        try:
+            return _fit(cfg, recipe, workdir, saver, allow_config_change)
+        finally:
+            saver.close()  # waits for a save that is under way, whatever ended the run
 
 
 def _fit(
     cfg: BaseConfig, recipe: Recipe, workdir: Path, saver: Checkpointer, allow_config_change: Sequence[str]
 ) -> TrainState:
-    meta = saver.read_meta()
-    if meta is not None:
-        _check_same(cfg, meta, allow_config_change)
-    if meta is None:
-        state, resumed = recipe.init(0), None
-    else:
-        state, resumed = restore(saver, recipe, meta)
-    backbone = fingerprint_of(state.params["shared"])
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
-    save = lambda: saver.save(int(state.step), _without_shared(state), _meta(cfg, int(state.step), backbone))
-    with Logger(
+    with processes.stage("save"):
+        meta = saver.read_meta()
+        if meta is not None:
+            _check_same(cfg, meta, allow_config_change)
+        if meta is None:
+            state, resumed = recipe.init(0), None
+        else:
+            state, resumed = restore(saver, recipe, meta)
+        backbone = fingerprint_of(state.params["shared"])
+    primary = processes.index() == 0  # the others play and learn, and write nothing but their parts of checkpoints
+    if primary:
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
+
+    bad, step = 0, int(state.step)
+    save = lambda: saver.save(step, _without_shared(state), _meta(cfg, step, backbone))
+    logger = Logger(
         workdir,
         resume_step=resumed,
         total_steps=recipe.total_steps,
         interval=cfg.run.log_every,
         tensorboard=cfg.run.tensorboard,
         wandb_project=cfg.run.wandb_project,
-    ) as logger:
+        primary=primary,
+    )
+    with logger:
         if resumed is not None:
             logger.print(f"resumed {workdir} at step {resumed}")
-        bad = 0
-        while int(state.step) < recipe.total_steps:
-            step = int(state.step)
-            extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
-            state, metrics = recipe.step(state, logger)
+        while step < recipe.total_steps:
+            processes.at(step)
+            with processes.stage("rollout"):
+                extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
+            with processes.stage("update"):
+                state, metrics = recipe.step(state, logger)
             step += 1
-            state = state.replace(step=jnp.int32(step))
+            state = state.replace(step=state.step + 1)
             bad = bad + 1 if metrics.pop("bad", 0.0) else 0
             skipped = state.counters["skipped"] + int(bad > 0)
             state = state.replace(counters={**state.counters, "skipped": skipped})
             if step == recipe.total_steps:
-                extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
+                with processes.stage("rollout"):
+                    extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
             logger.log(step, {**metrics, **extra, "count/skipped": float(skipped)})
             if bad >= cfg.run.max_bad_steps:
                 raise FloatingPointError(
@@ -91,15 +103,43 @@ def _fit(
                     f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_gap="
                     f"{cfg.run.max_logprob_gap:g}; the update would be biased"
                 )
-            if step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
-                save()
+            with processes.stage("save"):
+                stopping = processes.stop_asked() and step < recipe.total_steps
+                if stopping or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
+                    save()
+                if stopping:
+                    saver.wait()
+                    logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
+                    raise SystemExit(processes.AGAIN)
             release_programs()
-        saver.wait()
-        if (workdir / "metrics.jsonl").exists() and recipe.total_steps:
+        with processes.stage("save"):
+            saver.wait()
+        if primary and (workdir / "metrics.jsonl").exists() and recipe.total_steps:
             report(workdir)
             episodes_markdown(recipe.episodes(), workdir / "episodes.md")
             logger.print(f"wrote {workdir / 'report.png'} and {workdir / 'episodes.md'}")
     return state
+
+
+def _check_shared(workdir: Path) -> None:
+    """ConfigError when what process 0 writes into ``workdir`` is not there for all."""
+    if processes.count() == 1:
+        return
+
+    def write() -> str:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=workdir, prefix=".of_process_0_", delete=False) as file:
+            return Path(file.name).name
+
+    mark = workdir / processes.first(write)
+    blind = [k for k, sees in enumerate(processes.everyone(mark.exists())) if not sees]
+    if processes.index() == 0:
+        mark.unlink()
+    if blind:
+        raise ConfigError(
+            f"--workdir: process {blind[0]} does not see what process 0 writes to {workdir}; it has to be one folder "
+            "that all hosts have mounted"
+        )
 
 
 def release_programs(share: float = 0.5) -> bool:

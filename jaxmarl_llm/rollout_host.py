@@ -94,7 +94,7 @@ def play(
     env = pool.env
     plan.check(env)
     roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
-    started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)])
+    started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)], range(len(tasks)))
     failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
     frontier = [_Live(ROOT, s, roots[i], -1, i) for i, s in enumerate(started) if not isinstance(s, Failure)]
 
@@ -188,11 +188,13 @@ def play(
                 )
                 for i, j in joint
             ],
+            [frontier[i].task for i, _ in joint],
         )
         results = [checked(r) for r in results]
         calls += len(joint)
         if plan.local:
-            judged = pool.map("verify", [(r[0],) for r in results if not isinstance(r, Failure)])
+            played = [(r[0], frontier[i].task) for r, (i, _) in zip(results, joint) if not isinstance(r, Failure)]
+            judged = pool.map("verify", [(state,) for state, _ in played], [task for _, task in played])
             verdicts = iter(judged)
             results = [r if isinstance(r, Failure) else replace_rewards(r, next(verdicts)) for r in results]
         made: dict[int, list[tuple[int, int]]] = {}  # state -> its joint actions: (transition, joint index)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -185,7 +186,53 @@ def whole(mesh: Mesh) -> NamedSharding:
 def place(mesh: Mesh, tree: PyTree) -> PyTree:
     """Parameters, adapters, heads or optimizer states on their devices, in the memory that they are in."""
     kind = lambda x: x.sharding.memory_kind if isinstance(x, jax.Array) else None
-    return jax.device_put(tree, jax.tree.map(lambda x, s: s.with_memory_kind(kind(x)), tree, shardings(mesh, tree)))
+    return put(tree, jax.tree.map(lambda x, s: s.with_memory_kind(kind(x)), tree, shardings(mesh, tree)))
+
+
+def put(tree: PyTree, where: Any) -> PyTree:
+    """`jax.device_put`, also on devices of other processes, all of which hold the same values: they are not compared.
+
+    ``where``: a sharding, or a tree of them.
+    """
+
+    def move(x: Any, where: NamedSharding) -> jax.Array:
+        if where.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.device_put(x, where)
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(move(jax.random.key_data(x), where), impl=jax.random.key_impl(x))
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, where, lambda index: host[index])
+
+    where = jax.tree.map(lambda _: where, tree) if isinstance(where, NamedSharding) else where
+    return jax.tree.map(move, tree, where)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """`jax.device_get`, also of what lies on devices of other processes. All of them have to ask for the same."""
+    leaves, treedef = jax.tree.flatten(tree)
+    far = [i for i, x in enumerate(leaves) if _far(x)]
+    for i, x in zip(far, _everywhere([leaves[i] for i in far]) if far else ()):
+        leaves[i] = x
+    return jax.device_get(jax.tree.unflatten(treedef, leaves))
+
+
+def pieces(x: Any, size: int = 1 << 28) -> Iterator[np.ndarray]:
+    """The values of an array in order; where parts lie on devices of other processes, some ``size`` bytes at a time."""
+    if not _far(x) or x.nbytes <= size or not x.ndim:
+        yield np.asarray(to_host(x))
+        return
+    rows = max(1, size // (x.nbytes // len(x)))
+    for start in range(0, len(x), rows):
+        yield np.asarray(to_host(jax.lax.slice_in_dim(x, start, min(start + rows, len(x)))))
+
+
+def _far(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated
+
+
+def _everywhere(arrays: list[jax.Array]) -> list[jax.Array]:
+    mesh = arrays[0].sharding.mesh  # type: ignore[attr-defined]
+    return jax.jit(lambda x: x, out_shardings=whole(mesh))(arrays)
 
 
 class Split(NamedTuple):
@@ -263,13 +310,13 @@ def tensor_parts() -> int:
 def put_rows(tree: PyTree) -> PyTree:
     """Host tables onto the mesh, their leading axes cut; without a mesh as they are."""
     mesh = current()
-    return tree if mesh is None else jax.device_put(tree, rows(mesh))
+    return tree if mesh is None else put(tree, rows(mesh))
 
 
 def put_whole(tree: PyTree) -> PyTree:
     """A copy on every device of the mesh; without a mesh as it is."""
     mesh = current()
-    return tree if mesh is None else jax.device_put(tree, whole(mesh))
+    return tree if mesh is None else put(tree, whole(mesh))
 
 
 def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree:
@@ -352,6 +399,11 @@ def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh
     if cfg.models == "split":
         return _open_split(cfg, models, path)
     if cfg == MeshConfig(data=1):
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"config.mesh: 1 device for {jax.process_count()} processes, which have {jax.device_count()}; "
+                "data=-1 takes all"
+            )
         if jax.device_count() > 1:
             logging.info("config.mesh: 1 of %d devices is used; data=-1 takes all", jax.device_count())
         return None
@@ -392,6 +444,6 @@ def settled(mesh: Mesh | Split | None, state: TrainState) -> TrainState:
     if isinstance(mesh, Split):
         at = lambda trees: {name: place(mesh.meshes[name], tree) for name, tree in trees.items()}
         return state.replace(params={k: at(v) for k, v in state.params.items()}, opt_state=at(state.opt_state))
-    everywhere = {k: jax.device_put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters")}
+    everywhere = {k: put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters")}
     placed = {k: place(mesh, getattr(state, k)) for k in ("params", "opt_state")}
     return state.replace(**everywhere, **placed)

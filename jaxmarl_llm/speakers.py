@@ -138,7 +138,7 @@ class Speakers:
             keep=True,
             layers=playing.layers(model, limit),
         )
-        out = jax.device_get(out)
+        out = sharding.to_host(out)
         said: list[list[Said]] = []
         for row in range(len(asked)):
             said.append([])

@@ -21,6 +21,7 @@ from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.packing import pack
 from jaxmarl_llm.past import Past
+from jaxmarl_llm.processes import Deadlines
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.team import TeamConfig
@@ -63,6 +64,7 @@ class RunConfig:
     tensorboard: bool = True
     wandb_project: str | None = None
     max_bad_steps: int = 10  # in a row, whose loss or gradient was not finite, before the run stops
+    deadlines: Deadlines = Deadlines()  # of the stages of a step
     max_logprob_gap: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
     episodes: int = 6  # written to episodes.md at the end
 
@@ -257,9 +259,9 @@ def appraise(
         decay=cfg.decay,
     )
     role = nodes.role[tree.steps.node]
-    gain, has = jax.device_get(_step_returns(moves.steps, role, advantage, moves.valid, num_steps=len(role)))
+    gain, has = sharding.to_host(_step_returns(moves.steps, role, advantage, moves.valid, num_steps=len(role)))
     gain, has = np.array(gain), has & tree.steps.valid
-    aim, known = node_targets(tree, np.asarray(target), moves.valid)
+    aim, known = node_targets(tree, sharding.to_host(target), moves.valid)
     out, metrics = {}, {}
     for name, (read, said) in reads.items():
         mine = known & (read.of_node >= 0)
@@ -335,7 +337,7 @@ def credit(
 ) -> Credited:
     """Credit the tree under reward ``weights``; numpy arrays."""
     rule = cfg.credit if discount is None else dataclasses.replace(cfg.credit, discount=discount)
-    return jax.device_get(
+    return sharding.to_host(
         assign(
             rule,
             played.tree,

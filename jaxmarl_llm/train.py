@@ -234,6 +234,7 @@ def update(
     ``reference`` (a tree like own) is the policy of the KL term, or of dpo. A non-finite loss or gradient skips that
     optimizer step: parameters and optimizer state come back as they were, ``ok`` is 0.
     """
+    sent = float(sum(map(trunk_tokens, batches)))  # counted while the batches are on the host
     batches = [sharding.put_rows(pad_rows(b, sharding.row_parts())) for b in batches]
     if loss.refers:
         if reference is None:
@@ -262,7 +263,7 @@ def update(
         seen |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
     if learner.offload:
         opt_state = to_memory(opt_state, "pinned_host")
-    return Updated(own, opt_state, {**seen, "ok": float(ok), "trunk_tokens": float(sum(map(trunk_tokens, batches)))})
+    return Updated(own, opt_state, {**seen, "ok": float(ok), "trunk_tokens": sent})
 
 
 def update_models(

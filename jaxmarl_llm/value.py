@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxmarl_llm.advantages import step_returns
 from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.sharding import to_host
 from jaxmarl_llm.train import Batch, Learner, NodeTargets
 from jaxmarl_llm.types import Model, Params, Team, Tree
 
@@ -80,7 +81,7 @@ def estimate(learner: Learner, model: Model, params: Params, read: Reading, *, m
     shared = None if model.base is None else params["shared"][model.base]
     out = np.zeros(len(read.length), np.float32)
     for part, tokens, length in _chunks(read, micro_tokens):
-        out[part] = np.asarray(learner.value(own, shared, tokens, length))[: len(part)]
+        out[part] = to_host(learner.value(own, shared, tokens, length))[: len(part)]
     return out
 
 
@@ -103,7 +104,7 @@ def node_targets(tree: Tree, targets: np.ndarray, valid: np.ndarray) -> tuple[np
     """
     role = tree.nodes.role[tree.steps.node]
     steps = tree.transitions.steps
-    value, has = jax.device_get(
+    value, has = to_host(
         step_returns(steps, jnp.asarray(role), jnp.asarray(targets), jnp.asarray(valid), num_steps=len(role))
     )
     n = len(tree.nodes.role)

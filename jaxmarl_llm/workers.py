@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
+from jaxmarl_llm import processes
 from jaxmarl_llm.text import HostEnv
 
 _env: HostEnv | None = None
@@ -65,14 +66,24 @@ class EnvPool:
             self._pool = ProcessPool(self._workers, initializer=_build, initargs=(self._factory,), context=context)
         return self._pool
 
-    def map(self, method: str, calls: Sequence[tuple]) -> list[Any]:
-        """``env.method(*args)`` for each args, in order; a `Failure` where a call has no result."""
+    def map(self, method: str, calls: Sequence[tuple], tasks: Sequence[int] | None = None) -> list[Any]:
+        """``env.method(*args)`` for each args, in order; a `Failure` where a call has no result.
+
+        ``tasks``: the task of each call; None: one each. Of several processes each plays its own, by number, and all
+        get every result: what is played, and when it fails, is the same for any number of them.
+        """
+        count, own, tasks = processes.count(), processes.index(), range(len(calls)) if tasks is None else tasks
+        mine = self._map(method, [args for args, task in zip(calls, tasks, strict=True) if task % count == own])
+        results = [iter(part) for part in processes.everyone(mine)]
+        return [next(results[task % count]) for task in tasks]
+
+    def _map(self, method: str, calls: Sequence[tuple]) -> list[Any]:
         if not self._workers:
             return [self._inline(method, args) for args in calls]
         return [self._alone(method, args) if r is None else r for args, r in zip(calls, self._try(method, calls))]
 
     def _try(self, method: str, calls: Sequence[tuple]) -> list[Any]:
-        """As `map`, with None where the whole pool broke before the call was answered."""
+        """As `_map`, with None where the whole pool broke before the call was answered."""
         pool = self._live()
         try:
             # The first call of a fresh worker pays for its imports; pebble's clock starts when the call does.

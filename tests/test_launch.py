@@ -85,6 +85,9 @@ def test_a_queued_slice_is_waited_for_and_a_failed_run_is_not_repeated_for_ever(
     reply = 'case "$*" in *describe*) echo ACTIVE;; *ssh*) exit 1;; esac'
     code, calls, error = clients("queued_resources.sh", CLOUD | RUN, when="gcloud*", reply=reply)
     assert code == 1 and "a slice that is well" in error
+    reply = 'case "$*" in *describe*) echo ACTIVE;; *ssh*) exit 75;; esac'  # asks to be run again
+    code, calls, error = clients("queued_resources.sh", CLOUD | RUN | {"ROUNDS": "3"}, when="gcloud*", reply=reply)
+    assert code == 1 and "gave up after 3 rounds" in error and len([c for c in calls if TRAINED in c]) == 3
     reply = "echo SUSPENDED"
     code, calls, error = clients("queued_resources.sh", CLOUD | RUN | {"ROUNDS": "2"}, when="*describe*", reply=reply)
     assert code == 1 and "gave up after 2 rounds" in error
@@ -113,7 +116,16 @@ def test_slurm_runs_it_and_queues_again(clients):
     code, calls, _ = clients("slurm.sbatch", RUN, "--config.seed=1")
     assert (code, calls) == (0, [f"srun {TRAINED} --config.seed=1"])
     head = (LAUNCH / "slurm.sbatch").read_text()
-    assert "#SBATCH --requeue" in head and 'scontrol requeue "$SLURM_JOB_ID"' in head
+    # SIGTERM goes to the tasks, not to this script (which would be B:TERM).
+    assert "#SBATCH --requeue" in head and "#SBATCH --signal=TERM@120" in head
+    job = RUN | {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+    for status, again in ((75, True), (137, True), (2, False), (1, False)):
+        code, calls, _ = clients("slurm.sbatch", job, when="srun*", reply=f"exit {status}")
+        assert (code, calls[1:]) == (status, ["scontrol requeue 7"] * again)
+    code, calls, _ = clients("slurm.sbatch", job | {"SLURM_RESTART_COUNT": "20"}, when="srun*", reply="exit 75")
+    assert (code, len(calls)) == (75, 1)
+    code, _, said = clients("slurm.sbatch", job, when="srun*", reply='echo "$JAX_LOCAL_DEVICE_IDS" >&2')
+    assert (code, said) == (0, "0,1,2,3\n")
     code, _, error = clients("slurm.sbatch", {"CONFIG": "x"})
     assert code != 0 and "WORKDIR" in error
 
@@ -129,7 +141,8 @@ def test_yaml_files_have_the_keys_their_clients_read():
     assert pod["restartPolicy"] == "Never"
     assert set(pod["nodeSelector"]) == {f"cloud.google.com/gke-tpu-{x}" for x in ("accelerator", "topology")}
     (container,) = pod["containers"]
-    assert container["command"] == ["bash", "-c", COMMAND]
+    assert container["command"] == ["bash", "-c", f"exec {COMMAND}"]  # in bash's place, so that SIGTERM reaches it
+    assert spec["completionMode"] == "Indexed" and pod["terminationGracePeriodSeconds"] >= 120
     assert container["resources"]["limits"] == container["resources"]["requests"] == {"google.com/tpu": "$CHIPS"}
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert set(sky) == {"name", "resources", "num_nodes", "workdir", "envs", "setup", "run"}

@@ -23,6 +23,7 @@ LAYERS = {
         "sandbox",
         "sharding",
         "optimizers",
+        "processes",
     ],
     2: ["qwen", "tabular", "generate", "envs", "data"],
     3: [

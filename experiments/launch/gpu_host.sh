@@ -3,6 +3,9 @@
 # is that of the environment that is active.
 #
 #   CONFIG=experiments/configs/joyagents_r1.py:qwen2_5_3b WORKDIR=runs/team experiments/launch/gpu_host.sh [flags]
+#
+# On several machines without a scheduler: on each of them, with --coordinator=HOST:PORT --processes=N --process=I. When
+# one dies the others end with 75, start again here and wait for it, --init_timeout seconds.
 set -euo pipefail
 : "${CONFIG:?experiments/configs/FILE.py:variant}" "${WORKDIR:?folder of the run}"
 RESTARTS=${RESTARTS:-3}
@@ -11,7 +14,7 @@ cd "$(dirname "$0")/../.."
 for attempt in $(seq 0 "$RESTARTS"); do
     status=0
     python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR" "$@" || status=$?
-    # 2: a wrong flag or configuration; 130: interrupted. Neither gets better by trying again.
+    # 2: a wrong flag or configuration; 130: interrupted. Neither gets better by trying again. 75 asks for it.
     case $status in 0 | 2 | 130) exit "$status" ;; esac
     echo "attempt $attempt ended with $status" >&2
 done

@@ -23,10 +23,13 @@ for round in $(seq "$ROUNDS"); do
         sleep "$WAIT"
     done
     # tpu_vm.sh finds the slice and runs: python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR"
-    if "$here/tpu_vm.sh" "$@"; then
+    status=0
+    "$here/tpu_vm.sh" "$@" || status=$?
+    if [ "$status" -eq 0 ]; then
         echo "finished in round $round; delete the slice with: gcloud compute tpus queued-resources delete $NAME --force"
         exit 0
     fi
+    [ "$status" -ne 75 ] || continue # nothing is wrong: run it again
     [ "$(state)" != ACTIVE ] || { echo "the run failed on a slice that is well: see its output" >&2; exit 1; }
 done
 echo "gave up after $ROUNDS rounds" >&2

@@ -20,11 +20,16 @@ trap 'rm -rf "$code"' EXIT
 git archive --output="$code/code.tar.gz" HEAD
 tpu scp "$code/code.tar.gz" "$NAME:code.tar.gz" --worker=all
 
-# A run that is still there is stopped first: two of them would wait for each other's chips.
+# The same command on every host: the processes find each other. A run that is still there is stopped first, which takes
+# it to the end of its step: two of them would wait for each other's chips.
 tpu ssh "$NAME" --worker=all --command="
     set -e
     mkdir -p jaxmarl_llm && tar -xzf code.tar.gz -C jaxmarl_llm && cd jaxmarl_llm
-    if [ -f train.pid ]; then kill \$(cat train.pid) 2>/dev/null || true; fi
+    if [ -f train.pid ]; then
+        kill \$(cat train.pid) 2>/dev/null || true
+        for i in \$(seq 300); do kill -0 \$(cat train.pid) 2>/dev/null || break; sleep 1; done
+        kill -9 \$(cat train.pid) 2>/dev/null || true
+    fi
     [ -d .venv ] || python3 -m venv .venv
     . .venv/bin/activate && pip install --quiet -e '.[tpu,hf]'
     echo \$\$ >train.pid

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm import offline, phases
+from jaxmarl_llm import offline, phases, processes
 from jaxmarl_llm.arena import Demonstrations, EnvConfig, Played
 from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credited
@@ -213,9 +213,10 @@ def make(cfg: Config) -> phases.Recipe:
         """What is held or on disk; sampled by the policy that stage 0 ends with, and by no other."""
         folder = Path(cfg.data or logger.workdir / "data")
         if folder not in held:
-            if int(state.step) == cfg.sft.steps and not folder.exists():
+            if int(state.step) == cfg.sft.steps and not processes.first(folder.exists):
                 with logger.first(f"rollout {plan.name}"), logger.stage("rollout"):
-                    offline.save(folder, source(cfg), sample(state))
+                    tables = sample(state)
+                    processes.first(lambda: offline.save(folder, source(cfg), tables))
             held.clear()
             held[folder] = from_tables(offline.load(folder, source(cfg)))
         return held[folder]
