@@ -6,12 +6,12 @@ RUN := $(VENV)/bin/python
 CPU := JAX_PLATFORMS=cpu
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test test-one test-312 lint types notebooks sandbox weights smollm2 install install-test clean help
+.PHONY: demo test test-one test-312 lint types notebooks aot sandbox weights smollm2 install install-test clean help
 
 help:
 	@echo "make demo       train JoyAgents-R1 on CPU with tiny models; writes runs/demo/report.png (SEED=0)"
 	@echo "make test       install what the tests need and run them all, on Python 3.12 too where it is found"
-	@echo "make lint types notebooks"
+	@echo "make lint types notebooks aot"
 	@echo "make sandbox    install what runs generated code safely: bubblewrap and libseccomp"
 	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
 
@@ -42,11 +42,16 @@ demo: $(VENV)/.installed
 
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
 
-test: test-one notebooks test-312
+test: test-one notebooks aot test-312
 
 test-one: $(VENV)/.installed-parity lint types sandbox
 	@test -f weights/smollm2/config.json || $(MAKE) weights || echo "SmolLM2 was not fetched: its tests skip"
 	$(CPU) $(RUN) -m pytest $(SPREAD)
+
+# The 3B team on three slices of TPUs: compiled, and fits. Two at a time, as many as there are cores.
+AOT := $(CPU) $(RUN) -m experiments.aot --config=experiments/configs/joyagents_r1.py:qwen2_5_3b
+aot: $(VENV)/.installed-test
+	$(AOT) --topology=v6e:16x16 & other=$$!; $(AOT) --topology=v5e:16x16,v5p:8x8x8 && wait $$other
 
 # The newest JAX needs Python 3.12. Where that Python is found, what rests on JAX, Flax, Optax and Orbax runs on it too;
 # torch, text environments and recipes, which are compositions of that, are left to the first leg.

@@ -369,7 +369,8 @@ def load(out: str | None) -> list[dict[str, Any]]:
     return json.loads(path.read_text()) if path and path.exists() else []
 
 
-def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
+def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
+    """The exit code: 0 where every topology has a row that fits, else 1."""
     from jaxmarl_llm.config import one_of
     from jaxmarl_llm.text import ConfigError
 
@@ -377,7 +378,8 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     if flag_values.doc:
         from experiments import pods
 
-        return pods.write(rows, Path(flag_values.doc))
+        pods.write(rows, Path(flag_values.doc))
+        return 0
     if cfg is None or not flag_values.topology:
         raise ConfigError("--config, --topology: expected both, or --doc with --out")
     from experiments import ahead
@@ -386,7 +388,9 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         one_of("--stages", stage, PROGRAMS)
     for topology in flag_values.topology:
         ahead.check(topology)
+    code = 0
     for topology in flag_values.topology:
+        fits = False
         tries = [(cfg, flag_values.mesh)]
         if flag_values.search:
             bare, plan, work, _ = prepare(cfg)
@@ -410,6 +414,9 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
                 if flag_values.out:
                     Path(flag_values.out).write_text(json.dumps(rows, indent=1) + "\n")
             show(row)
+            fits |= row["fits"]
+        code |= not fits
+    return int(code)
 
 
 def label(spec: str, cfg: Any) -> str:

@@ -48,7 +48,7 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
         module = importlib.import_module(f"jaxmarl_llm.recipes.{meta['config']['recipe']}")
         cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(*map(int, mesh)))
         recipe = module.make(cfg)
-        state = loop.restore(saver, recipe, meta)[0]
+        state = loop.restore(saver, recipe, meta, learning=False)[0]
     finally:
         saver.close()
     return cfg, recipe, state

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from typing import Any
 
 import jax
@@ -79,24 +80,32 @@ class Checkpointer:
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         )
 
-    def restore(self, like: PyTree, step: int | None = None) -> tuple[PyTree, dict[str, Any], int] | None:
+    def restore(
+        self, like: PyTree, step: int | None = None, *, part: bool = False
+    ) -> tuple[PyTree, dict[str, Any], int] | None:
         """The newest good step (or ``step``) as (state, meta, step); None when nothing was ever saved.
 
-        ``like`` gives structure, shapes, dtypes and shardings (arrays or ShapeDtypeStructs). Raises ConfigError when
-        there are steps but none is good: never a fresh start in a used directory.
+        ``like`` gives structure, shapes, dtypes and shardings (arrays or ShapeDtypeStructs). ``part``: it is a dict of
+        some of the state's fields, themselves with some of their keys, as one agent's parameters; nothing else is read.
+        Raises ConfigError when there are steps but none is good: never a fresh start in a used directory.
         """
         tried = []
+        places = ocp.checkpoint_utils.construct_restore_args(like)
+        some = ocp.args.PyTreeRestore(item=like, restore_args=places, partial_restore=True)
+        wanted = some if part else ocp.args.StandardRestore(like)
         for candidate in [step] if step is not None else self.steps()[::-1]:
             got = problem = None
             try:
                 got = self._manager.restore(
                     candidate,
-                    args=ocp.args.Composite(state=ocp.args.StandardRestore(like), meta=ocp.args.JsonRestore()),
+                    args=ocp.args.Composite(state=wanted, meta=ocp.args.JsonRestore()),
                 )
                 if got.meta["seal"] != seal(got.meta):
                     problem = "checksum of meta differs"
                 else:
-                    wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(k) != v]
+                    # A part's fields are keys, those of the saved state attributes.
+                    named = lambda path: re.sub(r"^\['(\w+)'\]", r".\1", path) if part else path
+                    wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(named(k)) != v]
                     problem = f"checksum of {wrong[0]} differs" if wrong else None
             except Exception as error:  # Orbax raises anything on damage, a bare Exception for a truncated array
                 problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -157,16 +157,27 @@ def release_programs(share: float = 0.5) -> bool:
     return True
 
 
-def restore(saver: Checkpointer, recipe: Recipe, meta: Mapping[str, Any]) -> tuple[TrainState, int]:
-    """The newest good state and its step. The frozen backbone is made anew and must be the one trained on."""
+def restore(
+    saver: Checkpointer, recipe: Recipe, meta: Mapping[str, Any], *, learning: bool = True
+) -> tuple[TrainState, int]:
+    """The newest good state and its step. The frozen backbone is made anew and must be the one trained on.
+
+    ``learning``: False leaves the optimizer states as they begin, unread: for what evaluates or exports.
+    """
     like = recipe.init(int(meta["step"]))
     shared = like.params["shared"]
     if meta["backbone"] != fingerprint_of(shared):
         raise ConfigError(f"{saver.root.parent}: the shared backbone is not the one this run was trained on")
-    got = saver.restore(_without_shared(like))
+    saved = _without_shared(like)
+    if learning:
+        got = saver.restore(saved)
+    else:
+        part = {name: getattr(saved, name) for name in ("step", "key", "params", "memory", "counters")}
+        got = saver.restore({name: tree for name, tree in part.items() if jax.tree.leaves(tree)}, part=True)
     if got is None:
         raise ConfigError(f"{saver.root}: no checkpoint")
-    return got[0].replace(params={**got[0].params, "shared": shared}), got[2]
+    state = got[0] if learning else saved.replace(**got[0])
+    return state.replace(params={**state.params, "shared": shared}), got[2]
 
 
 def _evaluates(cfg: BaseConfig, step: int) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import json
 import os
 import random
 import shutil
@@ -17,10 +18,12 @@ import jaxtyping
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmarl_llm import memory
-from jaxmarl_llm.checkpoint import Checkpointer, digests
+from jaxmarl_llm.checkpoint import Checkpointer, digests, seal
 from jaxmarl_llm.memory import MemoryConfig
+from jaxmarl_llm.sharding import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import TrainState
 
@@ -138,6 +141,31 @@ def test_restores_into_shapes_alone(run):
     got = with_saver(run, lambda saver: saver.restore(shapes))
     assert_is(got, 3)
     assert got[0].params["agents"]["master"]["params"]["w"].devices() == {jax.devices()[1]}
+
+
+def test_one_agent_or_the_memory_alone_onto_a_mesh(run):
+    """What is asked for is placed and checked; nothing else is read."""
+    state, mesh = like(), make_mesh(MeshConfig(data=2, fsdp=4, tensor=1))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    cut = jax.ShapeDtypeStruct((48, 48), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    master = state.params["agents"]["master"]
+    one = {"w": cut, "half": place(master["params"]["half"])}
+    asked = {"params": {"agents": {"master": {"params": one}}}, "memory": state.memory, "step": state.step}
+    got, _, step = with_saver(run, lambda saver: saver.restore(asked, part=True))
+    assert step == 3 and got["params"]["agents"]["master"]["params"]["w"].addressable_shards[0].data.shape == (12, 48)
+    true = make_state(3)
+    wanted = {
+        "params": {"agents": {"master": true.params["agents"]["master"]}},
+        "memory": true.memory,
+        "step": true.step,
+    }
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(wanted))
+    path = run / "checkpoints" / "3" / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["sha256"][".memory['master'].text"] = "0" * 64
+    path.write_text(json.dumps({**meta, "seal": seal(meta)}))
+    with pytest.raises(ConfigError, match=r"checksum of \['memory'\]\['master'\]\.text differs"):
+        with_saver(run, lambda saver: saver.restore(asked, 3, part=True))
 
 
 def test_digests_see_values_dtype_shape_and_place():
