@@ -163,15 +163,18 @@ def test_a_table_keeps_what_was_missed_and_says_where_it_is_from(tmp_path):
     assert done.returncode == 2 and "expected <!-- bench: begin --> and" in done.stderr
 
 
+MINE = "update, tiny, G=4, P=16, R=8, naive JAX, PyTorch"
+
+
 @pytest.mark.parity
 def test_the_command_adds_what_it_measured_to_a_file(tmp_path):
     out = tmp_path / "bench.json"
-    out.write_text(json.dumps({"another, case": {}, "update, tiny, G=4, P=16, R=8": {"old": True}}))
+    out.write_text(json.dumps({"another, case": {}, MINE: {"old": True}}))
     line = [sys.executable, "-m", "experiments.bench", "--suite=tiny", "--only=update", f"--out={out}"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert "| update | tiny, G=4, P=16, R=8 |" in done.stdout and "| PyTorch |" in done.stdout
     rows = json.loads(out.read_text())
-    mine = rows["update, tiny, G=4, P=16, R=8"]
+    mine = rows[MINE]
     assert {"command", "date", "commit", "machine", "load", "cores"} <= set(mine["origin"]) and "old" not in mine
     assert rows["another, case"] == {} and len(mine["values"]["ours"]) == 1
     done = subprocess.run([*line[:4], "--only=decod"], capture_output=True, text=True, check=False)

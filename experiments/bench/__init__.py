@@ -77,15 +77,22 @@ def measure(part: str, case: str, forms: Mapping[str, Callable[[], Any]], repeat
     """Every form once (it compiles), then ``repeats`` rounds of all of them in turn: a slow minute hits all alike."""
     first: dict[str, float] = {}
     seconds: dict[str, list[float]] = {name: [] for name in forms}
+    work = dict.fromkeys(forms, 0.0)
     for name, form in forms.items():
         clock = time.perf_counter()
         form()
         first[name] = time.perf_counter() - clock
     for _ in range(repeats):
         for name, form in forms.items():
-            clock = time.perf_counter()
+            clock, cpu = time.perf_counter(), time.process_time()
             form()
             seconds[name].append(time.perf_counter() - clock)
+            work[name] += time.process_time() - cpu
+    # Another system works in a process of its own, and on an accelerator nothing works here.
+    busy = {name: work[name] / sum(seconds[name]) for name in forms if seconds[name] and work[name] > 0.1}
+    if busy:
+        said = ", ".join(f"{name} {x:.2f}" for name, x in busy.items())
+        more["facts"] = {**more.get("facts", {}), "cores kept busy": said}
     return Row(part, case, seconds, first=first, **more)
 
 

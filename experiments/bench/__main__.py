@@ -77,7 +77,9 @@ def measured(part: str, suite: bench.Suite) -> dict[str, dict]:
         "at": time.strftime("%H:%M", time.gmtime(clock)),
     }
     where |= {"minutes": round((time.time() - clock) / 60, 1), "load": [round(load, 2), round(os.getloadavg()[0], 2)]}
-    return {f"{row.part}, {row.case}": {**dataclasses.asdict(row), "origin": where} for row in rows}
+    return {
+        ", ".join((row.part, row.case, *row.others())): {**dataclasses.asdict(row), "origin": where} for row in rows
+    }
 
 
 def read(file: str) -> dict[str, dict]:

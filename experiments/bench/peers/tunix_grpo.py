@@ -30,12 +30,11 @@ shape = {
     "rope_theta": int(hf["rope_theta"]),
     "norm_eps": hf["rms_norm_eps"],
 }
-kind = {
-    "llama": (llama3.Llama3, llama3.ModelConfig, "weight_tying"),
-    "qwen2": (qwen2.Qwen2, qwen2.ModelConfig, "use_tied_embedding"),
-}
-Net, Config, tied = kind[hf["model_type"]]
-net = Net(Config(**shape, **{tied: True}), rngs=nnx.Rngs(0))
+family, Net, tied = {
+    "llama": (llama3, llama3.Llama3, "weight_tying"),
+    "qwen2": (qwen2, qwen2.Qwen2, "use_tied_embedding"),
+}[hf["model_type"]]
+net = Net(family.ModelConfig(**shape, **{tied: True}), rngs=nnx.Rngs(0))
 # Its initial MLP is zero, and products with zeros take the time of others: XLA does not look at values.
 tokenizer, text = words(hf["vocab_size"]), prompt(length, hf["vocab_size"])
 never = [-1]  # as end of text
