@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from importlib import import_module
 
 import numpy as np
@@ -80,7 +81,9 @@ def test_a_peer_ends_with_its_parent_and_when_it_takes_too_long(fake):
         'import sys, time; print(\'{"ready": true, "versions": {}}\', flush=True); sys.stdin.readline(); time.sleep(60)'
     )
     with peers.Peer([sys.executable, "-c", slow], "Slow", limit=0.5) as peer, pytest.raises(RuntimeError, match="Slow"):
+        clock = time.monotonic()
         peer.step()
+    assert time.monotonic() - clock < 30
 
 
 def test_a_missing_environment_is_named(tmp_path):
