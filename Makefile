@@ -6,13 +6,14 @@ RUN := $(VENV)/bin/python
 CPU := JAX_PLATFORMS=cpu
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test test-one test-312 lint types notebooks aot sandbox weights smollm2 install install-test clean help
+.PHONY: demo test test-one test-312 lint types notebooks aot sandbox weights smollm2 peers install install-test clean help
 
 help:
 	@echo "make demo       train JoyAgents-R1 on CPU with tiny models; writes runs/demo/report.png (SEED=0)"
 	@echo "make test       install what the tests need and run them all, on Python 3.12 too where it is found"
 	@echo "make lint types notebooks aot"
 	@echo "make sandbox    install what runs generated code safely: bubblewrap and libseccomp"
+	@echo "make peers      other systems beside which experiments.bench measures, each in an environment of its own"
 	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
 
 # The stamp makes an install happen once; touch setup.cfg to repeat it.
@@ -97,5 +98,21 @@ weights: $(VENV)/.installed-test
 smollm2: weights
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:smollm2 --workdir=runs/smollm2
 
+# What experiments.bench drives: TRL and CoMLRL share an environment, google-tunix pins an older transformers.
+PEERS ?= .venv-peers
+PEER_REQUIREMENTS := experiments/bench/peers
+peers: $(PEERS)/torch/.installed $(PEERS)/tunix/.installed
+
+$(PEERS)/torch/.installed: $(PEER_REQUIREMENTS)/torch.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==2.13.0" || $(@D)/bin/python -m pip install --quiet torch
+	$(@D)/bin/python -m pip install --quiet -r $<
+	@touch $@
+
+$(PEERS)/tunix/.installed: $(PEER_REQUIREMENTS)/tunix.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -r $<
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-312 build *.egg-info
+	rm -rf $(VENV) .venv-312 $(PEERS) build *.egg-info

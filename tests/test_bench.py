@@ -1,14 +1,21 @@
-"""The benchmark command: forms are measured in turns, ratios are of rounds, every part runs on the tiny shape."""
+"""The benchmark command: forms are measured in turns, ratios are of rounds, other systems answer one step at a time,
+every part runs on the tiny shape, tables say what was missed.
+"""
 
+import dataclasses
 import json
 import subprocess
 import sys
+import time
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 from experiments import bench
-from experiments.bench import torch_forms
+from experiments.bench import __main__ as command
+from experiments.bench import peers, torch_forms
+from jaxmarl_llm.text import ConfigError
 
 
 def test_forms_take_turns_and_ratios_are_of_rounds(monkeypatch):
@@ -22,32 +29,156 @@ def test_forms_take_turns_and_ratios_are_of_rounds(monkeypatch):
 
         return run
 
-    row = bench.measure("part", "case", {"ours": form("ours", 1.0), "other": form("other", 3.0)}, 3, tokens=5)
-    assert called == ["ours", "other"] * 4 and row.first == {"ours": 10, "other": 30} and row.facts == {"tokens": 5}
-    assert row.seconds == {"ours": [2, 3, 4], "other": [6, 9, 12]}
+    row = bench.measure("part", "case", {"ours": form("ours", 1.0), "other": form("other", 3.0)}, 3, facts={"n": 5})
+    assert called == ["ours", "other"] * 4 and row.first == {"ours": 10, "other": 30} and row.facts == {"n": 5}
+    assert row.values == {"ours": [2, 3, 4], "other": [6, 9, 12]}
     assert row.ratio("other") == (3, 3, 3)
-    uneven = row._replace(seconds={"ours": [1.0, 1.0, 2.0], "other": [4.0, 6.0, 4.0]})
+    uneven = dataclasses.replace(row, values={"ours": [1.0, 1.0, 2.0], "other": [4.0, 6.0, 4.0]})
     assert uneven.ratio("other") == (4, 2, 6)
 
 
-@pytest.mark.parametrize("part", ["decode", "head", "update"])
-def test_a_part_runs_and_its_forms_do_the_same_work(part, monkeypatch):
-    monkeypatch.setattr(torch_forms, "available", lambda: False)
-    from importlib import import_module
+def test_the_bound_of_sharing_a_prompt_counts_tokens():
+    assert bench.trunk_ratio(16, 512, 64) == 16 * 576 / (512 + 16 * 64) == 6
+    assert bench.trunk_ratio(1, 512, 64) == 1
 
-    rows = import_module(f"experiments.bench.{part}").run("tiny", 1)
-    assert rows and all(np.isfinite(s) and s > 0 for row in rows for form in row.seconds.values() for s in form)
-    others = {"head": {"head_logprob", "dense", "jax.random.categorical", "jnp.argmax"}}.get(part, {"naive JAX"})
-    assert {name for row in rows for name in row.seconds} == {"ours", *others}
+
+FAKE = """
+import sys, types
+sys.argv = ["fake", '{"threads": 1}']
+sys.path.insert(0, %r)
+from drive import Turns
+print("chatter that is no answer")
+turns = Turns("numpy")
+for count, item in enumerate(turns.items("item")):
+    print("more of it", item)
+    if count == 2:
+        raise ValueError("the third step fails")
+"""
+
+
+@pytest.fixture
+def fake():
+    """A peer that takes two steps and fails in the third, with the drivers' own protocol."""
+    program = FAKE % str(peers.Path(peers.__file__).parent)
+    with peers.Peer([sys.executable, "-c", program], "Fake", limit=60) as peer:
+        yield peer
+
+
+def test_a_peer_takes_one_step_for_each_line_and_says_why_it_ended(fake):
+    assert fake.versions == {"numpy": np.__version__}
+    assert fake._process.poll() is None
+    for _ in range(2):
+        assert 0 <= fake.step() < 5
+    with pytest.raises(RuntimeError, match=r"Fake: expected 'seconds' from its driver.*the third step fails"):
+        fake.step()
+    assert fake._process.poll() is not None
+
+
+def test_a_peer_ends_with_its_parent_and_when_it_takes_too_long(fake):
+    fake.close()
+    assert fake._process.returncode == 0
+    slow = (
+        'import sys, time; print(\'{"ready": true, "versions": {}}\', flush=True); sys.stdin.readline(); time.sleep(60)'
+    )
+    with peers.Peer([sys.executable, "-c", slow], "Slow", limit=0.5) as peer, pytest.raises(RuntimeError, match="Slow"):
+        clock = time.monotonic()
+        peer.step()
+    assert time.monotonic() - clock < 30
+
+
+def test_a_missing_environment_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no .*torch/bin/python, in which TRL runs; `make peers`"):
+        peers.start("TRL", str(tmp_path), {})
+
+
+OTHERS = {
+    "head": {"head_logprob", "dense", "one array of the logits", "jax.random.categorical", "jnp.argmax"},
+    "decode": {"naive JAX", "google-tunix"},
+    "update": {"naive JAX"},
+    "step": {"TRL", "google-tunix", "CoMLRL"},
+    "machine": set(),
+}
+
+
+CHECKED = [("tiny", "decode"), ("tiny", "step"), *(("tiny_accelerator", part) for part in OTHERS)]
+
+
+@pytest.mark.parametrize(("suite", "part"), CHECKED)
+def test_a_part_runs_and_measures_every_form(suite, part, monkeypatch):
+    suite = bench.SUITES[suite]
+    assert part in suite.parts
+    asked = []
+
+    class Answers:
+        versions = {"it": "1"}  # noqa: RUF012
+        __enter__ = lambda self: self
+        __exit__ = lambda self, *_: None
+        step = lambda self: asked.append("step")
+
+    def start(name, home, spec):
+        asked.append(spec)
+        return Answers()
+
+    monkeypatch.setattr(torch_forms, "available", lambda: False)
+    monkeypatch.setattr(peers, "start", start)
+    rows = import_module(f"experiments.bench.{part}").run(suite)
+    assert rows and all(np.isfinite(x) and x > 0 for row in rows for form in row.values.values() for x in form)
+    others = OTHERS[part] - ({"TRL", "google-tunix", "CoMLRL"} if suite.name == "tiny_accelerator" else set())
+    others |= {"naive JAX"} if suite.name == "tiny_accelerator" and part == "step" else set()
+    assert {name for row in rows for name in row.others()} == others
+    specs = [x for x in asked if x != "step"]
+    assert len(specs) == len(others & set(peers.DRIVERS)) and asked.count("step") == 2 * len(specs)
+    assert all(spec["hf"]["vocab_size"] == 1024 and spec["response"] == 8 for spec in specs)
+
+
+def test_naive_jax_and_ours_update_alike():
+    """The same step of the same optimizer, but for rounding: the forms do the same work."""
+    from experiments.bench import update
+
+    cfg, rng = bench.SHAPES["tiny"], np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab_size, (1, 16)).astype(np.int32)
+    said, gain = rng.integers(0, cfg.vocab_size, (1, 4, 8)).astype(np.int32), rng.normal(size=(1, 4)).astype(np.float32)
+    policy = update.make_policy(cfg, remat=False)
+    own = {"params": policy.init(update.jax.random.key(0))}
+    slope, *_ = update._learner(policy).accumulate(own, None, update._batch(tokens, said, gain), None)
+    other = update.jax.grad(update._naive_loss(policy))(own, *update._repeated(tokens, said, gain))
+    for a, b in zip(update.jax.tree.leaves(slope), update.jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()) + 1e-9)
+
+
+def test_a_table_keeps_what_was_missed_and_says_where_it_is_from(tmp_path):
+    values = {"ours": [1.0, 1.0], "fast": [0.5, 0.6], "slow": [4.0, 5.0]}
+    row = bench.Row("part", "case", values, targets={"fast": 1.0, "slow": 3.0}, limits={"slow": 6.0}, facts={"n": 7})
+    origin = {"command": "it", "date": "2026-01-02", "at": "03:04", "commit": "abc", "jax": "1", "cores": 2}
+    origin |= {"machine": "a cpu", "minutes": 1.5, "load": [0.1, 2.0]}
+    out, page = tmp_path / "bench.json", tmp_path / "page.md"
+    out.write_text(json.dumps({"part, case": {**dataclasses.asdict(row), "origin": origin}}))
+    text = command.written(command.read(str(out)))
+    assert "| part | case | 1 s | fast | 600 ms | 0.55 | 0.50 to 0.60 |  | 1 | **missed** |" in text
+    assert "| part | case | 1 s | slow | 5 s | 4.50 | 4.00 to 5.00 | 6 | 3 | met |" in text
+    assert "- part, case: n 7" in text and "`it`, 2026-01-02 03:04 UTC, commit abc" in text
+    page.write_text("before\n<!-- bench: begin -->\nold\n<!-- bench: end -->\nafter\n")
+    line = [sys.executable, "-m", "experiments.bench", f"--table={out}", f"--into={page}"]
+    subprocess.run(line, check=True)
+    assert page.read_text() == f"before\n<!-- bench: begin -->\n{text}\n<!-- bench: end -->\nafter\n"
+    page.write_text("no markers")
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "expected <!-- bench: begin --> and" in done.stderr
+
+
+MINE = "update, tiny, G=4, P=16, R=8, naive JAX, PyTorch"
 
 
 @pytest.mark.parity
-def test_the_command_writes_what_it_measured(tmp_path):
+def test_the_command_adds_what_it_measured_to_a_file(tmp_path):
     out = tmp_path / "bench.json"
-    line = [sys.executable, "-m", "experiments.bench", "--shape=tiny", "--only=decode", "--repeats=1", f"--out={out}"]
+    out.write_text(json.dumps({"another, case": {}, MINE: {"old": True}}))
+    line = [sys.executable, "-m", "experiments.bench", "--suite=tiny", "--only=update", f"--out={out}"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
-    assert "| decode | tiny, G=4, P=16, R=8 |" in done.stdout and "| transformers |" in done.stdout
+    assert "| update | tiny, G=4, P=16, R=8 |" in done.stdout and "| PyTorch |" in done.stdout
     rows = json.loads(out.read_text())
-    assert {"command", "date", "commit", "machine"} <= set(next(iter(rows.values())))
-    done = subprocess.run([*line[:3], "--only=decod"], capture_output=True, text=True, check=False)
+    mine = rows[MINE]
+    assert {"command", "date", "commit", "machine", "load", "cores"} <= set(mine["origin"]) and "old" not in mine
+    assert rows["another, case"] == {} and len(mine["values"]["ours"]) == 1
+    done = subprocess.run([*line[:4], "--only=decod"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "did you mean 'decode'" in done.stderr

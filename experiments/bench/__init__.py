@@ -1,10 +1,11 @@
-"""What `python -m experiments.bench` measures: one module a part, each with ``run(shape, repeats) -> [Row]``."""
+"""What `python -m experiments.bench` measures: one module a part, each with ``run(suite) -> rows``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,86 @@ from jaxmarl_llm.qwen import Config
 # Shapes by name: random weights of a model's true shape take the time that the real ones do.
 SHAPES = {
     "tiny": Config(1024, 64, 128, 2, 4, 2, 16, attention_bias=False, family="llama"),
+    "7m": Config(8192, 256, 704, 6, 4, 4, 64, attention_bias=False, family="llama"),
     "smollm2_135m": Config(49_152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, attention_bias=False, family="llama"),
     "qwen2_5_0_5b": Config(151_936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6),
 }
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What a machine is measured on."""
+
+    name: str
+    parts: tuple[str, ...]
+    repeats: int = 5
+    peers: str = ".venv-peers"  # folder of the virtual environments of other systems
+    dtype: str = "float32"
+    device: str = "cpu"  # of torch
+
+    @property
+    def tiny(self) -> bool:
+        """The shapes and sizes of the tests."""
+        return self.name.startswith("tiny")
+
+
+CPU = ("head", "decode", "update", "step")
+GPU = ("machine", "head", "decode", "update", "step")
+SUITES = {
+    "cpu": Suite("cpu", CPU),
+    "accelerator": Suite("accelerator", GPU, dtype="bfloat16", device="cuda"),
+    "tiny": Suite("tiny", CPU, repeats=1),
+    "tiny_accelerator": Suite("tiny_accelerator", GPU, repeats=1, dtype="bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ours beside others, as many measurements of each, taken in turns. Less is better: seconds, or bytes.
+
+    ``targets`` and ``limits`` by name of the other: the ratio that is asked for; and the ratio that the counted work
+    allows, where counting bounds it.
+    """
+
+    part: str
+    case: str
+    values: Mapping[str, list[float]]  # "ours" among them
+    unit: str = "s"
+    first: Mapping[str, float] = field(default_factory=dict)  # seconds of the first call, which compiles
+    targets: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # whatever else is known of the case
+
+    def others(self) -> list[str]:
+        return [name for name in self.values if name != "ours"]
+
+    def ratio(self, other: str) -> tuple[float, float, float]:
+        """other / ours: median over rounds, least and largest. Above 1, ours is faster, or smaller."""
+        ratios = np.array(self.values[other]) / np.array(self.values["ours"])
+        return float(np.median(ratios)), float(ratios.min()), float(ratios.max())
+
+
+def measure(part: str, case: str, forms: Mapping[str, Callable[[], Any]], repeats: int, **more: Any) -> Row:
+    """Every form once (it compiles), then ``repeats`` rounds of all of them in turn: a slow minute hits all alike."""
+    first: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    work = dict.fromkeys(forms, 0.0)
+    for name, form in forms.items():
+        clock = time.perf_counter()
+        form()
+        first[name] = time.perf_counter() - clock
+    for _ in range(repeats):
+        for name, form in forms.items():
+            clock, cpu = time.perf_counter(), time.process_time()
+            form()
+            seconds[name].append(time.perf_counter() - clock)
+            work[name] += time.process_time() - cpu
+    # Another system works in a process of its own, and on an accelerator nothing works here.
+    busy = {name: work[name] / sum(seconds[name]) for name in forms if seconds[name] and work[name] > 0.1}
+    if busy:
+        said = ", ".join(f"{name} {x:.2f}" for name, x in busy.items())
+        more["facts"] = {**more.get("facts", {}), "cores kept busy": said}
+    return Row(part, case, seconds, first=first, **more)
 
 
 def temporary(compiled: Any) -> int:
@@ -23,32 +101,11 @@ def temporary(compiled: Any) -> int:
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-class Row(NamedTuple):
-    """One comparison. ``seconds`` by form, ``ours`` among them, as many of each, measured in turns."""
-
-    part: str
-    case: str
-    seconds: Mapping[str, list[float]]
-    first: Mapping[str, float]  # of the first call, which compiles
-    facts: Mapping[str, Any]  # whatever else is counted: bytes, tokens
-
-    def ratio(self, other: str) -> tuple[float, float, float]:
-        """other / ours: median over rounds, least and largest. Above 1, ours is faster."""
-        ratios = np.array(self.seconds[other]) / np.array(self.seconds["ours"])
-        return float(np.median(ratios)), float(ratios.min()), float(ratios.max())
+def held(compiled: Any) -> int:
+    """Bytes that a compiled program holds at its peak, arguments included, as the compiler counts them."""
+    return temporary(compiled) + int(compiled.memory_analysis().argument_size_in_bytes)
 
 
-def measure(part: str, case: str, forms: Mapping[str, Callable[[], Any]], repeats: int, **facts: Any) -> Row:
-    """Every form once (it compiles), then ``repeats`` rounds of all of them in turn: a slow minute hits all alike."""
-    first: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for name, form in forms.items():
-        clock = time.perf_counter()
-        form()
-        first[name] = time.perf_counter() - clock
-    for _ in range(repeats):
-        for name, form in forms.items():
-            clock = time.perf_counter()
-            form()
-            seconds[name].append(time.perf_counter() - clock)
-    return Row(part, case, seconds, first, facts)
+def trunk_ratio(group: int, prompt: int, response: int) -> float:
+    """How many times the tokens a trunk is sent when every sample brings its own prompt: the bound of sharing it."""
+    return group * (prompt + response) / (prompt + group * response)

@@ -1,67 +1,134 @@
-"""Speed and memory against what people use today, as ratios measured in turns in one process:
+"""Speed and memory against what people use today, as ratios measured in turns in one process tree:
 
-    python -m experiments.bench [--shape=smollm2_135m] [--only=decode,update] [--repeats=5] [--out=FILE.json]
+    python -m experiments.bench [--suite=cpu] [--only=decode,update] [--repeats=5] [--peers=DIR] [--out=FILE.json]
+    python -m experiments.bench --table=FILE.json [--into=docs/performance.md]
 
-A ratio is the other's seconds over ours: above 1, ours is faster; median over rounds, least and largest. The first call
-of each form compiles and is apart. Random weights of true shapes, float32 on CPU, end tokens disabled.
+Suites: cpu (naive JAX, transformers, PyTorch; TRL, CoMLRL and google-tunix in environments of their own, which
+`make peers` makes) and accelerator (naive JAX, PyTorch and transformers on the same device, beside its measured
+bandwidth and matmul peak; within 10 minutes). A ratio is the other's seconds or bytes over ours: above 1, ours is less;
+median over rounds, least and largest. The first call of each form compiles and is apart. Random weights of true shapes,
+end tokens disabled.
+
+A part's rows are added to ``--out`` as soon as they are measured, with the command, the date and the load of the
+machine, and replace rows of the same case: parts may be measured one by one. ``--table`` writes the file as Markdown,
+between the markers of ``--into`` where that is given.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
-import pkgutil
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from experiments import bench, cli
-from experiments.budget import origin
 
-flags.DEFINE_string("shape", "smollm2_135m", f"One of {', '.join(bench.SHAPES)}.")
-flags.DEFINE_list("only", [], "Parts to measure; default: all.")
-flags.DEFINE_integer("repeats", 5, "Rounds.", lower_bound=1)
+flags.DEFINE_string("suite", "cpu", f"One of {', '.join(bench.SUITES)}.")
+flags.DEFINE_list("only", [], "Parts to measure; default: all of the suite.")
+flags.DEFINE_integer("repeats", None, "Rounds; default: 5.", lower_bound=1)
+flags.DEFINE_string("peers", None, "Folder of the virtual environments of other systems; default: .venv-peers.")
 flags.DEFINE_string("out", None, "Also add what was measured to this JSON file.")
+flags.DEFINE_string("table", None, "Measure nothing: write this JSON file as Markdown.")
+flags.DEFINE_string("into", None, "Markdown file whose part between the markers becomes the table.")
+
+MARKERS = "<!-- bench: begin -->", "<!-- bench: end -->"
+HEADING = "| part | case | ours | against | other | ratio | least to largest | limit | target | |"
 
 
-def parts() -> list[str]:
-    found = [module.name for module in pkgutil.iter_modules(bench.__path__)]
-    return [name for name in found if name != "__main__" and not name.endswith("_forms")]
+def number(value: float, unit: str) -> str:
+    if unit == "B":
+        return f"{value / 1e6:.4g} MB"
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 def table(rows: list[bench.Row]) -> str:
-    lines = ["| part | case | seconds, ours | against | seconds | ratio | least to largest |", "|" + " --- |" * 7]
+    """Every row, whether its target was met or not; then what else is known of the cases."""
+    lines, facts = [HEADING, "|" + " --- |" * 10], []
     middle = lambda x: sorted(x)[len(x) // 2]
     for row in rows:
-        for other in [name for name in row.seconds if name != "ours"]:
+        for other in row.others():
             ratio, least, largest = row.ratio(other)
-            lines.append(
-                f"| {row.part} | {row.case} | {middle(row.seconds['ours']):.3g} | {other} | "
-                f"{middle(row.seconds[other]):.3g} | {ratio:.2f} | {least:.2f} to {largest:.2f} |"
-            )
-        if row.facts:
-            lines.append(f"| {row.part} | " + "; ".join(f"{k} {v:,}" for k, v in row.facts.items()) + " | | | | | |")
-    return "\n".join(lines)
+            limit, target = row.limits.get(other), row.targets.get(other)
+            cells = [row.part, row.case, number(middle(row.values["ours"]), row.unit), other]
+            cells += [number(middle(row.values[other]), row.unit), f"{ratio:.2f}", f"{least:.2f} to {largest:.2f}"]
+            cells += ["" if x is None else f"{x:.3g}" for x in (limit, target)]
+            cells += ["" if target is None else "met" if ratio >= target else "**missed**"]
+            lines.append("| " + " | ".join(cells) + " |")
+        facts += [f"- {row.part}, {row.case}: {name} {value}" for name, value in row.facts.items()]
+    return "\n".join(lines + ([""] if facts else []) + facts)
+
+
+def measured(part: str, suite: bench.Suite) -> dict[str, dict]:
+    """The rows of a part as JSON, by part and case, with where they come from."""
+    from experiments.budget import origin
+
+    clock, load = time.time(), os.getloadavg()[0]
+    rows = importlib.import_module(f"experiments.bench.{part}").run(suite)
+    print(table(rows), flush=True)
+    where: dict[str, Any] = {
+        **origin(),
+        "suite": suite.name,
+        "cores": os.cpu_count(),
+        "at": time.strftime("%H:%M", time.gmtime(clock)),
+    }
+    where |= {"minutes": round((time.time() - clock) / 60, 1), "load": [round(load, 2), round(os.getloadavg()[0], 2)]}
+    return {
+        ", ".join((row.part, row.case, *row.others())): {**dataclasses.asdict(row), "origin": where} for row in rows
+    }
+
+
+def read(file: str) -> dict[str, dict]:
+    return json.loads(Path(file).read_text()) if Path(file).exists() else {}
+
+
+def written(held: dict[str, dict]) -> str:
+    """The table of a JSON file, and which command measured which part, when and where."""
+    names = [f.name for f in dataclasses.fields(bench.Row)]
+    rows = [bench.Row(**{name: row[name] for name in names}) for row in held.values()]
+    said = {}
+    for row in held.values():
+        o = row["origin"]
+        said[row["part"], o["date"], o["at"]] = (
+            f"- {row['part']}: `{o['command']}`, {o['date']} {o['at']} UTC, commit {o['commit']}, JAX {o['jax']}, "
+            f"{o['cores']} cores of {o['machine']}, {o['minutes']} min, load {o['load'][0]} before"
+        )
+    return table(rows) + "\n\n" + "\n".join(said.values())
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     from jaxmarl_llm.config import one_of
+    from jaxmarl_llm.text import ConfigError
 
-    one_of("--shape", flag_values.shape, bench.SHAPES)
+    if flag_values.table:
+        held = read(flag_values.table)
+        if not held:
+            raise ConfigError(f"--table: no rows in {flag_values.table!r}; measure some with --out={flag_values.table}")
+        text = written(held)
+        if not flag_values.into:
+            print(text)
+            return
+        page = Path(flag_values.into).read_text()
+        if any(page.count(mark) != 1 for mark in MARKERS):
+            raise ConfigError(f"--into: {flag_values.into}: expected {MARKERS[0]} and {MARKERS[1]}, once each")
+        before, after = page.split(MARKERS[0])[0], page.split(MARKERS[1])[1]
+        Path(flag_values.into).write_text(f"{before}{MARKERS[0]}\n{text}\n{MARKERS[1]}{after}")
+        return
+    one_of("--suite", flag_values.suite, bench.SUITES)
+    suite = bench.SUITES[flag_values.suite]
     for name in flag_values.only:
-        one_of("--only", name, parts())
-    rows = []
-    for name in flag_values.only or parts():
+        one_of("--only", name, suite.parts)
+    given = {"repeats": flag_values.repeats, "peers": flag_values.peers}
+    suite = dataclasses.replace(suite, **{k: v for k, v in given.items() if v is not None})
+    for name in flag_values.only or suite.parts:
         print(f"{name} ...", flush=True)
-        new = importlib.import_module(f"experiments.bench.{name}").run(flag_values.shape, flag_values.repeats)
-        print(table(new), flush=True)
-        rows += new
+        new = measured(name, suite)
         if flag_values.out:
-            file = Path(flag_values.out)
-            held = json.loads(file.read_text()) if file.exists() else {}
-            held |= {f"{r.part}, {r.case}": {**r._asdict(), **origin()} for r in new}
-            file.write_text(json.dumps(held, indent=1) + "\n")
+            Path(flag_values.out).write_text(json.dumps(read(flag_values.out) | new, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,73 @@
-"""Generation of G samples of one prompt: ours (prompt once, shared), naive JAX (prompt repeated), transformers."""
+"""Generation of G samples of one prompt: ours (prompt once, shared), naive JAX (prompt repeated), transformers,
+google-tunix's sampler.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
-from experiments.bench import SHAPES, Row, measure, torch_forms
+from experiments.bench import SHAPES, Row, Suite, machine, measure, peers, torch_forms, trunk_ratio
 from jaxmarl_llm.generate import generate
-from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.sampling import Sampling
 
-CASES = ((1, 512, 64), (16, 512, 64))  # samples, prompt, response
-TINY = ((1, 16, 8), (4, 16, 8))
+# Shape, samples, prompt, response, others, targets.
+Case = tuple[str, int, int, int, tuple[str, ...], dict[str, float]]
+JAX, HF, TUNIX = "naive JAX", "transformers", "google-tunix"
+CASES: dict[str, tuple[Case, ...]] = {
+    "cpu": (
+        ("smollm2_135m", 1, 512, 64, (HF,), {HF: 1.2}),
+        ("smollm2_135m", 16, 512, 64, (JAX, HF, TUNIX), {HF: 3, JAX: 2}),
+        ("qwen2_5_0_5b", 1, 512, 64, (HF,), {HF: 1.2}),
+        ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF), {HF: 3, JAX: 2}),
+    ),
+    "accelerator": (
+        ("qwen2_5_0_5b", 1, 512, 64, (HF,), {}),
+        ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF), {}),
+    ),
+    "tiny": (("tiny", 4, 16, 8, (JAX, HF, TUNIX), {JAX: 2}),),
+    "tiny_accelerator": (("tiny", 4, 16, 8, (JAX, HF), {}),),
+}
 
 
-def run(shape: str, repeats: int) -> list[Row]:
-    cfg = SHAPES[shape]
-    policy, rng = make_policy(cfg), np.random.default_rng(0)
+def run(suite: Suite) -> list[Row]:
+    return [case(suite, *given) for given in CASES[suite.name]]
+
+
+def sampler(cfg: Config, tokens: np.ndarray, group: int, response: int, *, repeat: int = 1) -> Any:
+    """``group`` samples of each of ``repeat`` copies of the prompt [1 P]."""
+    policy = make_policy(cfg)
     params = {"params": jax.jit(policy.init)(jax.random.key(0))}
-    net = torch_forms.model(cfg).eval() if torch_forms.available() else None
-    rows = []
-    for group, p, r in TINY if shape == "tiny" else CASES:
-        tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
+    prompts = np.repeat(tokens, repeat, 0)
+    keys = jax.random.split(jax.random.key(1), (repeat, group))
+    length, active = np.full(repeat, tokens.shape[1], np.int32), np.ones(repeat, bool)
+    fixed = {"max_new": response, "stop_ids": (), "pad_id": 0, "sampling": Sampling()}
+    return lambda: jax.block_until_ready(generate(policy, params, prompts, length, keys, active, **fixed))
 
-        def sampled(repeat: int, group: int, tokens: np.ndarray = tokens, r: int = r) -> Any:
-            prompts = np.repeat(tokens, repeat, 0)
-            keys = jax.random.split(jax.random.key(1), (repeat, group))
-            length, active = np.full(repeat, tokens.shape[1], np.int32), np.ones(repeat, bool)
-            fixed = {"max_new": r, "stop_ids": (), "pad_id": 0, "sampling": Sampling()}
-            return lambda: jax.block_until_ready(generate(policy, params, prompts, length, keys, active, **fixed))
 
-        forms = {"ours": sampled(1, group), "naive JAX": sampled(group, 1)}
-        if group == 1:
-            del forms["naive JAX"]  # the same program
-        if net is not None:
-            forms["transformers"] = torch_forms.sampler(net, tokens, group, r)
-        rows.append(measure("decode", f"{shape}, G={group}, P={p}, R={r}", forms, repeats))
-    return rows
+def case(
+    suite: Suite, shape: str, group: int, p: int, r: int, others: tuple[str, ...], targets: dict[str, float]
+) -> Row:
+    cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
+    forms, facts = {"ours": sampler(cfg, tokens, group, r)}, {}
+    if JAX in others:
+        forms[JAX] = sampler(cfg, tokens, 1, r, repeat=group)
+    if HF in others and torch_forms.available():
+        forms[HF] = torch_forms.sampler(torch_forms.model(cfg, suite.device).eval(), tokens, group, r)
+    with contextlib.ExitStack() as stack:
+        if TUNIX in others:
+            spec = {"what": "sample", "hf": cfg.to_hf(), "group": group, "prompt": p, "response": r}
+            peer = stack.enter_context(peers.start(TUNIX, suite.peers, spec))
+            forms[TUNIX] = peer.step
+            facts[f"versions of {TUNIX}"] = ", ".join(f"{k} {v}" for k, v in peer.versions.items())
+        limits = dict.fromkeys(others, trunk_ratio(group, p, r)) if group > 1 else {}
+        row = measure("decode", f"{shape}, G={group}, P={p}, R={r}", forms, suite.repeats, targets=targets)
+    if "machine" in suite.parts:
+        facts |= machine.roofline(cfg, group, p, r, float(np.median(row.values["ours"])))
+    return dataclasses.replace(row, limits=limits, facts=facts)

@@ -1,6 +1,7 @@
 """The head kernels against what they replace: a token loss and its gradient, sampling, the greedy token; and memory.
 
-Temporary bytes are XLA's own count for loss and gradient at 4096 tokens, of which the dense logits are one array.
+Bytes are XLA's own count for loss and gradient at 4096 tokens, of which the dense logits are one array; compiled, not
+run.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import SHAPES, Row, measure, temporary
+from experiments.bench import SHAPES, Row, Suite, measure, temporary
 from jaxmarl_llm.kernels.head import Head, logits
 from jaxmarl_llm.kernels.head_loss import head_logprob, head_loss
 from jaxmarl_llm.kernels.head_sample import argmax, head_sample, sample_logits
 from jaxmarl_llm.sampling import Sampling, score
 
-TOKENS, ROWS, MANY = 128, 8, 4096  # of a timed loss; sampled at once; of the loss whose memory is told
+# Tokens of a timed loss (16 samples of 64), rows sampled at once, tokens of the loss whose memory is told.
+SIZES = {"cpu": (1024, 8, 4096), "accelerator": (1024, 8, 4096), "tiny": (64, 8, 256), "tiny_accelerator": (64, 8, 256)}
+DENSE, DRAW = "dense", "jax.random.categorical"
 
 
 def token_loss(logprob: jax.Array, entropy: jax.Array, data: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -28,53 +31,72 @@ def token_loss(logprob: jax.Array, entropy: jax.Array, data: Any) -> tuple[jax.A
     return -jnp.sum(objective + 0.01 * entropy), {}
 
 
-def losses(rows: bool) -> dict[str, Callable]:
+def losses(rows: bool) -> dict[str, Any]:
     """(hidden, weight, targets, data) -> loss and gradient with respect to the first two."""
     value = lambda scored, data: token_loss(scored[0], scored[1], data)[0]
     forms = {
         "ours": lambda h, w, t, data: head_loss(h, Head(w, rows), t, data, token_loss).loss,
         "head_logprob": lambda h, w, t, data: value(head_logprob(h, Head(w, rows), t), data),
-        "dense": lambda h, w, t, data: value(score(logits(h, Head(w, rows)), t, Sampling()), data),
+        DENSE: lambda h, w, t, data: value(score(logits(h, Head(w, rows)), t, Sampling()), data),
     }
     return {name: jax.jit(jax.value_and_grad(form, (0, 1))) for name, form in forms.items()}
 
 
-def inputs(tokens: int, vocab: int, dim: int, rows: bool) -> tuple[Any, ...]:
+def inputs(tokens: int, vocab: int, dim: int, rows: bool, dtype: str) -> tuple[Any, ...]:
     keys = jax.random.split(jax.random.key(0), 4)
-    weight = jax.random.normal(keys[1], (vocab, dim) if rows else (dim, vocab)) * dim**-0.5
+    weight = (jax.random.normal(keys[1], (vocab, dim) if rows else (dim, vocab)) * dim**-0.5).astype(dtype)
     data = jnp.full(tokens, -12.0), jax.random.normal(keys[3], (tokens,))
-    return jax.random.normal(keys[0], (tokens, dim)), weight, jax.random.randint(keys[2], (tokens,), 0, vocab), data
+    hidden = jax.random.normal(keys[0], (tokens, dim)).astype(dtype)
+    return hidden, weight, jax.random.randint(keys[2], (tokens,), 0, vocab), data
 
 
-def run(shape: str, repeats: int) -> list[Row]:
-    vocab, dim = SHAPES[shape].vocab_size, SHAPES[shape].hidden_size
-    call = lambda form, *args: lambda: jax.block_until_ready(form(*args))
-    rows = []
+def run(suite: Suite) -> list[Row]:
+    cfg = SHAPES["tiny" if suite.tiny else "qwen2_5_0_5b"]
+    tokens, rows, many = SIZES[suite.name]
+    of = f"V={cfg.vocab_size}, D={cfg.hidden_size}"
+    out = []
     for by_id in (True, False):
-        given = inputs(TOKENS, vocab, dim, by_id)
-        forms = {name: call(form, *given) for name, form in losses(by_id).items()}
-        many = jax.eval_shape(lambda by_id=by_id: inputs(MANY, vocab, dim, by_id))
-        share = lambda form, many=many: temporary(form.lower(*many).compile()) / (4 * MANY * vocab)
-        facts = {f"temporaries ÷ logits, {name}": round(share(form), 4) for name, form in losses(by_id).items()}
-        case = f"loss and gradient, {TOKENS} tokens, weight {'[V D]' if by_id else '[D V]'}, V={vocab}, D={dim}"
-        rows.append(measure("head", case, forms, repeats, **facts))
-    hidden, weight, *_ = inputs(ROWS, vocab, dim, True)
-    z, u, key = logits(hidden, Head(weight)), jax.random.uniform(jax.random.key(1), (ROWS,)), jax.random.key(2)
-    drawn = {
-        "ours": jax.jit(sample_logits),
-        "jax.random.categorical": jax.jit(lambda z, u: jax.random.categorical(key, z)),
-    }
+        out += loss(suite, tokens, many, cfg.vocab_size, cfg.hidden_size, by_id)
+    hidden, weight, *_ = inputs(rows, cfg.vocab_size, cfg.hidden_size, True, suite.dtype)
+    z, u, key = logits(hidden, Head(weight)), jax.random.uniform(jax.random.key(1), (rows,)), jax.random.key(2)
+    drawn = {"ours": jax.jit(sample_logits), DRAW: jax.jit(lambda z, u: jax.random.categorical(key, z))}
     through = {
         "ours": jax.jit(lambda h, w, u: head_sample(h, Head(w), u)),
-        "jax.random.categorical": jax.jit(lambda h, w, u: jax.random.categorical(key, logits(h, Head(w)))),
+        DRAW: jax.jit(lambda h, w, u: jax.random.categorical(key, logits(h, Head(w)))),
     }
     greedy = {"ours": jax.jit(argmax), "jnp.argmax": jax.jit(lambda z: jnp.argmax(z, -1))}
-    cases: tuple[tuple[str, dict[str, Any], tuple], ...] = (
-        ("sample from logits", drawn, (z, u)),
-        ("sample from hidden states", through, (hidden, weight, u)),
-        ("greedy token from logits", greedy, (z,)),
+    cases: tuple[tuple[str, dict[str, Any], tuple, dict[str, float]], ...] = (
+        ("sample from logits", drawn, (z, u), {DRAW: 15}),
+        ("sample from hidden states", through, (hidden, weight, u), {}),
+        ("greedy token from logits", greedy, (z,), {}),
     )
-    for case, jitted, args in cases:
-        each = {name: call(form, *args) for name, form in jitted.items()}
-        rows.append(measure("head", f"{case}, {ROWS} rows, V={vocab}", each, repeats))
-    return rows
+    for case, jitted, args, targets in cases:
+        forms = {name: _call(form, *args) for name, form in jitted.items()}
+        targets = {} if "machine" in suite.parts else targets
+        out.append(measure("head", f"{case}, {rows} rows, {of}", forms, suite.repeats, targets=targets))
+    return out
+
+
+def _call(form: Callable, *args: Any) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(form(*args))
+
+
+def loss(suite: Suite, tokens: int, many: int, vocab: int, dim: int, by_id: bool) -> list[Row]:
+    """Time of loss and gradient, how far the gradients are from the dense ones, and bytes."""
+    given = inputs(tokens, vocab, dim, by_id, suite.dtype)
+    forms = losses(by_id)
+    (gh, gw), (dh, dw) = (forms[name](*given)[1] for name in ("ours", DENSE))
+    apart = lambda a, b: float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
+    far = max(apart(gh, dh), apart(gw, dw))
+    of = f"weight {'[V D]' if by_id else '[D V]'}, V={vocab}, D={dim}"
+    facts = {"largest gap of a gradient to the dense one, of its largest entry": f"{far:.1e}"}
+    if suite.dtype == "float32":
+        facts["that gap, asked for"] = f"at most 1e-5: {'met' if far <= 1e-5 else 'missed'}"
+    timed = {name: _call(form, *given) for name, form in forms.items()}
+    case = f"loss and gradient, {tokens} tokens, {of}"
+    row = measure("head", case, timed, suite.repeats, targets={DENSE: 1.0}, facts=facts)
+    shapes = jax.eval_shape(lambda: inputs(many, vocab, dim, by_id, suite.dtype))
+    size = {name: [float(temporary(form.lower(*shapes).compile()))] for name, form in forms.items()}
+    size["one array of the logits"] = [4.0 * many * vocab]
+    case = f"temporaries of loss and gradient, {many} tokens, {of}"
+    return [row, Row("head", case, size, unit="B", targets={DENSE: 1 / 0.03})]

@@ -1,4 +1,4 @@
-"""The same work in PyTorch and transformers, as people write it today. All threads, float32, end tokens disabled."""
+"""The same work in PyTorch and transformers, as people write it today. All threads, end tokens disabled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def available() -> bool:
     return True
 
 
-def model(cfg: Config) -> Any:
-    """A transformers model of this shape with random weights."""
+def model(cfg: Config, device: str = "cpu") -> Any:
+    """A transformers model of this shape and dtype with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,18 +29,27 @@ def model(cfg: Config) -> Any:
     hf = cfg.to_hf()
     hf |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf))
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf))
+    return net.to(device=device, dtype=getattr(torch, cfg.dtype))
+
+
+def _wait(net: Any) -> None:
+    """A GPU works on when Python goes on."""
+    import torch
+
+    if net.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def sampler(net: Any, tokens: np.ndarray, group: int, response: int) -> Callable[[], Any]:
     """transformers' generate: ``group`` samples of each prompt, exactly ``response`` tokens, temperature 1."""
     import torch
 
-    ids = torch.from_numpy(tokens.astype(np.int64))
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(net.device)
 
     def run() -> Any:
         with torch.no_grad():
-            return net.generate(
+            said = net.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=True,
@@ -49,30 +58,36 @@ def sampler(net: Any, tokens: np.ndarray, group: int, response: int) -> Callable
                 max_new_tokens=response,
                 min_new_tokens=response,
             )
+        _wait(net)
+        assert said.shape == (group * len(tokens), tokens.shape[1] + response)
 
     return run
 
 
-def updater(net: Any, tokens: np.ndarray, completions: np.ndarray, advantages: np.ndarray) -> Callable[[], Any]:
-    """One policy-gradient step of AdamW on [N P] prompts with [N G R] completions, every prompt repeated G times."""
+def updater(
+    net: Any, tokens: np.ndarray, completions: np.ndarray, advantages: np.ndarray, micro_batches: int
+) -> Callable[[], Any]:
+    """One policy-gradient step of AdamW on [N P] prompts with [N G R] completions, every prompt repeated G times, the
+    gradient added up over ``micro_batches``.
+    """
     import torch
 
     n, g, r = completions.shape
     p = tokens.shape[1]
     rows = np.concatenate([np.repeat(tokens, g, 0), completions.reshape(n * g, r)], axis=1)
-    ids = torch.from_numpy(rows.astype(np.int64))
-    gain = torch.from_numpy(advantages.reshape(n * g, 1))
+    ids = torch.from_numpy(rows.astype(np.int64)).to(net.device).chunk(micro_batches)
+    gain = torch.from_numpy(advantages.reshape(n * g, 1)).to(net.device).chunk(micro_batches)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-6)
 
-    def run() -> Any:
-        logits = net(ids, logits_to_keep=r + 1).logits[:, :-1]
-        scored = torch.log_softmax(logits, -1).gather(-1, ids[:, p:, None])[..., 0]
-        ratio = torch.exp(scored - scored.detach())
-        loss = -(torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)).mean()
+    def run() -> None:
         optimizer.zero_grad()
-        loss.backward()
+        for row, a in zip(ids, gain):
+            logits = net(row, logits_to_keep=r + 1, use_cache=False).logits[:, :-1].float()
+            scored = torch.log_softmax(logits, -1).gather(-1, row[:, p:, None])[..., 0]
+            ratio = torch.exp(scored - scored.detach())
+            (-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean() / micro_batches).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-        return float(loss.detach())
+        _wait(net)
 
     return run

@@ -1,9 +1,15 @@
 """One update on G completions of one prompt: ours (prompt once, no logits kept), naive JAX (prompt repeated, dense
-logits), PyTorch. Gradient, clip, AdamW.
+logits), PyTorch. Gradient, clip, AdamW; no layer is recomputed in the backward pass.
+
+The others add their gradient up over micro-batches of rows: without them naive JAX needs more memory than a machine of
+24 GB has. The rows of bytes are of the gradient program on all rows at once, with and without recomputing; compiled,
+not run.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,82 +17,127 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench import SHAPES, Row, measure, temporary, torch_forms
+from experiments.bench import SHAPES, Row, Suite, held, measure, torch_forms, trunk_ratio
 from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.train import Batch, make_learner
+from jaxmarl_llm.types import Policy
 
-CASES = ((16, 512, 64),)  # samples, prompt, response
-TINY = ((4, 16, 8),)
+# Shape, samples, prompt, response, micro-batches of the others, targets.
+JAX, TORCH = "naive JAX", "PyTorch"
+CASES = {
+    "cpu": ("smollm2_135m", 16, 512, 64, 4, {JAX: 4.0, TORCH: 2.0}),
+    "accelerator": ("qwen2_5_0_5b", 16, 512, 64, 1, {}),
+    "tiny": ("tiny", 4, 16, 8, 2, {JAX: 4.0}),
+    "tiny_accelerator": ("tiny", 4, 16, 8, 1, {}),
+}
 OPTIMIZER = Optimizer(learning_rate=1e-6, weight_decay=0.01, b2=0.999)
 
 
-def run(shape: str, repeats: int) -> list[Row]:
-    cfg, rng = SHAPES[shape], np.random.default_rng(0)
-    rows = []
-    for group, p, r in TINY if shape == "tiny" else CASES:
-        tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
-        said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
-        gain = rng.normal(size=(1, group)).astype(np.float32)
-        forms, facts = {}, {}
-        for name, make in {"ours": ours, "naive JAX": naive}.items():
-            forms[name], facts[f"temporary bytes, {name}"] = make(cfg, tokens, said, gain)
-        if torch_forms.available():
-            forms["PyTorch"] = torch_forms.updater(torch_forms.model(cfg), tokens, said, gain)
-        facts |= {"trunk tokens, ours": p + group * r, "trunk tokens, naive JAX": group * (p + r)}
-        rows.append(measure("update", f"{shape}, G={group}, P={p}, R={r}", forms, repeats, **facts))
+def run(suite: Suite) -> list[Row]:
+    shape, group, p, r, micro, targets = CASES[suite.name]
+    cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
+    said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
+    gain = rng.normal(size=(1, group)).astype(np.float32)
+    forms = {"ours": ours(cfg, tokens, said, gain), JAX: naive(cfg, tokens, said, gain, micro)}
+    if torch_forms.available():
+        forms[TORCH] = torch_forms.updater(torch_forms.model(cfg, suite.device), tokens, said, gain, micro)
+    limit, case = trunk_ratio(group, p, r), f"{shape}, G={group}, P={p}, R={r}"
+    facts = {"tokens through the trunk": f"ours {p + group * r}, others {group * (p + r)}, in {micro} micro-batches"}
+    limits = dict.fromkeys((JAX, TORCH), limit)
+    rows = [measure("update", case, forms, suite.repeats, targets=targets, limits=limits, facts=facts)]
+    for remat in (False, True):
+        policy = make_policy(cfg, remat=remat)
+        own = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
+        learner, batch = _learner(policy), _batch(tokens, said, gain)
+        gradient: Any = learner.accumulate  # jitted
+        size = {"ours": held(gradient.lower(own, None, batch, None).compile())}
+        form = jax.jit(lambda own, *rows, policy=policy: jax.value_and_grad(_naive_loss(policy))(own, *rows))
+        size[JAX] = held(form.lower(own, *_repeated(tokens, said, gain)).compile())
+        rows.append(
+            Row(
+                "update",
+                f"peak bytes of the gradient{', layers recomputed' if remat else ''}, {case}",
+                {name: [float(x)] for name, x in size.items()},
+                unit="B",
+                targets={} if remat else {JAX: 1 / 0.3},
+                limits={JAX: limit},
+            )
+        )
     return rows
 
 
-def ours(cfg: Any, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> tuple[Any, int]:
-    """The learner's own functions, on one micro-batch; and the temporary bytes of its gradient program."""
-    policy = make_policy(cfg, remat=False)
-    learner = make_learner(policy, Loss(), OPTIMIZER, Sampling())
-    own = {"params": jax.jit(policy.init)(jax.random.key(0))}
+def _learner(policy: Policy) -> Any:
+    return make_learner(policy, Loss(), OPTIMIZER, Sampling())
+
+
+def _batch(tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> Batch:
     weights = np.full(said.shape, 1 / said.size, np.float32)
     length = np.full(len(tokens), tokens.shape[1], np.int32)
     spread = np.broadcast_to(gain[..., None], said.shape).astype(np.float32)
-    batch = Batch(tokens, length, said, weights, spread, np.zeros_like(weights))
-    held = [(own, learner.init(own))]
-    gradient: Any = learner.accumulate  # jitted
-    held_bytes = temporary(gradient.lower(own, None, batch, None).compile())
+    return Batch(tokens, length, said, weights, spread, np.zeros_like(weights))
+
+
+def ours(cfg: Config, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> Callable[[], None]:
+    """The learner's own functions, on one micro-batch."""
+    policy = make_policy(cfg, remat=False)
+    learner, batch = _learner(policy), _batch(tokens, said, gain)
+    own = {"params": jax.jit(policy.init)(jax.random.key(0))}
+    state = [(own, learner.init(own))]
 
     def step() -> None:
-        own, state = held[0]
+        own, optimizer = state[0]
         slope, seen, _ = learner.accumulate(own, None, batch, None)
-        own, state, *_ = learner.apply(own, state, slope, seen["loss"])
-        held[0] = jax.block_until_ready((own, state))
+        own, optimizer, *_ = learner.apply(own, optimizer, slope, seen["loss"])
+        state[0] = jax.block_until_ready((own, optimizer))
 
-    return step, held_bytes
+    return step
 
 
-def naive(cfg: Any, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> tuple[Any, int]:
-    """As it is usually written in JAX: every prompt repeated, the logits of all tokens in memory."""
-    policy = make_policy(cfg, remat=False)
+def _repeated(tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> tuple[np.ndarray, ...]:
+    """[N P] prompts and [N G R] completions as N G prompts with one completion each."""
     n, g, r = said.shape
     rows, length = np.repeat(tokens, g, 0), np.full(n * g, tokens.shape[1], np.int32)
-    completions, spread = said.reshape(n * g, 1, r), gain.reshape(n * g, 1, 1)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6, weight_decay=0.01))
+    return rows, length, said.reshape(n * g, 1, r), gain.reshape(n * g, 1, 1)
 
-    def loss(own: Any) -> jax.Array:
+
+def _naive_loss(policy: Policy) -> Callable[..., jax.Array]:
+    def loss(own: Any, rows: Any, length: Any, completions: Any, gain: Any) -> jax.Array:
         logits = policy.unembed(own, policy.hidden(own, rows, length, completions))
         scored = jnp.take_along_axis(jax.nn.log_softmax(logits), completions[..., None], -1)[..., 0]
         ratio = jnp.exp(scored - jax.lax.stop_gradient(scored))
-        return -jnp.minimum(ratio * spread, jnp.clip(ratio, 0.8, 1.2) * spread).mean()
+        return -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
 
-    def step(own: Any, state: Any) -> Any:
-        value, gradient = jax.value_and_grad(loss)(own)
-        updates, state = tx.update(gradient, state, own)
-        return optax.apply_updates(own, updates), state, value
+    return loss
+
+
+def naive(
+    cfg: Config, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray, micro_batches: int
+) -> Callable[[], None]:
+    """As it is usually written in JAX: every prompt repeated, the logits of all tokens of a micro-batch in memory."""
+    policy = make_policy(cfg, remat=False)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6, weight_decay=0.01))
+    parts = list(zip(*(np.split(x, micro_batches) for x in _repeated(tokens, said, gain))))
+
+    def gradient(own: Any, total: Any, *rows: Any) -> Any:
+        new = jax.grad(_naive_loss(policy))(own, *rows)
+        return new if total is None else jax.tree.map(jnp.add, total, new)
+
+    def apply(own: Any, state: Any, total: Any) -> Any:
+        updates, state = tx.update(jax.tree.map(lambda x: x / micro_batches, total), state, own)
+        return optax.apply_updates(own, updates), state
 
     own = {"params": jax.jit(policy.init)(jax.random.key(0))}
-    held, compiled = [(own, jax.jit(tx.init)(own))], jax.jit(step, donate_argnums=(0, 1))
-    held_bytes = temporary(compiled.lower(*held[0]).compile())
+    held = [(own, jax.jit(tx.init)(own))]
+    add, take = jax.jit(gradient, donate_argnums=1), jax.jit(apply, donate_argnums=(0, 1))
 
     def run() -> None:
-        own, state, _ = compiled(*held[0])
-        held[0] = jax.block_until_ready((own, state))
+        total = None
+        for rows in parts:
+            total = add(held[0][0], total, *rows)
+        held[0] = jax.block_until_ready(take(*held[0], total))
 
-    return run, held_bytes
+    return run

@@ -1,0 +1,214 @@
+"""Whole steps, rollout to update, through what a user runs: recipes on an array environment of fixed prompts.
+
+GRPO against TRL and google-tunix, MAGRPO with two agents against CoMLRL: the same shape, tokens and number of samples,
+a trivial reward, exactly R new tokens each, one optimizer step; no layer is recomputed in the backward pass.
+google-tunix gets a smaller group: its micro-batches are whole groups, of which 16 need 36 GB here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench import SHAPES, Row, Suite, measure, peers, torch_forms, trunk_ratio, update
+from experiments.bench.decode import sampler
+from jaxmarl_llm import phases, qwen
+from jaxmarl_llm.arena import EnvConfig, make_arena
+from jaxmarl_llm.diagnose import diagnose
+from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.recipes import grpo, magrpo
+from jaxmarl_llm.stages import Run
+from jaxmarl_llm.tokenizer import Tokenizer
+from jaxmarl_llm.train import make_learner
+from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team, TrainState
+
+TRL, TUNIX, COMLRL = "TRL", "google-tunix", "CoMLRL"
+SIMPLE = "naive JAX", "PyTorch"
+# Shape, agents, samples, prompt, response, others, targets.
+CASES: dict[str, tuple[tuple[str, int, int, int, int, tuple[str, ...], dict[str, float]], ...]] = {
+    "cpu": (
+        ("smollm2_135m", 1, 16, 512, 64, (TRL,), {TRL: 5}),
+        ("smollm2_135m", 1, 4, 512, 64, (TUNIX,), {TUNIX: 4}),
+        ("smollm2_135m", 2, 4, 115, 64, (COMLRL,), {COMLRL: 2}),
+        ("7m", 2, 4, 115, 64, (COMLRL,), {COMLRL: 8}),
+    ),
+    "accelerator": (("qwen2_5_0_5b", 1, 16, 512, 64, SIMPLE, {}),),
+    "tiny": (("tiny", 1, 4, 16, 8, (TRL, TUNIX), {TRL: 5}), ("tiny", 2, 4, 16, 8, (COMLRL,), {})),
+    "tiny_accelerator": (("tiny", 1, 4, 16, 8, SIMPLE, {}),),
+}
+
+
+class Endless(Tokenizer):
+    """Ids without text; none of them ends a completion."""
+
+    name, pad_id, stop_ids = "ids", 0, ()
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab_size = vocab
+
+    def encode(self, text: str) -> list[int]:
+        return []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple:
+        return ()
+
+
+# ------------------------------------------------------------------------------ the environment, as modules of envs are
+
+
+@dataclass(frozen=True)
+class Config:
+    agents: int = 1
+    prompt: int = 512  # tokens
+    vocab: int = 1024
+    seed: int = 0
+    tasks: int = 64
+
+
+def make(config: Config) -> ArrayEnv:
+    """Every agent reads the task's prompt, all speak at once, and the share of even tokens pays everybody."""
+    roles = tuple(f"agent{i}" for i in range(config.agents))
+    n = len(roles)
+
+    def observe(state: Any) -> Observation:
+        tokens = jnp.broadcast_to(state, (n, config.prompt))
+        return Observation(jnp.arange(n), tokens, jnp.full(n, config.prompt), jnp.full(n, True))
+
+    def step(key: jax.Array, state: Any, tokens: jax.Array, length: jax.Array) -> Any:
+        return state, {"pay": jnp.full(n, jnp.mean(tokens % 2 == 0))}, jnp.bool_(True)
+
+    reset = lambda key, task: jnp.asarray(task["prompt"], jnp.int32)
+    return ArrayEnv("bench", roles, n, 1, ("pay",), (tuple(range(n)),), reset, observe, step)
+
+
+def make_tasks(config: Config, seed: int = 0, n: int | None = None) -> dict[str, np.ndarray]:
+    shape = (config.tasks if n is None else n, config.prompt)
+    return {"prompt": np.random.default_rng(seed).integers(0, config.vocab, shape).astype(np.int32)}
+
+
+def entry_length(config: Config) -> int:
+    return config.prompt
+
+
+@dataclass(frozen=True)
+class Here(EnvConfig):
+    """The environment of this module."""
+
+    eval_tasks: int = 1
+
+    @property
+    def module(self) -> Any:
+        import experiments.bench.step as here
+
+        return here
+
+
+# ----------------------------------------------------------------------------------------------------------------- ours
+
+
+def recipe(shape: qwen.Config, agents: int, group: int, prompt: int, response: int) -> phases.Recipe:
+    """GRPO of one agent or MAGRPO of several, one task a step; the team's models are of ``shape``."""
+    kind = grpo if agents == 1 else magrpo
+    optimizer = dataclasses.replace(update.OPTIMIZER, max_grad_norm=1.0 if agents == 1 else 0.0)
+    env = Here("bench", {"agents": agents, "prompt": prompt, "vocab": shape.vocab_size})
+    cfg: Any = kind.Config(steps=1_000_000, batch=1, group=group, env=env, reward={"pay": 1.0}, optimizer=optimizer)
+    arena = make_arena(cfg.env)
+    policy, tokenizer = qwen.make_policy(shape, remat=False), Endless(shape.vocab_size)
+    names = arena.env.roles
+    models = tuple(Model(name, policy, tokenizer) for name in names)
+    team = Team(tuple(Role(name, name, response) for name in names), models)
+    learners = {name: make_learner(policy, cfg.loss, cfg.optimizer, cfg.sampling) for name in names}
+    improve, plan = phases.improve_groups(cfg, drop_equal=agents == 1), kind.make_plan(cfg)
+
+    def step(state: TrainState, i: int, logger: Logger) -> tuple[TrainState, dict[str, float]]:
+        with logger.stage("rollout"):
+            key = jax.random.fold_in(state.key, i)
+            tasks = [i % arena.size]
+            played = arena.play(team, state.params, state.memory, tasks, plan, key, cfg.sampling, None, version=i)
+        done = improve(Run(team, arena, learners), state, played, 1, logger)
+        return done.state, diagnose(cfg, team, arena, played, done.credited, done.selected, done.updated)
+
+    phase = phases.Phase(cfg.steps, learners, step)
+    return phases.make_phases(cfg, team, arena, [phase], evaluate=lambda state: {})
+
+
+def stepper(made: phases.Recipe, check: Callable[[dict[str, float]], None]) -> Callable[[], None]:
+    """Takes the recipe's state one step on, as `loop.fit` does; ``check`` reads the step's metrics."""
+    logger = Logger(".", resume_step=None, total_steps=0, primary=False)
+    held = [made.init(0)]
+
+    def run() -> None:
+        state, metrics = made.step(held[0], logger)
+        check(metrics)
+        held[0] = jax.block_until_ready(state.replace(step=state.step + 1))
+
+    return run
+
+
+def run(suite: Suite) -> list[Row]:
+    return [case(suite, *given) for given in CASES[suite.name]]
+
+
+def case(
+    suite: Suite,
+    name: str,
+    agents: int,
+    group: int,
+    p: int,
+    r: int,
+    others: tuple[str, ...],
+    targets: dict[str, float],
+) -> Row:
+    shape = dataclasses.replace(SHAPES[name], dtype=suite.dtype)
+
+    def check(metrics: dict[str, float]) -> None:
+        said, bad = metrics["count/completion_tokens"], metrics["bad"]
+        if said != agents * group * r or bad:
+            raise RuntimeError(f"expected {agents * group * r} tokens and a finite update, got {said} and bad={bad}")
+
+    spec = {"hf": shape.to_hf(), "agents": agents, "group": group, "prompt": p, "response": r}
+    spec |= {"what": "learn", "micro_batches": 4}
+    algorithm = "GRPO" if agents == 1 else f"MAGRPO, {agents} agents"
+    facts: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        forms: dict[str, Callable[[], Any]] = {"ours": stepper(recipe(shape, agents, group, p, r), check)}
+        for other in others:
+            if other in SIMPLE:
+                if other == SIMPLE[0] or torch_forms.available():
+                    forms[other] = simple(other, shape, suite.device, group, p, r)
+                continue
+            peer = stack.enter_context(peers.start(other, suite.peers, spec))
+            forms[other] = peer.step
+            facts[f"versions of {other}"] = ", ".join(f"{k} {v}" for k, v in peer.versions.items())
+        limits = dict.fromkeys(others, trunk_ratio(group, p, r))
+        title = f"{algorithm}, {name}, G={group}, P={p}, R={r}"
+        return measure("step", title, forms, suite.repeats, targets=targets, limits=limits, facts=facts)
+
+
+def simple(other: str, shape: qwen.Config, device: str, group: int, p: int, r: int) -> Callable[[], None]:
+    """Generation and then an update, on random completions: what takes the time of a step where nothing is shared."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, shape.vocab_size, (1, p)).astype(np.int32)
+    said = rng.integers(0, shape.vocab_size, (1, group, r)).astype(np.int32)
+    gain = rng.normal(size=(1, group)).astype(np.float32)
+    if other == SIMPLE[0]:
+        parts = [sampler(shape, tokens, 1, r, repeat=group), update.naive(shape, tokens, said, gain, 1)]
+    else:
+        net = torch_forms.model(shape, device)
+        parts = [torch_forms.sampler(net, tokens, group, r), torch_forms.updater(net, tokens, said, gain, 1)]
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
