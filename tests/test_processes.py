@@ -224,6 +224,7 @@ def alone(folder):
     return folder / "alone"
 
 
+@pytest.mark.slow
 def test_four_processes_are_the_run_of_one(folder, alone):
     run = train(folder, "four", 4, "--config.run.checkpoint_every=100")
     assert run.codes() == [0] * 4, run.said()
@@ -239,6 +240,7 @@ def saved(workdir):
     return digests(state)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_that_is_stopped_and_loses_a_process_is_the_run_that_was_not(folder, alone):
     """Parameters are cut over both processes. SIGTERM to one saves at the same step in both and asks to be run again;
     kill -9 of one ends the other, which names it; what comes out is equal to the byte.
