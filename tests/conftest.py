@@ -55,7 +55,18 @@ def forget_programs():
 
 
 # Files are handed out whole (--dist loadfile): the long ones first, so that no worker waits for the last.
-LONGEST = ("loop", "critic", "magrpo", "baselines", "assistant_run", "rollout", "rollout_host", "sandbox", "generate")
+LONGEST = (
+    "processes",
+    "loop",
+    "critic",
+    "magrpo",
+    "baselines",
+    "assistant_run",
+    "rollout",
+    "rollout_host",
+    "sandbox",
+    "generate",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -141,7 +141,7 @@ class Started:
                 )
         self.every.extend(self.all)
 
-    def codes(self, timeout=150):
+    def codes(self, timeout=500):
         """Their exit codes; those that do not end in time are killed, which no test expects."""
         end = time.monotonic() + timeout
         for process in self.all:
@@ -157,7 +157,7 @@ class Started:
     def said(self):
         return [log.read_text() for log in self.logs]
 
-    def until(self, there, timeout=120):
+    def until(self, there, timeout=300):
         end = time.monotonic() + timeout
         while not there():
             assert time.monotonic() < end and all(p.poll() is None for p in self.all), self.said()
@@ -182,7 +182,7 @@ def train(folder, name, count, *overrides, variant="", **env):
     workdir.mkdir(exist_ok=True)
     at = address()
     command = [folder / "train.py", f"--config={folder / 'config.py'}:{variant}", f"--workdir={workdir}", *overrides]
-    place = [f"--coordinator={at}", f"--processes={count}", "--init_timeout=90"]
+    place = [f"--coordinator={at}", f"--processes={count}", "--init_timeout=200"]
     commands = [[*command, *place, f"--process={i}"] for i in range(count)] if count > 1 else [command]
     return Started(folder, commands, 4 // count, **env)
 
@@ -224,6 +224,7 @@ def alone(folder):
     return folder / "alone"
 
 
+@pytest.mark.slow
 def test_four_processes_are_the_run_of_one(folder, alone):
     run = train(folder, "four", 4, "--config.run.checkpoint_every=100")
     assert run.codes() == [0] * 4, run.said()
@@ -239,6 +240,7 @@ def saved(workdir):
     return digests(state)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_that_is_stopped_and_loses_a_process_is_the_run_that_was_not(folder, alone):
     """Parameters are cut over both processes. SIGTERM to one saves at the same step in both and asks to be run again;
     kill -9 of one ends the other, which names it; what comes out is equal to the byte.
