@@ -39,6 +39,7 @@ TICK = 1.0  # seconds between signs of life and looks at the clock
 SILENCE = 30.0  # seconds without a sign of life after which a process is taken for dead
 GRACE = 3.0  # seconds that a process has to end by itself once another has failed: likely of the same
 LONGEST = 1 << 22  # bytes of a message
+LOOPBACK = ("localhost", "127.0.0.1")  # of a coordinator here nobody listens on other addresses
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,14 @@ def joined(where: Place | None, facts: Mapping[str, Any], timeout: float) -> Ite
     try:
         import jax
 
-        jax.distributed.initialize(where.address, where.processes, where.process, initialization_timeout=int(timeout))
+        alone = where.address if where.address.rpartition(":")[0] in LOOPBACK else None
+        jax.distributed.initialize(
+            where.address,
+            where.processes,
+            where.process,
+            initialization_timeout=int(timeout),
+            coordinator_bind_address=alone,
+        )
         listen_for_sigterm()
         yield
     except SystemExit as stopped:
@@ -315,15 +323,19 @@ def _meet(where: Place, facts: Mapping[str, Any], timeout: float) -> tuple[list[
     name = f"process {where.process} of {where.processes} ({socket.gethostname()}, pid {os.getpid()})"
     facts = {key: json.dumps(value, sort_keys=True) for key, value in facts.items()}
     me = {"process": where.process, "of": where.processes, "name": name, "facts": facts}
-    return _receive(int(port), me, timeout) if where.process == 0 else _call(host.strip("[]"), int(port), me, timeout)
+    meet = _receive if where.process == 0 else _call
+    return meet(host.strip("[]"), int(port), me, timeout)
 
 
-def _receive(port: int, me: dict, timeout: float) -> tuple[list[str], list[_Peer]]:
+def _receive(host: str, port: int, me: dict, timeout: float) -> tuple[list[str], list[_Peer]]:
     """Process 0: wait for the others, then tell all of them to go on, or why not."""
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=me["of"])
+        if host in LOOPBACK:
+            listener = socket.create_server((host, port), backlog=me["of"])
+        else:
+            listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=me["of"])
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--coordinator: process 0 cannot listen on port {port}: {reason}") from error
