@@ -119,7 +119,7 @@ def test_slurm_runs_it_and_queues_again(clients):
     # SIGTERM goes to the tasks, not to this script (which would be B:TERM).
     assert "#SBATCH --requeue" in head and "#SBATCH --signal=TERM@120" in head
     job = RUN | {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
-    for status, again in ((75, True), (137, True), (2, False), (1, False)):
+    for status, again in ((75, True), (134, True), (137, True), (2, False), (1, False)):
         code, calls, _ = clients("slurm.sbatch", job, when="srun*", reply=f"exit {status}")
         assert (code, calls[1:]) == (status, ["scontrol requeue 7"] * again)
     code, calls, _ = clients("slurm.sbatch", job | {"SLURM_RESTART_COUNT": "20"}, when="srun*", reply="exit 75")
