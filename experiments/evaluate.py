@@ -16,6 +16,7 @@ import logging as python_logging
 from pathlib import Path
 
 from absl import flags, logging
+from etils import epath
 
 from experiments import cli
 
@@ -38,7 +39,7 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
 
     if len(mesh) != 3 or not all(size.removeprefix("-").isdigit() for size in mesh):
         raise ConfigError(f"--mesh: expected three numbers as in 1,8,1, got {','.join(mesh)!r}")
-    if not (Path(workdir) / "checkpoints").is_dir():
+    if not (epath.Path(workdir) / "checkpoints").is_dir():
         raise ConfigError(f"--{flag}: {workdir} holds no checkpoints; train first")
     saver = Checkpointer(workdir)
     try:

@@ -35,9 +35,10 @@ def main(cfg, workdir, flag_values):
         flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout
     )
     versions = {"jaxmarl_llm": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    facts = {**versions, "--workdir": os.path.abspath(workdir), **flatten(cfg)}
+    home = workdir if "://" in workdir else os.path.abspath(workdir)
+    facts = {**versions, "--workdir": home, **flatten(cfg)}
     with processes.joined(where, facts, flag_values.init_timeout):
-        cache = flag_values.compilation_cache or os.path.join(os.path.dirname(os.path.abspath(workdir)), ".jax_cache")
+        cache = flag_values.compilation_cache or os.path.join(os.path.dirname(home), ".jax_cache")
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         from experiments import room

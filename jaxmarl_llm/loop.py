@@ -6,12 +6,13 @@ import functools
 import hashlib
 import json
 import platform
-import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from jaxmarl_llm import __version__, processes
 from jaxmarl_llm.checkpoint import Checkpointer, digests
@@ -22,6 +23,7 @@ from jaxmarl_llm.report import episodes_markdown, report
 from jaxmarl_llm.stages import BaseConfig
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import TrainState
+from jaxmarl_llm.workdir import Workdir
 
 
 def fit(
@@ -33,22 +35,24 @@ def fit(
 ) -> TrainState:
     """Train to the last step, from the newest checkpoint in ``workdir`` when there is one.
 
-    Writes metrics.jsonl, TensorBoard events, checkpoints/, config.json, and at the end report.png and episodes.md.
+    Writes metrics.jsonl, TensorBoard events, checkpoints/, config.json, and at the end report.png and episodes.md. A
+    ``workdir`` in an object store is fine: see workdir.py.
     """
-    workdir = Path(workdir)
+    folder = Workdir(workdir)
     with processes.deadlines(cfg.run.deadlines):
         with processes.stage("save"):
-            _check_shared(workdir)
-            saver = Checkpointer(workdir, keep=cfg.run.keep)
+            _check_shared(folder)
+            saver = Checkpointer(folder.url, keep=cfg.run.keep)
         try:
-            return _fit(cfg, recipe, workdir, saver, allow_config_change)
+            return _fit(cfg, recipe, folder, saver, allow_config_change)
         finally:
             saver.close()  # waits for a save that is under way, whatever ended the run
 
 
 def _fit(
-    cfg: BaseConfig, recipe: Recipe, workdir: Path, saver: Checkpointer, allow_config_change: Sequence[str]
+    cfg: BaseConfig, recipe: Recipe, folder: Workdir, saver: Checkpointer, allow_config_change: Sequence[str]
 ) -> TrainState:
+    workdir = folder.local
     with processes.stage("save"):
         meta = saver.read_meta()
         if meta is not None:
@@ -61,6 +65,7 @@ def _fit(
     primary = processes.index() == 0  # the others play and learn, and write nothing but their parts of checkpoints
     if primary:
         workdir.mkdir(parents=True, exist_ok=True)
+        folder.fetch()
         (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
 
     bad, step = 0, int(state.step)
@@ -76,7 +81,7 @@ def _fit(
     )
     with logger:
         if resumed is not None:
-            logger.print(f"resumed {workdir} at step {resumed}")
+            logger.print(f"resumed {folder} at step {resumed}")
         while step < recipe.total_steps:
             processes.at(step)
             with processes.stage("rollout"):
@@ -107,6 +112,8 @@ def _fit(
                 stopping = processes.stop_asked() and step < recipe.total_steps
                 if stopping or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
                     save()
+                    if primary:
+                        folder.push()
                 if stopping:
                     saver.wait()
                     logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
@@ -117,19 +124,22 @@ def _fit(
         if primary and (workdir / "metrics.jsonl").exists() and recipe.total_steps:
             report(workdir)
             episodes_markdown(recipe.episodes(), workdir / "episodes.md")
-            logger.print(f"wrote {workdir / 'report.png'} and {workdir / 'episodes.md'}")
+            folder.push()
+            logger.print(f"wrote report.png and episodes.md to {folder}")
     return state
 
 
-def _check_shared(workdir: Path) -> None:
-    """ConfigError when what process 0 writes into ``workdir`` is not there for all."""
+def _check_shared(folder: Workdir) -> None:
+    """ConfigError when what process 0 writes into the workdir is not there for all."""
     if processes.count() == 1:
         return
+    workdir = epath.Path(folder.url)
 
     def write() -> str:
         workdir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=workdir, prefix=".of_process_0_", delete=False) as file:
-            return Path(file.name).name
+        name = f".of_process_0_{uuid.uuid4().hex}"
+        (workdir / name).write_text("")
+        return name
 
     mark = workdir / processes.first(write)
     blind = [k for k, sees in enumerate(processes.everyone(mark.exists())) if not sees]

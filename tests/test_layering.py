@@ -40,6 +40,7 @@ LAYERS = {
         "weights",
         "weight_files",
         "metrics",
+        "workdir",
         "report",
         "value",
         "complexity",

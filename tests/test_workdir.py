@@ -1,0 +1,66 @@
+"""Runs whose folder is in an object store, here another folder: what is there is what a run on this machine leaves."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from etils import epath
+
+from jaxmarl_llm import loop, workdir
+from jaxmarl_llm.checkpoint import Checkpointer
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.metrics import read_metrics
+from jaxmarl_llm.recipes import magrpo
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.workdir import Workdir
+
+URL = "gs://bucket/run"
+SMALL = {
+    "steps": 4,
+    "batch": 4,
+    "group": 2,
+    "env": {"name": "matrix", "eval_tasks": 4},
+    "reward": {"payoff": 1.0},
+    "team": {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
+    "sft": {"steps": 0},
+    "run": {"checkpoint_every": 2, "eval_every": 0, "log_every": 100, "tensorboard": True},
+}
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A folder in the place of the bucket, for files and for checkpoints."""
+    monkeypatch.setattr(workdir, "_open", lambda url: epath.Path(tmp_path / "store"))
+    monkeypatch.setattr(workdir.tempfile, "gettempdir", lambda: str(tmp_path / "here"))
+    monkeypatch.setattr(loop, "Checkpointer", lambda url, keep: Checkpointer(tmp_path / "store", keep=keep))
+    return tmp_path / "store"
+
+
+def fit(steps, url=URL):
+    cfg = from_dict(magrpo.Config, {**SMALL, "steps": steps})
+    return loop.fit(cfg, magrpo.make(cfg), url)
+
+
+def test_a_run_in_a_store_goes_on_on_another_machine(store, tmp_path):
+    fit(3)
+    assert [row["step"] for row in read_metrics(store)] == [1, 2, 3]
+    assert (store / "config.json").exists() and (store / "report.png").exists() and (store / "checkpoints").is_dir()
+    assert list((store / "tensorboard").iterdir())
+    shutil.rmtree(tmp_path / "here")  # another machine has nothing
+    fit(4)
+    assert [row["step"] for row in read_metrics(store)] == [1, 2, 3, 4]
+    assert not (Workdir(URL).local / "checkpoints").exists()
+
+
+def test_a_folder_is_itself(tmp_path):
+    folder = Workdir(tmp_path / "run")
+    assert folder.local == tmp_path / "run" and folder.url == str(tmp_path / "run")
+    folder.fetch()
+    folder.push()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_store_that_cannot_be_opened_says_so():
+    with pytest.raises(ConfigError, match=r"--workdir: cannot open 'nowhere://bucket/run': "):
+        Workdir("nowhere://bucket/run")
