@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmarl_llm import complexity as cx
-from jaxmarl_llm import costs, prefixes, rollout_host
+from jaxmarl_llm import costs, prefixes, rollout_host, speakers
 from jaxmarl_llm.generate import Completions
 from jaxmarl_llm.optimizers import Optimizer, make_optimizer
 from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
@@ -60,7 +60,7 @@ def random_plan(rng, k):
 
 
 class Recorded:
-    """Stands for rollout_host.generate: every completion of a role has its length; notes what would be allocated."""
+    """Stands for speakers.generate: every completion of a role has its length; notes what would be allocated."""
 
     def __init__(self, lengths):
         self.lengths, self.launches = lengths, []
@@ -81,8 +81,9 @@ class Recorded:
         prefix,
         start,
         keep,
+        layers,
     ):
-        assert prefix is None and start is None and keep  # no prompt begins as another
+        assert prefix is None and start is None and keep and layers is None  # no prompt begins as another
         n, g = keys
         self.launches.append((n, g, tokens.shape[1], max_new))
         said = np.zeros((n, g), np.int32)
@@ -113,10 +114,10 @@ def host_tree(monkeypatch, plan, work, ends_at=None):
     recorder = Recorded({i: max(s.response) for i, s in enumerate(work.speakers)})
     keys = lambda data, role, *, group: (len(data), group)
     zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
-    monkeypatch.setattr(rollout_host, "generate", recorder)
+    monkeypatch.setattr(speakers, "generate", recorder)
     monkeypatch.setattr(prefixes, "_put", lambda pool, *_: pool)
     monkeypatch.setattr(prefixes, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
-    monkeypatch.setattr(rollout_host, "_sample_keys", keys)
+    monkeypatch.setattr(speakers, "_sample_keys", keys)
     monkeypatch.setattr(rollout_host, "_branch_keys", lambda data, *, group: zeros(len(data), group))
     monkeypatch.setattr(rollout_host, "_root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)
 

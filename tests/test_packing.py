@@ -12,7 +12,7 @@ import toys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmarl_llm import packing, plans, prefixes, rollout_host
+from jaxmarl_llm import packing, plans, prefixes, rollout_host, speakers
 from jaxmarl_llm.generate import Completions
 from jaxmarl_llm.losses import Loss, init_head
 from jaxmarl_llm.optimizers import Optimizer
@@ -51,7 +51,7 @@ def rollout(name):
     }[name]
     team = toys.team(shared=name != "node_wise", max_new=5)
     with EnvPool(lambda: env, workers=0) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout_host, "generate", said)
+        patch.setattr(speakers, "generate", said)
         slots = lambda *size: ((np.zeros((*size, 1, 1), np.float32),) * 2,)
         patch.setattr(prefixes, "_fill", lambda policy, variables, tokens, *_: slots(len(tokens), 512))
         patch.setattr(prefixes, "_take", lambda pool, slot: slots(*slot.shape))
