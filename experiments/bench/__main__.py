@@ -28,13 +28,18 @@ from absl import flags
 
 from experiments import bench, cli
 
-flags.DEFINE_string("suite", "cpu", f"One of {', '.join(bench.SUITES)}.")
-flags.DEFINE_list("only", [], "Parts to measure; default: all of the suite.")
-flags.DEFINE_integer("repeats", None, "Rounds; default: 5.", lower_bound=1)
-flags.DEFINE_string("peers", None, "Folder of the virtual environments of other systems; default: .venv-peers.")
-flags.DEFINE_string("out", None, "Also add what was measured to this JSON file.")
-flags.DEFINE_string("table", None, "Measure nothing: write this JSON file as Markdown.")
-flags.DEFINE_string("into", None, "Markdown file whose part between the markers becomes the table.")
+# Other entry points, imported in the same process by tests, have flags of these names.
+flags.DEFINE_string("suite", "cpu", f"One of {', '.join(bench.SUITES)}.", allow_override=True)
+flags.DEFINE_list("only", [], "Parts to measure; default: all of the suite.", allow_override=True)
+flags.DEFINE_integer("repeats", None, "Rounds; default: 5.", lower_bound=1, allow_override=True)
+flags.DEFINE_string(
+    "peers", None, "Folder of the virtual environments of other systems; default: .venv-peers.", allow_override=True
+)
+flags.DEFINE_string("out", None, "Also add what was measured to this JSON file.", allow_override=True)
+flags.DEFINE_string("table", None, "Measure nothing: write this JSON file as Markdown.", allow_override=True)
+flags.DEFINE_string(
+    "into", None, "Markdown file whose part between the markers becomes the table.", allow_override=True
+)
 
 MARKERS = "<!-- bench: begin -->", "<!-- bench: end -->"
 HEADING = "| part | case | ours | against | other | ratio | least to largest | limit | target | |"
