@@ -24,6 +24,7 @@ from jaxmarl_llm.checkpoint import digests
 from jaxmarl_llm.processes import AGAIN, Deadlines
 from jaxmarl_llm.sharding import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.workdir import Workdir
 from jaxmarl_llm.workers import EnvPool
 
 ROOT = Path(__file__).parents[1]
@@ -454,7 +455,7 @@ def test_a_workdir_that_not_all_hosts_share_is_an_error(seen, monkeypatch, tmp_p
     monkeypatch.setattr(processes, "everyone", lambda mine: [mine and there for there in seen])
     refused = pytest.raises(ConfigError, match="--workdir: process 1 does not see what process 0 writes to")
     with contextlib.nullcontext() if all(seen) else refused:
-        loop._check_shared(tmp_path / "run")
+        loop._check_shared(Workdir(tmp_path / "run"))
     assert list((tmp_path / "run").iterdir()) == []  # nothing is left
 
 
