@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from experiments import hlo
-from jaxmarl_llm import costs, sharding
+from jaxmarl_llm import costs, meshes, sharding
 from jaxmarl_llm.complexity import Launch, Weights, Workload, launches, levels
 from jaxmarl_llm.generate import sample_completions, up_to
 from jaxmarl_llm.lora import init_lora
@@ -253,7 +253,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         if only and name not in only:
             continue
         clock = time.process_time()
-        with sharding.on(mesh):
+        with meshes.on(mesh):
             lowered = function.lower(*arguments)
         try:
             compiled, text = compile_text(lowered)
@@ -307,7 +307,7 @@ def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
     wanted = cfg.mesh
     if given is not None:
         try:
-            wanted = sharding.MeshConfig(*(int(n) for n in given.split(",")))
+            wanted = meshes.MeshConfig(*(int(n) for n in given.split(",")))
         except (ValueError, TypeError):
             raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
-    return sharding.make_mesh(wanted, devices(topology), path="config.mesh" if given is None else "--mesh")
+    return meshes.make_mesh(wanted, devices(topology), path="config.mesh" if given is None else "--mesh")

@@ -34,7 +34,7 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
     from jaxmarl_llm import loop
     from jaxmarl_llm.checkpoint import Checkpointer
     from jaxmarl_llm.config import from_dict
-    from jaxmarl_llm.sharding import MeshConfig
+    from jaxmarl_llm.meshes import MeshConfig
     from jaxmarl_llm.text import ConfigError
 
     if len(mesh) != 3 or not all(size.removeprefix("-").isdigit() for size in mesh):

@@ -28,12 +28,10 @@ def main(cfg, workdir, flag_values):
     import jax  # only now: a bad configuration ends before any device is touched
     import jaxlib
 
-    from jaxmarl_llm import __version__, processes
+    from jaxmarl_llm import __version__, meeting, processes
     from jaxmarl_llm.config import flatten
 
-    where = processes.place(
-        flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout
-    )
+    where = meeting.place(flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout)
     versions = {"jaxmarl_llm": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     home = workdir if "://" in workdir else os.path.abspath(workdir)
     facts = {**versions, "--workdir": home, **flatten(cfg)}
@@ -43,7 +41,7 @@ def main(cfg, workdir, flag_values):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         from experiments import room
         from jaxmarl_llm.loop import fit
-        from jaxmarl_llm.sharding import MeshConfig
+        from jaxmarl_llm.meshes import MeshConfig
         from jaxmarl_llm.workload import workload_of
 
         module = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}")

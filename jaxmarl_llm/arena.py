@@ -26,11 +26,12 @@ from jaxmarl_llm.envs.prompts import asked
 from jaxmarl_llm.envs.protocols import PROTOCOLS, wrap
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.memory import MemoryConfig, decode_text, read
+from jaxmarl_llm.meshes import home
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.rollout import make_rollout, mean_embedding
 from jaxmarl_llm.rollout_host import HostRollout, play
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import current, home, put_whole, to_host, to_rollout
+from jaxmarl_llm.sharding import current, put_whole, to_host, to_rollout
 from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
 from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
 from jaxmarl_llm.workers import EnvPool

@@ -111,7 +111,8 @@ class Checkpointer:
                 problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
             problem = next((p for p in processes.everyone(problem) if p is not None), None)
             if problem is None:
-                return got.state, got.meta, candidate  # type: ignore[union-attr]
+                assert got is not None  # or there was a problem
+                return got.state, got.meta, candidate
             tried.append(f"step {candidate} ({problem})")
             logging.getLogger(__name__).warning("checkpoint %s: %s; trying the one before", self.root, tried[-1])
             if step is None:

@@ -17,10 +17,10 @@ from jaxmarl_llm.advantages import returns_to_go, step_episodes
 from jaxmarl_llm.arena import ArrayArena
 from jaxmarl_llm.credit import Weights, assign
 from jaxmarl_llm.losses import aggregation_weights
+from jaxmarl_llm.meshes import MeshConfig
 from jaxmarl_llm.plans import Plan, single
 from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import PICK, SFT_LOSS, BaseConfig
 from jaxmarl_llm.team import init_params, make_team
 from jaxmarl_llm.text import ConfigError

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxmarl_llm import __version__, processes
+from jaxmarl_llm import __version__, deadlines, processes
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.metrics import Logger
@@ -39,8 +39,8 @@ def fit(
     ``workdir`` in an object store is fine: see workdir.py.
     """
     folder = Workdir(workdir)
-    with processes.deadlines(cfg.run.deadlines):
-        with processes.stage("save"):
+    with processes.within(cfg.run.deadlines):
+        with deadlines.stage("save"):
             _check_shared(folder)
             saver = Checkpointer(folder.url, keep=cfg.run.keep)
         try:
@@ -53,7 +53,7 @@ def _fit(
     cfg: BaseConfig, recipe: Recipe, folder: Workdir, saver: Checkpointer, allow_config_change: Sequence[str]
 ) -> TrainState:
     workdir = folder.local
-    with processes.stage("save"):
+    with deadlines.stage("save"):
         meta = saver.read_meta()
         if meta is not None:
             _check_same(cfg, meta, allow_config_change)
@@ -83,10 +83,10 @@ def _fit(
         if resumed is not None:
             logger.print(f"resumed {folder} at step {resumed}")
         while step < recipe.total_steps:
-            processes.at(step)
-            with processes.stage("rollout"):
+            deadlines.at(step)
+            with deadlines.stage("rollout"):
                 extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
-            with processes.stage("update"):
+            with deadlines.stage("update"):
                 state, metrics = recipe.step(state, logger)
             step += 1
             state = state.replace(step=state.step + 1)
@@ -94,7 +94,7 @@ def _fit(
             skipped = state.counters["skipped"] + int(bad > 0)
             state = state.replace(counters={**state.counters, "skipped": skipped})
             if step == recipe.total_steps:
-                with processes.stage("rollout"):
+                with deadlines.stage("rollout"):
                     extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
             logger.log(step, {**metrics, **extra, "count/skipped": float(skipped)})
             if bad >= cfg.run.max_bad_steps:
@@ -108,7 +108,7 @@ def _fit(
                     f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_gap="
                     f"{cfg.run.max_logprob_gap:g}; the update would be biased"
                 )
-            with processes.stage("save"):
+            with deadlines.stage("save"):
                 stopping = processes.stop_asked() and step < recipe.total_steps
                 if stopping or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
                     save()
@@ -119,7 +119,7 @@ def _fit(
                     logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
                     raise SystemExit(processes.AGAIN)
             release_programs()
-        with processes.stage("save"):
+        with deadlines.stage("save"):
             saver.wait()
         if primary and (workdir / "metrics.jsonl").exists() and recipe.total_steps:
             report(workdir)

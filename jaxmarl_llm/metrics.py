@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmarl_llm import processes
+from jaxmarl_llm import deadlines
 from jaxmarl_llm.text import ConfigError
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -125,12 +125,12 @@ class Logger:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a section as ``time/<name>``, which also has its deadline (`processes.stage`). Results must be ready
+        """Time a section as ``time/<name>``, which also has its deadline (`deadlines.stage`). Results must be ready
         (``block_until_ready``) before the section ends.
         """
         start = time.perf_counter()
         try:
-            with processes.stage(name):
+            with deadlines.stage(name):
                 yield
         finally:
             self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from jaxmarl_llm import memory, past, sharding
+from jaxmarl_llm import memory, meshes, past
 from jaxmarl_llm.arena import Arena, Played, make_arena
 from jaxmarl_llm.credit import Credited, Weights
 from jaxmarl_llm.diagnose import diagnose, episodes_of, evaluate
@@ -99,8 +99,8 @@ def make_phases(
 
     ``context``: memory entries in demonstrations. ConfigError when the models do not fit the mesh of the configuration.
     """
-    mesh = sharding.open_mesh(cfg.mesh, team.models)
-    if isinstance(mesh, sharding.Split):
+    mesh = meshes.open_mesh(cfg.mesh, team.models)
+    if isinstance(mesh, meshes.Split):
         beyond = {"env.name": arena.array, "team.critic": bool(team.critics), "past.size": bool(cfg.past.size)}
         for name, asked in beyond.items():
             if asked:
@@ -121,7 +121,7 @@ def make_phases(
 
     def optimizers(phase: Phase, agents: Params) -> PyTree:
         names = [m.name for m in team.models]
-        return dict(zip(names, sharding.each(names, lambda name: phase.learners[name].init(agents[name])), strict=True))
+        return dict(zip(names, meshes.each(names, lambda name: phase.learners[name].init(agents[name])), strict=True))
 
     def init(step: int) -> TrainState:
         params = init_params(cfg.team, team, jax.random.key(cfg.seed))
@@ -136,7 +136,7 @@ def make_phases(
             memory=stores(),
             counters={"skipped": jnp.int32(0)},
         )
-        return sharding.settled(mesh, state)
+        return meshes.settled(mesh, state)
 
     def step(state: TrainState, logger: Logger) -> tuple[TrainState, dict[str, float]]:
         now = int(state.step)
@@ -146,13 +146,13 @@ def make_phases(
             params = {**state.params, **phases[k].begin(agents)}
             state = state.replace(params=params, opt_state=optimizers(phases[k], agents))
         state, metrics = phases[k].step(state, now - starts[k], logger)
-        return sharding.settled(mesh, state), metrics
+        return meshes.settled(mesh, state), metrics
 
     def there(function: Callable) -> Callable:
         """``function`` on the mesh of the run."""
 
         def call(*args: Any) -> Any:
-            with sharding.on(mesh):
+            with meshes.on(mesh):
                 return function(*args)
 
         return call

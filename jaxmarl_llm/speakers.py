@@ -1,7 +1,7 @@
 """Who speaks in a turn of a host rollout: one generation launch for each model and number of samples.
 
 A launch goes on from what earlier ones cached (`prefixes`) and is padded to a bucket. Models that have devices of their
-own (`sharding.Split`) speak at once.
+own (`meshes.Split`) speak at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm import sharding
+from jaxmarl_llm import meshes, sharding
 from jaxmarl_llm.generate import CHUNK, bucket, generate, unstacked, up_to
 from jaxmarl_llm.prefixes import Prefixes
 from jaxmarl_llm.rollout import PLAY, fold
@@ -84,7 +84,7 @@ class Speakers:
 
     def __init__(self, team: Team, params: Params, sampling: Sampling):
         self._team, self._sampling = team, sampling
-        self._playing = {m.name: Playing(params) for m in team.models} if sharding.apart() else {}
+        self._playing = {m.name: Playing(params) for m in team.models} if meshes.apart() else {}
         self._alone = Playing(params)
         self._cached: dict[str, Prefixes] = {}
         self.launches = 0
@@ -109,7 +109,7 @@ class Speakers:
                 for n, samples in zip(rows, self._launch(models[name], [asked[n] for n in rows], keep), strict=True):
                     said[n] = samples
 
-        sharding.each(list(models), speak)
+        meshes.each(list(models), speak)
         return said
 
     def _launch(self, model: Model, asked: Sequence[Asked], keep: bool) -> list[list[Said]]:

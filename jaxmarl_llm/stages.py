@@ -12,18 +12,18 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxmarl_llm import memory, sharding
+from jaxmarl_llm import memory, meshes, sharding
 from jaxmarl_llm.advantages import generalised_advantage, scalarise, step_returns
 from jaxmarl_llm.arena import Arena, Demonstrations, EnvConfig, Played
 from jaxmarl_llm.credit import Credit, Credited, Weights, assign
+from jaxmarl_llm.deadlines import Deadlines
 from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.meshes import MeshConfig
 from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.packing import pack
 from jaxmarl_llm.past import Past
-from jaxmarl_llm.processes import Deadlines
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.team import TeamConfig
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Batch, Learner, NodeTargets, task_order, token_weights, update_models
@@ -195,7 +195,7 @@ def learn(
             batches[m.name] = critic_batches(a.read, a.of_prompts(), micro_tokens=cfg.micro_tokens)
             continue
         values = None if a is None else a.of_nodes()
-        with sharding.home(m.name):
+        with meshes.home(m.name):
             batches[m.name] = pack(
                 played.tree,
                 i,

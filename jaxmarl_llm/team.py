@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jaxmarl_llm import qwen, sharding, weights
+from jaxmarl_llm import meshes, qwen, sharding, weights
 from jaxmarl_llm.lora import TARGETS, init_lora
 from jaxmarl_llm.losses import init_head
 from jaxmarl_llm.past import understudy
@@ -226,7 +226,7 @@ def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:
             agents[model.name] = {"lora": init_lora(own, base, cfg.lora_rank, cfg.lora_targets)}
         else:
             backbone = cfg.overrides.get(owner.get(model.name, model.name), cfg.backbone)
-            with sharding.home(model.name):
+            with meshes.home(model.name):
                 agents[model.name] = {"params": init_backbone(backbone, model.policy.config, own)}
         if model.name in team.critics:
             dim = model.policy.config.hidden_size

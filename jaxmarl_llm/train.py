@@ -20,7 +20,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm import sharding
+from jaxmarl_llm import meshes, sharding
 from jaxmarl_llm.kernels.head_loss import head_logprob, head_loss
 from jaxmarl_llm.losses import Loss, RowData, aggregation_weights, head_value, row_loss, value_loss
 from jaxmarl_llm.optimizers import Optimizer, make_optimizer, to_memory
@@ -285,7 +285,7 @@ def update_models(
         return update(learners[name], loss, agents[name], shared, states[name], batches[name], ref)
 
     learning = [m.name for m in models if batches.get(m.name)]
-    for name, result in zip(learning, sharding.each(learning, learn), strict=True):
+    for name, result in zip(learning, meshes.each(learning, learn), strict=True):
         agents[name], states[name], metrics[name] = result
     return {**params, "agents": agents}, states, metrics
 

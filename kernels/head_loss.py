@@ -13,12 +13,10 @@ completion or a group. The cotangents of a row are known as soon as its own log-
 the forward pass, while the row's logits are there: three products. The backward pass only scales it. (Liger's
 fused losses work alike, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009, is the form with four.)
 
-A chunk holds 1/128 of the tokens, so that the three arrays of a chunk's logits that XLA keeps are 1/40 of the dense
-logits. Everything is accumulated in
-float32, the gradient of the weight too; its products take the logits' gradient in the dtype of the hidden states. A
-weight that is not differentiated (a frozen backbone under adapters) gets no gradient and costs no product. With
-``axis_name`` the weight is one shard of the vocabulary, inside `jax.shard_map`, and the sums over the vocabulary go
-over that axis.
+A chunk holds 1/128 of the tokens, at least 128. Everything is accumulated in float32, the gradient of the weight too;
+its products take the logits' gradient in the dtype of the hidden states. A weight that is not differentiated (a frozen
+backbone under adapters) gets no gradient and costs no product. With ``axis_name`` the weight is one shard of the
+vocabulary, inside `jax.shard_map`, and the sums over the vocabulary go over that axis.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from jaxmarl_llm.kernels.head import Head, logits
 
 SHARE = 128  # chunks that the tokens are cut into, unless they would be smaller than the two numbers below
 SMALLEST = 1 << 20  # entries of a chunk's logits
-FEWEST = 32  # tokens: the rows of a matrix product, which reads the whole weight
-TILE = 8192  # ids whose weight gradient is added up at once, or as many entries of it
+FEWEST = 128  # tokens: the rows of a matrix product, which reads the whole weight
+TILE = 8192  # ids that a product of the gradient takes at once, or as many entries of the weight's
 
 # (logprob [rows of a chunk, ...], entropy, data of those rows) -> (loss, sums to report)
 RowLoss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict[str, jax.Array]]]
@@ -65,7 +63,7 @@ class _Form(NamedTuple):
 
 
 def chunk_tokens(tokens: int, vocab: int) -> int:
-    """Tokens of a chunk: 1/128 of all, but no fewer than make 2^20 logits, and at least 32."""
+    """Tokens of a chunk: 1/128 of all, but no fewer than make 2^20 logits, and at least 128."""
     return max(-(-tokens // SHARE), SMALLEST // vocab, FEWEST)
 
 
@@ -120,10 +118,25 @@ def _pull(form: _Form, seen: _Seen, targets: jax.Array, to_logprob: jax.Array, t
     return dz if form.used is None else jnp.where(head_start + ids < form.used, dz, 0.0)
 
 
+def _in_tiles(add: Callable[[Any, Any, int], Any], total: Any, size: int, tile: int) -> Any:
+    """``add(total, start, width)`` for each ``tile`` of 0 .. size, and for what remains."""
+    full = size // tile
+    if full:
+        total = jax.lax.fori_loop(0, full, lambda i, total: add(total, i * tile, tile), total)
+    return add(total, full * tile, size % tile) if size % tile else total
+
+
 def _to_hidden(form: _Form, dz: jax.Array, weight: jax.Array) -> jax.Array:
-    over = (((1,), (0 if form.rows else 1,)), ((), ()))
-    dh = jax.lax.dot_general(dz, weight, over, preferred_element_type=jnp.float32)
-    return _over_shards(form, dh)
+    """dz W^T, summed over some ids at a time: XLA's CPU product over all of them at once takes half as long again."""
+    ids = 0 if form.rows else 1
+
+    def add(total: jax.Array, start: jax.Array | int, width: int) -> jax.Array:
+        cut = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, start, width, axis)
+        over = (((1,), (ids,)), ((), ()))
+        return total + jax.lax.dot_general(cut(dz, 1), cut(weight, ids), over, preferred_element_type=jnp.float32)
+
+    total = _zeros(form, (len(dz), weight.shape[1 - ids]))
+    return _over_shards(form, _in_tiles(add, total, dz.shape[1], TILE))
 
 
 def _add_to_weight(form: _Form, total: jax.Array, dz: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -141,10 +154,7 @@ def _add_to_weight(form: _Form, total: jax.Array, dz: jax.Array, hidden: jax.Arr
         new += jax.lax.dynamic_slice_in_dim(total, start, width, axis=0)
         return jax.lax.dynamic_update_slice_in_dim(total, new, start, axis=0)
 
-    full = size // tile
-    if full:
-        total = jax.lax.fori_loop(0, full, lambda i, total: add(total, i * tile, tile), total)
-    return add(total, full * tile, size % tile) if size % tile else total
+    return _in_tiles(add, total, size, tile)
 
 
 def _gradients(
@@ -181,8 +191,8 @@ def _scan(function: Callable, carry: Any, rows: Any, size: int) -> tuple[Any, An
     return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *outputs), jax.tree.map(jnp.add, *sums)
 
 
-def _zeros(form: _Form, weight: jax.Array) -> jax.Array:
-    zeros = jnp.zeros(weight.shape, jnp.float32)
+def _zeros(form: _Form, shape: tuple[int, ...]) -> jax.Array:
+    zeros = jnp.zeros(shape, jnp.float32)
     return zeros if form.axis_name is None else jax.lax.pcast(zeros, form.axis_name, to="varying")
 
 
@@ -214,7 +224,7 @@ def _logprob_backward(form: _Form, saved: Any, cotangents: Any) -> tuple[Any, An
         dh, total = _gradients(form, seen, hidden, weight, targets, cotangents, total)
         return total, dh, None
 
-    total = None if trained is None else _zeros(form, weight)
+    total = None if trained is None else _zeros(form, weight.shape)
     total, dh, _ = _scan(step, total, (hidden, targets, a, b), form.chunk)
     return dh, None if total is None else total.astype(weight.dtype), None
 
@@ -283,7 +293,7 @@ def _over_rows(
             dh = dh.reshape(hidden.shape)
         return total, (as_rows(seen.logprob), as_rows(seen.entropy), dh), (value, sums)
 
-    total = _zeros(form, weight) if trained else None
+    total = _zeros(form, weight.shape) if trained else None
     size = max(1, form.chunk // max(1, targets[0].size))
     total, (logprob, entropy, dh), (value, sums) = _scan(step, total, (hidden, targets, data), size)
     return HeadLoss(value, sums, logprob, entropy), dh, total

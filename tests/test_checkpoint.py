@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmarl_llm import memory
 from jaxmarl_llm.checkpoint import Checkpointer, digests, seal
 from jaxmarl_llm.memory import MemoryConfig
-from jaxmarl_llm.sharding import MeshConfig, make_mesh
+from jaxmarl_llm.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import TrainState
 

@@ -23,7 +23,7 @@ import test_tree_attention
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import sharding
+from jaxmarl_llm import meshes
 from jaxmarl_llm.kernels import group_blocks, tree_blocks
 from jaxmarl_llm.kernels.causal_attention import causal_attention
 from jaxmarl_llm.kernels.group_attention import group_attention
@@ -394,10 +394,10 @@ def test_the_model_takes_them_but_not_on_a_mesh():
     prompt = policy.prefill, (variables, ints(8, 1024), ints(8))
     train = policy.hidden, (variables, ints(8, 512), ints(8), ints(8, 2, 257))
     trees = policy.hidden_tree, (variables, ints(8, 1024), ints(8, 1024), ints(8, 1024))
-    mesh = sharding.make_mesh(sharding.MeshConfig(data=8), jax.devices())
+    mesh = meshes.make_mesh(meshes.MeshConfig(data=8), jax.devices())
     for call, arguments in (prompt, decode, train, trees):
         assert "tpu_custom_call" in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
-        with sharding.on(mesh):
+        with meshes.on(mesh):
             assert "tpu_custom_call" not in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
 
 

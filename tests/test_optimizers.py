@@ -9,13 +9,13 @@ import optax
 import pytest
 import toys
 
-from jaxmarl_llm import sharding
+from jaxmarl_llm import meshes, sharding
 from jaxmarl_llm.checkpoint import Checkpointer
 from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.meshes import MeshConfig
 from jaxmarl_llm.optimizers import Masters, Optimizer, make_optimizer, to_memory
 from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.train import Batch, make_learner, update
 
 
@@ -78,7 +78,7 @@ def learn(optimizer, steps=3, mesh=None):
     weights = np.full(said.shape, 1 / said.size, np.float32)
     gain = rng.normal(size=said.shape).astype(np.float32)
     batch = Batch(tokens, np.full(8, 4, np.int32), said, weights, gain, np.zeros_like(weights))
-    with sharding.on(mesh):
+    with meshes.on(mesh):
         own = {"params": toys.policy().init(jax.random.key(0))}
         own = own if mesh is None else sharding.place(mesh, own)
         state = learner.init(own)
@@ -95,7 +95,7 @@ def kinds(tree):
 
 @pytest.mark.parametrize("shape", [None, MeshConfig(2, 2, 2)])
 def test_offloaded_states_take_the_same_steps(shape):
-    mesh = None if shape is None else sharding.make_mesh(shape)
+    mesh = None if shape is None else meshes.make_mesh(shape)
     own, state = learn(Optimizer(learning_rate=1e-2), mesh=mesh)
     same, away = learn(Optimizer(learning_rate=1e-2, offload=True), mesh=mesh)
     assert kinds(away) == {"pinned_host"} and kinds(state) == kinds(same) == {"device"}

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from experiments import evaluate
-from jaxmarl_llm import loop, processes, sharding
+from jaxmarl_llm import deadlines, loop, meeting, processes, sharding
 from jaxmarl_llm.checkpoint import digests
-from jaxmarl_llm.processes import AGAIN, Deadlines
-from jaxmarl_llm.sharding import MeshConfig, make_mesh
+from jaxmarl_llm.deadlines import Deadlines, Work
+from jaxmarl_llm.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.processes import AGAIN
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.workdir import Workdir
 from jaxmarl_llm.workers import EnvPool
@@ -90,18 +91,18 @@ if __name__ == "__main__":
 # Processes that exchange numbers for ever; the last argument is what goes wrong in process 1.
 TALK = """
 import json, sys, time
-from jaxmarl_llm import processes
+from jaxmarl_llm import deadlines, meeting, processes
 from jaxmarl_llm.text import ConfigError
 
 address, count, index, timeout, facts, wrong = sys.argv[1:]
-limits = processes.Deadlines(rollout=2 if wrong == "sleeps" else 3600)
+limits = deadlines.Deadlines(rollout=2 if wrong == "sleeps" else 3600)
 with (
-    processes.joined(processes.Place(address, int(count), int(index)), json.loads(facts), float(timeout)),
-    processes.deadlines(limits),
+    processes.joined(meeting.Place(address, int(count), int(index)), json.loads(facts), float(timeout)),
+    processes.within(limits),
 ):
     for n in range(10**6):
-        processes.at(n)
-        with processes.stage("rollout"):
+        deadlines.at(n)
+        with deadlines.stage("rollout"):
             if wrong == "sleeps" and n == 4 and index == "1":
                 time.sleep(600)
             assert processes.everyone(n * "x") == [n * "x"] * int(count)
@@ -400,7 +401,7 @@ def meet(*places, stranger=None):
 
     def one(processes_, process):
         try:
-            names, peers = processes._meet(processes.Place(at, processes_, process), {}, 5)
+            names, peers = meeting.meet(meeting.Place(at, processes_, process), {}, 5)
         except ConfigError as error:
             return str(error)
         for peer in peers:
@@ -462,8 +463,8 @@ def test_a_workdir_that_not_all_hosts_share_is_an_error(seen, monkeypatch, tmp_p
 def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(processes, "_work", work := processes._Work(limits=Deadlines(compile=50, rollout=20)))
-    with processes.stage("rollout"):
+    monkeypatch.setattr(deadlines, "WORK", work := Work(limits=Deadlines(compile=50, rollout=20)))
+    with deadlines.stage("rollout"):
         now[0] += 15
         work.compiles("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1)
         now[0] += 45
@@ -472,7 +473,7 @@ def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
         assert work.late() == "longer than config.run.deadlines.compile=50"
         work.compiles("/jax/core/compile/backend_compile_duration", 55)
         assert work.late() is None and work.said() == ("rollout", 15)
-        with processes.stage("memory"):
+        with deadlines.stage("memory"):
             now[0] += 30
             assert work.late() is None and work.said() == ("update", 30)
         assert work.late() is None and work.said() == ("rollout", 15)
@@ -482,8 +483,8 @@ def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
 
 
 def test_jax_still_tells_when_it_compiles():
-    """The two events that `_Work.compiles` listens for, before and after."""
-    seen, work = [], processes._Work()
+    """The two events that `Work.compiles` listens for, before and after."""
+    seen, work = [], Work()
 
     def listen(event, seconds, **_):
         work.compiles(event, seconds)
@@ -521,21 +522,21 @@ def test_pieces_of_an_array_are_its_bytes_in_order(monkeypatch):
 )
 def test_flags_that_do_not_go_together_are_named(flags, message):
     with pytest.raises(ConfigError, match=message):
-        processes.place(*flags, 5)
+        meeting.place(*flags, 5)
 
 
 def test_where_a_process_is_comes_from_the_environment(monkeypatch):
-    assert processes.place(None, None, None, 5) is None and processes.place(None, 1, None, 5) is None
-    assert processes.place("host:8000", 2, 1, 5) == ("host:8000", 2, 1)
+    assert meeting.place(None, None, None, 5) is None and meeting.place(None, 1, None, 5) is None
+    assert meeting.place("host:8000", 2, 1, 5) == ("host:8000", 2, 1)
     slurm = {"JOB_ID": "4096", "STEP_NODELIST": "node[07-09]", "NTASKS": "3", "PROCID": "2", "LOCALID": "0"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert processes.place(None, None, None, 5) == ("node07:61440", 3, 2)
+    assert meeting.place(None, None, None, 5) == ("node07:61440", 3, 2)
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert processes.place(None, None, None, 5) is None
+    assert meeting.place(None, None, None, 5) is None
     monkeypatch.setenv("SLURM_NTASKS", "many")
     with pytest.raises(ConfigError, match=r"--processes: not known from the environment .*=1 for one alone"):
-        processes.place(None, None, None, 5)
+        meeting.place(None, None, None, 5)
 
 
 def test_deadlines_are_checked():

@@ -13,13 +13,14 @@ import pytest
 import toys
 
 from experiments import evaluate
-from jaxmarl_llm import loop, phases, sharding
+from jaxmarl_llm import loop, meshes, phases, sharding
 from jaxmarl_llm.checkpoint import Checkpointer, digests
 from jaxmarl_llm.compiled import make_program
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs import matrix
 from jaxmarl_llm.lora import init_lora
 from jaxmarl_llm.losses import Loss
+from jaxmarl_llm.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.metrics import Logger
 from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.packing import pack
@@ -28,7 +29,6 @@ from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.recipes import joyagents_r1, magrpo
 from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Batch, make_learner, pad_rows, update
 from jaxmarl_llm.workers import EnvPool
@@ -194,7 +194,7 @@ LOSS, RULE = Loss(clip_low=None), Optimizer(name="sgd", learning_rate=1.0, max_g
 def gradient(own, shared, mesh, n=6):
     """Loss, gradient and compiled text of a batch, padded to the rows of ``mesh``."""
     learner = make_learner(make_policy(arch()), LOSS, RULE, Sampling())
-    with sharding.on(mesh):
+    with meshes.on(mesh):
         rows = sharding.put_rows(pad_rows(batch(n), sharding.row_parts()))
         program = learner.accumulate.lower(own, shared, rows, None).compile()
         grad, metrics, gap = program(own, shared, rows, None)
@@ -271,7 +271,7 @@ def test_a_host_rollout_on_a_mesh_is_that_of_one_device():
     for mesh in (None, make_mesh(MeshConfig(8))):
         pool = EnvPool(functools.partial(toys.text_game, config), workers=0)
         placed = params if mesh is None else sharding.place(mesh, params)
-        with sharding.on(mesh):
+        with meshes.on(mesh):
             got = play(team, placed, pool, [0, 1, 2], flat(2), jax.random.key(5), Sampling(), max_prompt=64)
         trees.append(got.tree)
     one, many = trees

@@ -15,8 +15,8 @@ import pytest
 import safetensors
 
 from jaxmarl_llm import sharding, weights
+from jaxmarl_llm.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.sharding import MeshConfig, make_mesh
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,13 +73,13 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import jax
-from jaxmarl_llm import sharding, weights
+from jaxmarl_llm import meshes, sharding, weights
 from jaxmarl_llm.qwen import make_policy
 
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 
-path, mesh = Path(sys.argv[1]), sharding.make_mesh(sharding.MeshConfig(1, 8, 1))
+path, mesh = Path(sys.argv[1]), meshes.make_mesh(meshes.MeshConfig(1, 8, 1))
 where = sharding.shardings(mesh, jax.eval_shape(make_policy(weights.read_config(path)).init, jax.random.key(0)))
 # One array on every device: what the runtime itself takes is there before.
 jax.block_until_ready([jax.device_put(jax.numpy.zeros(8), d) for d in jax.devices()])

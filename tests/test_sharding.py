@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from jaxmarl_llm import sharding
 from jaxmarl_llm.lora import init_lora
 from jaxmarl_llm.losses import init_head
+from jaxmarl_llm.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.optimizers import Optimizer, make_optimizer
 from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.sharding import MeshConfig, make_mesh
 from jaxmarl_llm.text import ConfigError
 
 MESHES = {"8x1x1": (8, 1, 1), "1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ class Suite:
 
 CPU = ("head", "decode", "update", "step")
 GPU = ("machine", "head", "decode", "update", "step")
+TURN = 0.2  # seconds
+LONG = 20.0  # seconds of a first call, compiling included, after which no second one tells how many make a turn
+
 SUITES = {
     "cpu": Suite("cpu", CPU),
     "accelerator": Suite("accelerator", GPU, dtype="bfloat16", device="cuda"),
@@ -74,22 +78,31 @@ class Row:
 
 
 def measure(part: str, case: str, forms: Mapping[str, Callable[[], Any]], repeats: int, **more: Any) -> Row:
-    """Every form once (it compiles), then ``repeats`` rounds of all of them in turn: a slow minute hits all alike."""
+    """Every form once (it compiles), then ``repeats`` rounds of all of them in turn: a slow minute hits all alike.
+
+    A turn of a form that takes less than `TURN` is the mean of as many calls as that takes.
+    """
     first: dict[str, float] = {}
+    calls: dict[str, int] = {}
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     work = dict.fromkeys(forms, 0.0)
-    for name, form in forms.items():
+
+    def turn(form: Callable[[], Any], calls: int) -> float:
         clock = time.perf_counter()
-        form()
-        first[name] = time.perf_counter() - clock
+        for _ in range(calls):
+            form()
+        return (time.perf_counter() - clock) / calls
+
+    for name, form in forms.items():
+        first[name] = turn(form, 1)
+        calls[name] = 1 if first[name] > LONG else max(1, math.ceil(TURN / turn(form, 1)))
     for _ in range(repeats):
         for name, form in forms.items():
-            clock, cpu = time.perf_counter(), time.process_time()
-            form()
-            seconds[name].append(time.perf_counter() - clock)
-            work[name] += time.process_time() - cpu
+            cpu = time.process_time()
+            seconds[name].append(turn(form, calls[name]))
+            work[name] += (time.process_time() - cpu) / calls[name]
     # Another system works in a process of its own, and on an accelerator nothing works here.
-    busy = {name: work[name] / sum(seconds[name]) for name in forms if seconds[name] and work[name] > 0.1}
+    busy = {name: work[name] / sum(seconds[name]) for name in forms if work[name] > 0.05 * sum(seconds[name])}
     if busy:
         said = ", ".join(f"{name} {x:.2f}" for name, x in busy.items())
         more["facts"] = {**more.get("facts", {}), "cores kept busy": said}

@@ -21,10 +21,10 @@ from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credit
 from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.memory import MemoryConfig
+from jaxmarl_llm.meshes import MeshConfig
 from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes.joyagents_r1 import Config
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 

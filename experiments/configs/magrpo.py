@@ -25,10 +25,10 @@ from ml_collections import ConfigDict
 from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import one_of, to_dict
 from jaxmarl_llm.credit import Credit
+from jaxmarl_llm.meshes import MeshConfig
 from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.recipes.magrpo import Config
 from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import MeshConfig
 from jaxmarl_llm.stages import SFT, RunConfig
 from jaxmarl_llm.team import Backbone, TeamConfig
 

@@ -1,0 +1,51 @@
+"""The mathematics of `tree_blocks` for one block of keys and one of queries, inside of a program, on GPU as on TPU.
+
+Tiles are [H tokens], so that the tokens lie along the lanes of a TPU (none is empty at H = 64), ``end`` is [keys 1],
+and what there is one of per query is a row [1 queries]. ``first``: the first tokens of the two blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmarl_llm.kernels.group_attention import NEG
+from jaxmarl_llm.kernels.group_blocks import product
+
+
+def scores(q: jax.Array, k: jax.Array, end: jax.Array, first: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    """Scores [keys queries], and which count."""
+    shape = k.shape[1], q.shape[1]
+    key = first[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    query = first[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return product(k, q, (0, 0)), (key <= query) & (query < end)
+
+
+def fold(carry: Any, q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array, first: tuple[Any, Any]) -> Any:
+    """The running maximum [1 queries], sum [1 queries] and output [H queries] with a block of keys more."""
+    top, total, out = carry
+    score, see = scores(q, k, end, first)
+    most = jnp.maximum(top, jnp.where(see, score, NEG).max(0, keepdims=True))
+    weight, keep = jnp.where(see, jnp.exp(score - most), 0.0), jnp.exp(top - most)
+    total = total * keep + weight.sum(0, keepdims=True)
+    return most, total, out * keep + product(v, weight.astype(v.dtype), (1, 0))
+
+
+def finish(carry: Any) -> tuple[jax.Array, jax.Array]:
+    """(output, L); 0 for queries that see nothing."""
+    top, total, out = carry
+    seen = total > 0
+    total = jnp.where(seen, total, 1.0)
+    return out / total, jnp.where(seen, top + jnp.log(total), 0.0)
+
+
+def pulled(
+    q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, norm: jax.Array, dot: jax.Array, end: jax.Array, first: Any
+) -> tuple[jax.Array, jax.Array]:
+    """p and ds [keys queries], in the dtype of the keys."""
+    score, see = scores(q, k, end, first)
+    p = jnp.where(see, jnp.exp(score - norm), 0.0)
+    ds = p * (product(v, do, (0, 0)) - dot)
+    return p.astype(k.dtype), ds.astype(k.dtype)
