@@ -25,16 +25,33 @@ def test_forms_take_turns_and_ratios_are_of_rounds(monkeypatch):
     def form(name, seconds):
         def run():
             called.append(name)
-            clock[0] += seconds * (10 if len(called) <= 2 else 1 + (len(called) - 1) // 2)  # the first call compiles
+            clock[0] += seconds * (10 if called.count(name) == 1 else called.count(name) - 1)  # the first call compiles
 
         return run
 
     row = bench.measure("part", "case", {"ours": form("ours", 1.0), "other": form("other", 3.0)}, 3, facts={"n": 5})
-    assert called == ["ours", "other"] * 4 and row.first == {"ours": 10, "other": 30} and row.facts == {"n": 5}
-    assert row.values == {"ours": [2, 3, 4], "other": [6, 9, 12]}
-    assert row.ratio("other") == (3, 3, 3)
+    assert called == ["ours"] * 2 + ["other"] + ["ours", "other"] * 3  # the second tells how many make a turn
+    assert row.first == {"ours": 10, "other": 30} and row.facts == {"n": 5}
+    assert row.values == {"ours": [2, 3, 4], "other": [3, 6, 9]}
+    assert row.ratio("other") == (2, 1.5, 2.25)
     uneven = dataclasses.replace(row, values={"ours": [1.0, 1.0, 2.0], "other": [4.0, 6.0, 4.0]})
     assert uneven.ratio("other") == (4, 2, 6)
+
+
+def test_a_turn_of_a_short_form_is_many_calls(monkeypatch):
+    clock, called = [0.0], []
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
+
+    def form(name, seconds):
+        def run():
+            called.append(name)
+            clock[0] += seconds
+
+        return run
+
+    row = bench.measure("part", "case", {"ours": form("ours", 0.06), "tiny": form("tiny", 1e-9)}, 2)
+    assert called.count("ours") == 2 + 2 * 4 and called.count("tiny") == 2 + 2 * bench.MOST
+    np.testing.assert_allclose([row.values["ours"], row.values["tiny"]], [[0.06] * 2, [1e-9] * 2], rtol=1e-3)
 
 
 def test_the_bound_of_sharing_a_prompt_counts_tokens():
@@ -121,13 +138,13 @@ def test_a_part_runs_and_measures_every_form(suite, part, monkeypatch):
 
     monkeypatch.setattr(torch_forms, "available", lambda: False)
     monkeypatch.setattr(peers, "start", start)
-    rows = import_module(f"experiments.bench.{part}").run(suite)
+    rows = list(import_module(f"experiments.bench.{part}").run(suite))
     assert rows and all(np.isfinite(x) and x > 0 for row in rows for form in row.values.values() for x in form)
     others = OTHERS[part] - ({"TRL", "google-tunix", "CoMLRL"} if suite.name == "tiny_accelerator" else set())
     others |= {"naive JAX"} if suite.name == "tiny_accelerator" and part == "step" else set()
     assert {name for row in rows for name in row.others()} == others
     specs = [x for x in asked if x != "step"]
-    assert len(specs) == len(others & set(peers.DRIVERS)) and asked.count("step") == 2 * len(specs)
+    assert len(specs) == len(others & set(peers.DRIVERS)) and asked.count("step") >= 2 * len(specs)
     assert all(spec["hf"]["vocab_size"] == 1024 and spec["response"] == 8 for spec in specs)
 
 
@@ -150,7 +167,7 @@ def test_a_table_keeps_what_was_missed_and_says_where_it_is_from(tmp_path):
     values = {"ours": [1.0, 1.0], "fast": [0.5, 0.6], "slow": [4.0, 5.0]}
     row = bench.Row("part", "case", values, targets={"fast": 1.0, "slow": 3.0}, limits={"slow": 6.0}, facts={"n": 7})
     origin = {"command": "it", "date": "2026-01-02", "at": "03:04", "commit": "abc", "jax": "1", "cores": 2}
-    origin |= {"machine": "a cpu", "minutes": 1.5, "load": [0.1, 2.0]}
+    origin |= {"machine": "a cpu", "minutes": 1.5, "load": 0.1}
     out, page = tmp_path / "bench.json", tmp_path / "page.md"
     out.write_text(json.dumps({"part, case": {**dataclasses.asdict(row), "origin": origin}}))
     text = command.written(command.read(str(out)))

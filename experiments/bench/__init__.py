@@ -1,4 +1,4 @@
-"""What `python -m experiments.bench` measures: one module a part, each with ``run(suite) -> rows``."""
+"""What `python -m experiments.bench` measures: a module for each part, whose ``run(suite)`` gives rows as they come."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Suite:
 
 CPU = ("head", "decode", "update", "step")
 GPU = ("machine", "head", "decode", "update", "step")
-TURN = 0.2  # seconds
+TURN, MOST = 0.2, 100  # seconds, and calls
 LONG = 20.0  # seconds of a first call, compiling included, after which no second one tells how many make a turn
 
 SUITES = {
@@ -80,7 +80,7 @@ class Row:
 def measure(part: str, case: str, forms: Mapping[str, Callable[[], Any]], repeats: int, **more: Any) -> Row:
     """Every form once (it compiles), then ``repeats`` rounds of all of them in turn: a slow minute hits all alike.
 
-    A turn of a form that takes less than `TURN` is the mean of as many calls as that takes.
+    A turn of a form that takes less than `TURN` is the mean of as many calls as fill it, `MOST` at most.
     """
     first: dict[str, float] = {}
     calls: dict[str, int] = {}
@@ -95,7 +95,7 @@ def measure(part: str, case: str, forms: Mapping[str, Callable[[], Any]], repeat
 
     for name, form in forms.items():
         first[name] = turn(form, 1)
-        calls[name] = 1 if first[name] > LONG else max(1, math.ceil(TURN / turn(form, 1)))
+        calls[name] = 1 if first[name] > LONG else min(math.ceil(TURN / turn(form, 1)), MOST)
     for _ in range(repeats):
         for name, form in forms.items():
             cpu = time.process_time()

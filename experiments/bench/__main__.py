@@ -9,8 +9,8 @@ bandwidth and matmul peak; within 10 minutes). A ratio is the other's seconds or
 median over rounds, least and largest. The first call of each form compiles and is apart. Random weights of true shapes,
 end tokens disabled.
 
-A part's rows are added to ``--out`` as soon as they are measured, with the command, the date and the load of the
-machine, and replace rows of the same case: parts may be measured one by one. ``--table`` writes the file as Markdown,
+A row is added to ``--out`` as soon as it is measured, with the command, the date and the load of the machine, and
+replaces one of the same case: parts may be measured one by one. ``--table`` writes the file as Markdown,
 between the markers of ``--into`` where that is given.
 """
 
@@ -21,6 +21,7 @@ import importlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,17 @@ def table(rows: list[bench.Row]) -> str:
     return "\n".join(lines + ([""] if facts else []) + facts)
 
 
-def measured(part: str, suite: bench.Suite) -> dict[str, dict]:
-    """The rows of a part as JSON, by part and case, with where they come from."""
+def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
+    """The rows of a part as JSON, with where they come from, each with the part, case and others as its key."""
     from experiments.budget import origin
 
     clock, load = time.time(), os.getloadavg()[0]
-    rows = importlib.import_module(f"experiments.bench.{part}").run(suite)
-    print(table(rows), flush=True)
-    where: dict[str, Any] = {
-        **origin(),
-        "suite": suite.name,
-        "cores": os.cpu_count(),
-        "at": time.strftime("%H:%M", time.gmtime(clock)),
-    }
-    where |= {"minutes": round((time.time() - clock) / 60, 1), "load": [round(load, 2), round(os.getloadavg()[0], 2)]}
-    return {
-        ", ".join((row.part, row.case, *row.others())): {**dataclasses.asdict(row), "origin": where} for row in rows
-    }
+    where = {**origin(), "suite": suite.name, "cores": os.cpu_count(), "load": round(load, 2)}
+    where["at"] = time.strftime("%H:%M", time.gmtime(clock))
+    for row in importlib.import_module(f"experiments.bench.{part}").run(suite):
+        print(table([row]), flush=True)
+        name = ", ".join((row.part, row.case, *row.others()))
+        yield name, {**dataclasses.asdict(row), "origin": {**where, "minutes": round((time.time() - clock) / 60, 1)}}
 
 
 def read(file: str) -> dict[str, dict]:
@@ -100,7 +95,7 @@ def written(held: dict[str, dict]) -> str:
         o = row["origin"]
         said[row["part"], o["date"], o["at"]] = (
             f"- {row['part']}: `{o['command']}`, {o['date']} {o['at']} UTC, commit {o['commit']}, JAX {o['jax']}, "
-            f"{o['cores']} cores of {o['machine']}, {o['minutes']} min, load {o['load'][0]} before"
+            f"{o['cores']} cores of {o['machine']}, {o['minutes']} min, load {o['load']} before"
         )
     return table(rows) + "\n\n" + "\n".join(said.values())
 
@@ -131,9 +126,9 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     suite = dataclasses.replace(suite, **{k: v for k, v in given.items() if v is not None})
     for name in flag_values.only or suite.parts:
         print(f"{name} ...", flush=True)
-        new = measured(name, suite)
-        if flag_values.out:
-            Path(flag_values.out).write_text(json.dumps(read(flag_values.out) | new, indent=1) + "\n")
+        for key, row in measured(name, suite):
+            if flag_values.out:
+                Path(flag_values.out).write_text(json.dumps(read(flag_values.out) | {key: row}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -35,8 +36,8 @@ CASES: dict[str, tuple[Case, ...]] = {
 }
 
 
-def run(suite: Suite) -> list[Row]:
-    return [case(suite, *given) for given in CASES[suite.name]]
+def run(suite: Suite) -> Iterator[Row]:
+    return (case(suite, *given) for given in CASES[suite.name])
 
 
 def sampler(cfg: Config, tokens: np.ndarray, group: int, response: int, *, repeat: int = 1) -> Any:

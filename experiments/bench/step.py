@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,8 +155,8 @@ def stepper(made: phases.Recipe, check: Callable[[dict[str, float]], None]) -> C
     return run
 
 
-def run(suite: Suite) -> list[Row]:
-    return [case(suite, *given) for given in CASES[suite.name]]
+def run(suite: Suite) -> Iterator[Row]:
+    return (case(suite, *given) for given in CASES[suite.name])
 
 
 def case(
