@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 
 def available() -> int:
     """Bytes of memory of this machine, or of its container."""
@@ -23,6 +25,21 @@ def of_device() -> tuple[int, str]:
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return (int(limit), f"{device.device_kind} {device.id}") if limit else (available(), "this machine")
+
+
+def check(cfg: Any, plan: Any) -> None:
+    """ConfigError for a run on one device that does not fit it, a warning where its update may not. Of a mesh
+    `experiments.aot` tells what a chip holds.
+    """
+    from jaxmarl_llm.meshes import MeshConfig
+    from jaxmarl_llm.workload import workload_of
+
+    if cfg.mesh != MeshConfig(data=1):
+        return
+    (work, _), memory = workload_of(cfg), of_device()
+    refuse(cfg, plan, work, *memory)
+    if advice := micro_batch(cfg, plan, work, *memory):
+        logging.warning(advice)
 
 
 def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:

@@ -41,15 +41,9 @@ def main(cfg, workdir, flag_values):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         from experiments import room
         from jaxmarl_llm.loop import fit
-        from jaxmarl_llm.meshes import MeshConfig
-        from jaxmarl_llm.workload import workload_of
 
         module = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}")
-        if cfg.mesh == MeshConfig(data=1):  # of a mesh experiments.aot tells what a chip holds
-            plan, (work, _), memory = module.make_plan(cfg), workload_of(cfg), room.of_device()
-            room.refuse(cfg, plan, work, *memory)
-            if advice := room.micro_batch(cfg, plan, work, *memory):
-                logging.warning(advice)
+        room.check(cfg, module.make_plan(cfg))
         recipe = module.make(cfg)
         try:
             fit(cfg, recipe, workdir, allow_config_change=flag_values.allow_config_change)

@@ -84,8 +84,8 @@ class Speakers:
 
     def __init__(self, team: Team, params: Params, sampling: Sampling):
         self._team, self._sampling = team, sampling
-        self._playing = {m.name: Playing(params) for m in team.models} if meshes.apart() else {}
-        self._alone = Playing(params)
+        together = Playing(params)
+        self._playing = {m.name: Playing(params) if meshes.apart() else together for m in team.models}
         self._cached: dict[str, Prefixes] = {}
         self.launches = 0
 
@@ -115,7 +115,7 @@ class Speakers:
     def _launch(self, model: Model, asked: Sequence[Asked], keep: bool) -> list[list[Said]]:
         size, group = up_to(bucket(len(asked), 4), sharding.row_parts()), asked[0].group
         limit = max(self._team.roles[a.role].max_new for a in asked)
-        playing = self._playing.get(model.name, self._alone)
+        playing = self._playing[model.name]
         prefixes = self._cached.setdefault(model.name, Prefixes(model.policy, model.tokenizer.pad_id))
         of, given = [a.task for a in asked], [np.array(a.ids, np.int32) for a in asked]
         variables = playing.variables(model)

@@ -71,4 +71,4 @@ def case(
         row = measure("decode", f"{shape}, G={group}, P={p}, R={r}", forms, suite.repeats, targets=targets)
     if "machine" in suite.parts:
         facts |= machine.roofline(cfg, group, p, r, float(np.median(row.values["ours"])))
-    return dataclasses.replace(row, limits=limits, facts=facts)
+    return dataclasses.replace(row, limits=limits, facts={**row.facts, **facts})
