@@ -44,7 +44,8 @@ def pack(
 
     Nodes are grouped by the bucket of their number of trained steps, prompt and completion length (from ``smallest``
     on). A micro-batch holds as many nodes, a power of two, as fit ``micro_tokens`` trunk tokens P + G R, at least one;
-    what remains goes into one of a quarter, a sixteenth, ... of that size, so that few programs are compiled.
+    what remains goes into one of a quarter, a sixteenth, ... of that size, or of one node, so that few programs are
+    compiled.
     ``values`` of all nodes of the tree go along with the nodes that have a trained step. ``parts``: devices that share
     the rows of a micro-batch; each has ``micro_tokens``.
 
@@ -86,8 +87,8 @@ def pack(
         full = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
         while members:
             size = full
-            while size >= 4 and size // 4 * parts >= len(members):
-                size //= 4
+            while size > 1 and (fewer := max(size // 4, 1)) * parts >= len(members):
+                size = fewer
             size *= parts
             part, members = members[:size], members[size:]
             tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)

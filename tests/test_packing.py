@@ -199,6 +199,16 @@ def test_nothing_is_gained_where_prompts_are_not_shared():
     assert all(b.forest is None for b in packed("flat", trees=True, loss=dpo))
 
 
+@pytest.mark.parametrize("micro_tokens", [600, 1200, 5000, 20_000])
+def test_one_node_is_one_row_however_many_would_fit(micro_tokens):
+    """A micro-batch of 1, 2, 8 or 32 nodes: an empty row would go through the trunk like any other."""
+    tree, advantages, trained = rollout("one turn")
+    node, model = np.asarray(tree.steps.node), np.asarray(tree.nodes.model)
+    alone = trained & (node == node[trained & (model[node] == 0)][0])
+    (batch,) = packing.pack(tree, 0, advantages, alone, Loss(), micro_tokens=micro_tokens, smallest=(512, 8))
+    assert len(batch.tokens) == 1 and batch.weights.any()
+
+
 def test_the_update_counts_what_it_sends():
     batches, loss = packed("flat", trees=True), Loss()
     kit = make_learner(policy(), loss, Optimizer(), Sampling(0.8))

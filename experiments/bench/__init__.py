@@ -115,10 +115,14 @@ def temporary(compiled: Any) -> int:
 
 
 def held(compiled: Any) -> int:
-    """Bytes that a compiled program holds at its peak, arguments included, as the compiler counts them."""
-    return temporary(compiled) + int(compiled.memory_analysis().argument_size_in_bytes)
+    """Bytes that a compiled program holds at its peak, arguments and results included, as the compiler counts them."""
+    size = compiled.memory_analysis()
+    return temporary(compiled) + int(size.argument_size_in_bytes + size.output_size_in_bytes - size.alias_size_in_bytes)
 
 
 def trunk_ratio(group: int, prompt: int, response: int) -> float:
-    """How many times the tokens a trunk is sent when every sample brings its own prompt: the bound of sharing it."""
-    return group * (prompt + response) / (prompt + group * response)
+    """How many times the tokens a trunk is sent when every sample brings its own prompt: the bound of sharing it.
+
+    Nothing asks for what comes after the last token of a completion.
+    """
+    return group * (prompt + response - 1) / (prompt + group * (response - 1))

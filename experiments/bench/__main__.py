@@ -23,6 +23,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from absl import flags
@@ -55,13 +56,12 @@ def number(value: float, unit: str) -> str:
 def table(rows: list[bench.Row]) -> str:
     """Every row, whether its target was met or not; then what else is known of the cases."""
     lines, facts = [HEADING, "|" + " --- |" * 10], []
-    middle = lambda x: sorted(x)[len(x) // 2]
     for row in rows:
         for other in row.others():
             ratio, least, largest = row.ratio(other)
             limit, target = row.limits.get(other), row.targets.get(other)
-            cells = [row.part, row.case, number(middle(row.values["ours"]), row.unit), other]
-            cells += [number(middle(row.values[other]), row.unit), f"{ratio:.2f}", f"{least:.2f} to {largest:.2f}"]
+            cells = [row.part, row.case, number(median(row.values["ours"]), row.unit), other]
+            cells += [number(median(row.values[other]), row.unit), f"{ratio:.2f}", f"{least:.2f} to {largest:.2f}"]
             cells += ["" if x is None else f"{x:.3g}" for x in (limit, target)]
             cells += ["" if target is None else "met" if ratio >= target else "**missed**"]
             lines.append("| " + " | ".join(cells) + " |")
@@ -70,7 +70,7 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
-    """The rows of a part as JSON, with where they come from, each with the part, case and others as its key."""
+    """The rows of a part as JSON, with where they come from, each with part and case as its key."""
     from experiments.budget import origin
 
     clock, load = time.time(), os.getloadavg()[0]
@@ -78,8 +78,10 @@ def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
     where["at"] = time.strftime("%H:%M", time.gmtime(clock))
     for row in importlib.import_module(f"experiments.bench.{part}").run(suite):
         print(table([row]), flush=True)
-        name = ", ".join((row.part, row.case, *row.others()))
-        yield name, {**dataclasses.asdict(row), "origin": {**where, "minutes": round((time.time() - clock) / 60, 1)}}
+        yield (
+            f"{row.part}, {row.case}",
+            {**dataclasses.asdict(row), "origin": {**where, "minutes": round((time.time() - clock) / 60, 1)}},
+        )
 
 
 def read(file: str) -> dict[str, dict]:

@@ -172,9 +172,9 @@ def case(
     shape = dataclasses.replace(SHAPES[name], dtype=suite.dtype)
 
     def check(metrics: dict[str, float]) -> None:
-        said, bad = metrics["count/completion_tokens"], metrics["bad"]
-        if said != agents * group * r or bad:
-            raise RuntimeError(f"expected {agents * group * r} tokens and a finite update, got {said} and bad={bad}")
+        said, sent, bad = (metrics[name] for name in ("count/completion_tokens", "count/trunk_tokens", "bad"))
+        if said != agents * group * r or sent != agents * (p + group * (r - 1)) or bad:
+            raise RuntimeError(f"expected {agents * group * r} tokens and a finite update of all of them: {metrics}")
 
     spec = {"hf": shape.to_hf(), "agents": agents, "group": group, "prompt": p, "response": r}
     spec |= {"what": "learn", "micro_batches": 4}

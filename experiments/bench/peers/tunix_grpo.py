@@ -74,7 +74,7 @@ def learn():
     )
     score = lambda prompts, completions, **_: [random.random() for _ in completions]
     learner = GRPOLearner(cluster, GRPOConfig(num_generations=group, beta=0.0), score)
-    settle = lambda: jax.block_until_ready(jax.tree.leaves(nnx.state(net)))
+    settle = lambda: jax.block_until_ready(jax.tree.leaves(nnx.state(cluster.actor_trainer.model)))
     learner.train(turns.items({"prompts": np.array([text])}, settle))
 
 
