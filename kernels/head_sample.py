@@ -13,6 +13,7 @@ get the sums of blocks without logits, and form those of the chosen block once m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -21,8 +22,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.kernels.head import NEG, Head, logits
+from jaxmarl_llm.kernels.impl import choose
 
 BLOCK = 256  # entries of one block of the inverse CDF, or 128 or 64 where that divides the vocabulary and 256 does not
+PAYS = {"tpu": 16_384}  # ids from which auto takes a form; the gpu form has not been timed yet
 FEW = 64  # entries among which one is found by a triangular product at once
 
 Keep = Callable[[Float[Array, "*B V"]], Bool[Array, "*B V"]]  # which of the scaled logits may be drawn
@@ -127,35 +130,35 @@ def head_sample(
     temperature: 0 is greedy: the lowest id of the largest logit, log-prob 0. keep: which of the logits, already divided
     by the temperature, may be drawn (top-k, top-p, min-p); the rest is renormalised. Padding ids are never drawn.
 
-    impl: xla, gpu or tpu; auto is tpu where that is the default backend and its form can do what is asked, else xla
-    (the gpu form has not been timed yet). interpret: run a Pallas form on any machine, slowly. Raises ValueError for an
-    impl that cannot do what is asked.
+    impl: xla, gpu or tpu; auto is tpu where the program is lowered for it, the vocabulary has 16,384 ids or more and
+    the form can do what is asked, else xla. interpret: run a Pallas form on any machine, slowly. Raises ValueError for
+    an impl that cannot do what is asked.
     """
-    if impl not in ("auto", "xla", "gpu", "tpu"):
-        raise ValueError(f"impl is auto, xla, gpu or tpu, not {impl!r}")
     if hidden.shape[-1] != head.dim:
         raise ValueError(f"hidden states of size {hidden.shape[-1]} do not fit a head of {head.dim}")
-    if impl == "xla" or (impl == "auto" and jax.default_backend() != "tpu"):
-        return sample_logits(logits(hidden, head), u, temperature=temperature, keep=keep)
-    from jaxmarl_llm.kernels import head_blocks  # loads Pallas, which takes as long as JAX
 
-    form, refused = "tpu" if impl == "auto" else impl, None
-    if keep is not None or temperature == 0:
-        refused = "has no filters and no temperature 0"
-    elif not head_blocks.takes(head, form):
-        refused = f"does not take hidden states of size {head.dim}"
-    if refused is None:
-        return _from_blocks(hidden, head, u, temperature, form, interpret)
-    if impl != "auto":
-        raise ValueError(f"impl {impl!r} {refused}; auto and xla do")
-    return sample_logits(logits(hidden, head), u, temperature=temperature, keep=keep)
+    def refused(impl: str) -> str | None:
+        from jaxmarl_llm.kernels import head_blocks  # loads Pallas, which takes as long as JAX
+
+        if keep is not None or temperature == 0:
+            return "has no filters and no temperature 0"
+        return None if head_blocks.takes(head, impl) else f"does not take hidden states of size {head.dim}"
+
+    return choose(
+        impl,
+        (hidden, head, u),
+        portable=lambda hidden, head, u: sample_logits(logits(hidden, head), u, temperature=temperature, keep=keep),
+        pallas=lambda impl: functools.partial(_from_blocks, temperature=temperature, impl=impl, interpret=interpret),
+        refused=refused,
+        pays=[impl for impl, ids in PAYS.items() if head.vocab >= ids],
+    )
 
 
 AT_ONCE = 64  # rows whose chosen blocks of the weight are gathered at once
 
 
 def _from_blocks(
-    hidden: jax.Array, head: Head, u: jax.Array, temperature: float, impl: str, interpret: bool
+    hidden: jax.Array, head: Head, u: jax.Array, *, temperature: float, impl: str, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     from jaxmarl_llm.kernels.head_blocks import BLOCK, block_stats
 
