@@ -130,7 +130,7 @@ def chip_bytes(tree: PyTree) -> int:
 def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int, engine: str) -> Team:
     """ConfigError where heads or a dimension cannot be cut as the mesh asks.
 
-    In a host rollout one model at a time has copies to play with (`rollout_host.Playing`), in an array rollout all.
+    In a host rollout one model at a time has copies to play with (`speakers.Playing`), in an array rollout all.
     """
     largest_first = sorted(set(models), key=lambda w: -costs.parameters(w.config))
     learner = learner_of(cfg, largest_first[0])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib
 import json
 import math
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ def prepare(cfg: Any) -> tuple[Any, Any, Any, list[str]]:
     from jaxmarl_llm.workload import workload_of
 
     bare = shape_only(cfg)
-    plan = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}").make_plan(bare)
+    plan = cli.recipe_module(cfg.recipe).make_plan(bare)
     work, notes = workload_of(bare)
     models = tuple(w._replace(config=dataclasses.replace(w.config, used_vocab=None), extra=0) for w in work.models)
     if any(w.extra for w in work.models):
@@ -85,23 +84,26 @@ def measure(
     size = ahead.chip_bytes
     program = repr((team.policy.config, bare.team.remat, bare.loss, bare.optimizer, bare.sampling, mesh.shape, shape))
     program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
-    same = next((r for r in known if r["program"] == program and r["stages"]), None)
-    if sum(held.values()) > chip.memory:
+    versions, date = {"jax": jax.__version__, "libtpu": libtpu.__version__}, datetime.date.today().isoformat()
+    same = next((r for r in known if (r["program"], r["versions"]) == (program, versions) and r["stages"]), None)
+    if resident(bare, held) > chip.memory:
         stages = {}
     elif same is not None:
         stages = {k: ahead.Stage(**{f: v[f] for f in ahead.Stage._fields}) for k, v in same["stages"].items()}
+        date = same["date"]  # when they were compiled
     else:
         stages = ahead.compile_stages(bare, mesh, team, shape, only)
     own = size(team.own) + (0 if team.shared is None else size(team.shared))
     playing = size(team.playing)
     rest = team.parameter_bytes + team.optimizer_bytes
+    away = team.optimizer_bytes if bare.optimizer.offload else 0  # between updates
     # Of each program's arguments, those that are resident anyway; while generation runs, its copies are too.
     beside = {
-        "prefill": rest + (team.playing_bytes - playing if team.playing_bytes else -own),
+        "prefill": rest - away + (team.playing_bytes - playing if team.playing_bytes else -own),
         "accumulate": rest - own,
         "apply": rest - size(team.own) - size(team.optimizer),
     }
-    peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": sum(held.values())}
+    peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": resident(bare, held)}
     launch = ahead.largest(plan, work)
     cache = costs.cache_bytes(launch._replace(rows=shape.nodes, group=shape.group), team.policy.config)
     row: dict[str, Any] = {
@@ -124,13 +126,21 @@ def measure(
         "stages": {k: s._asdict() | dict(zip(("roofline", "bound"), s.roofline(chip))) for k, s in stages.items()},
         "fits": bool(stages) and all(s.compiled for s in stages.values()) and max(peaks.values()) <= chip.memory,
         "notes": notes,
-        "versions": {"jax": jax.__version__, "libtpu": libtpu.__version__},
-        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "date": date,
     }
     row["advice"] = "" if row["fits"] else advice(bare, row, team.policy.config)
     if row["fits"] and set(stages) > {"prefill", "accumulate", "apply"}:
         row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages)
     return row
+
+
+def resident(cfg: Any, held: dict[str, int]) -> int:
+    """Bytes of a chip that are taken whatever is computed. An offloaded optimizer state and copies to generate with are
+    never there together.
+    """
+    beside = held["optimizer"], held["rollout copy"]
+    return held["parameters"] + (max(beside) if cfg.optimizer.offload else sum(beside))
 
 
 def step_seconds(
@@ -215,10 +225,13 @@ def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
     wider = [t for t in tensor_sizes(arch, row["chips"]) if t > tensor]
     share = {"separate": "lora", "lora": "shared"}.get(cfg.team.share)
     playing = worst in ("prefill", "resident")
-    fixed = held["parameters"] + held["optimizer"] + (held["rollout copy"] if playing else 0)
+    copies, moments = held["rollout copy"] if playing else 0, held["optimizer"]
+    if cfg.optimizer.offload and playing:  # one or the other, as in `resident`
+        copies, moments = (copies, 0) if worst == "prefill" or copies >= moments else (0, moments)
+    fixed = held["parameters"] + moments + copies
     gradient = 0 if playing else 8 * row["parameters"] // (fsdp * tensor)
     if fixed + gradient > room:
-        cut = fixed - (held["rollout copy"] if playing else 0)
+        cut = fixed - copies
         copy = (held["rollout copy"] if fsdp > 1 else held["parameters"]) if playing else 0
         enough = [t for t in wider if fixed * tensor / t <= ROOM * room]
         if data > 1 and copy + (cut + gradient) / data <= ROOM * room:
@@ -293,7 +306,9 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
                     playing = whole if work.engine == "host" else team
                     play = (playing / tensor if fsdp > 1 else 0) + held.cache / n
                     play += max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor
-                    memory = (team + held.optimizer) / (fsdp * tensor) + max(play, update)
+                    moments = held.optimizer / (fsdp * tensor)
+                    memory = team / (fsdp * tensor)
+                    memory += max(play + (0 if held.offload else moments), update + moments)
                     passes = math.ceil(nodes / (rows * parts))
                     per = (
                         costs.token_flops(weights) * tokens + costs.attention_flops(arch) * scores / 4 / arch.num_heads

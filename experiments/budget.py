@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 import subprocess
 import sys
@@ -11,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from experiments import cli
+
 
 def make(cfg: Any) -> Any:
-    return importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}").make(cfg)
+    return cli.recipe_module(cfg.recipe).make(cfg)
 
 
 def origin() -> dict[str, str]:

@@ -178,11 +178,20 @@ def _line(error: Exception, file: Path) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
+def recipe_module(recipe: str) -> Any:
+    """The module of a configuration's ``recipe``, imported."""
+    return importlib.import_module(_module_name(recipe))
+
+
+def _module_name(recipe: str) -> str:
+    return recipe if "." in recipe else f"jaxmarl_llm.recipes.{recipe}"
+
+
 def _config_class(spec: str, recipe: Any) -> type:
     """The ``Config`` dataclass of a recipe, imported only now."""
     if not isinstance(recipe, str) or not recipe:
         raise ConfigError(f"{spec}: config.recipe: expected the name of a recipe, got {recipe!r}")
-    module = recipe if "." in recipe else f"jaxmarl_llm.recipes.{recipe}"
+    module = _module_name(recipe)
     try:
         found = importlib.util.find_spec(module)
     except (ModuleNotFoundError, ValueError):  # a parent package is missing, or the name is not one
@@ -191,7 +200,7 @@ def _config_class(spec: str, recipe: Any) -> type:
         folder = Path(config_lib.__file__).parent / "recipes"
         known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
         raise ConfigError(f"{spec}: config.recipe: no recipe {recipe!r}; {config_lib.nearest(recipe, known)}")
-    cls = getattr(importlib.import_module(module), "Config", None)
+    cls = getattr(recipe_module(recipe), "Config", None)
     if cls is None:
         raise ConfigError(f"{spec}: config.recipe: {module} defines no Config")
     return cls

@@ -13,7 +13,6 @@ stopped. ``report`` sets measured against predicted, and writes table and figure
 
 from __future__ import annotations
 
-import importlib
 import time
 from typing import Any
 
@@ -63,8 +62,7 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
 
     for chip in flag_values.chip:
         one_of("--chip", chip, costs.CHIPS)
-    recipe = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}")
-    plan = recipe.make_plan(cfg)
+    plan = cli.recipe_module(cfg.recipe).make_plan(cfg)
     given = [None if (text := flag_values[f].value) is None else lengths(f, text) for f in ("prompt", "response")]
     work, notes = workload_of(cfg, *given)
     clock = time.perf_counter()
@@ -75,7 +73,7 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
         room, whose = int(chips[flag_values.chip[0]].memory), flag_values.chip[0]
     else:
         room, whose = available(), "this machine"
-    refuse(cfg, plan, work, room, whose)
+    refuse(cfg, plan, work, room, whose, or_else=" (or raise --memory)")
     seen, held = cx.counts(plan, work), costs.memory(plan, work, **kept(cfg))
     groups, most = selected(cfg, work)
     if most is not None:

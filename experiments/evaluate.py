@@ -10,7 +10,6 @@ the one the checkpoint was trained with, but for the devices: ``--mesh`` says wh
 """
 
 import dataclasses
-import importlib
 import json
 import logging as python_logging
 from pathlib import Path
@@ -41,12 +40,12 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
         raise ConfigError(f"--mesh: expected three numbers as in 1,8,1, got {','.join(mesh)!r}")
     if not (epath.Path(workdir) / "checkpoints").is_dir():
         raise ConfigError(f"--{flag}: {workdir} holds no checkpoints; train first")
-    saver = Checkpointer(workdir)
+    saver = Checkpointer(workdir, read_only=True)  # the run may be going on
     try:
         meta = saver.read_meta()
         if meta is None:
             raise ConfigError(f"--{flag}: {workdir}/checkpoints holds no readable step")
-        module = importlib.import_module(f"jaxmarl_llm.recipes.{meta['config']['recipe']}")
+        module = cli.recipe_module(meta["config"]["recipe"])
         cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(*map(int, mesh)))
         recipe = module.make(cfg)
         state = loop.restore(saver, recipe, meta, learning=False)[0]

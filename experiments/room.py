@@ -42,8 +42,8 @@ def check(cfg: Any, plan: Any) -> None:
         logging.warning(advice)
 
 
-def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
-    """ConfigError with the bytes and the flag to lower, when a plan cannot fit."""
+def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str, *, or_else: str = "") -> None:
+    """ConfigError with the bytes and the flag to lower, when a plan cannot fit; ``or_else`` ends it."""
     from jaxmarl_llm import costs
     from jaxmarl_llm.text import ConfigError
     from jaxmarl_llm.workload import kept
@@ -59,7 +59,7 @@ def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
         advice = f"lower --config.batch to {low}"
     else:
         held = costs.memory(plan, work._replace(tasks=1), **kept(cfg))
-        too_much = held.least - max(held.cache + held.logits - held.gradient, 0) > room
+        too_much = held.updating > room
         fields = [f for f in ("group",) if hasattr(cfg, f)]
         advice = (
             "its parameters alone are too many: lower --config.team.backbone, or share them with --config.team.share"
@@ -67,8 +67,7 @@ def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> None:
             else f"lower --config.{fields[0] if fields else 'batch'}: one task is too much"
         )
     raise ConfigError(
-        f"plan {plan.name}: needs at least {need(cfg.batch):,} bytes, {whose} has {room:,}; {advice} "
-        "(or raise --memory)"
+        f"plan {plan.name}: needs at least {need(cfg.batch):,} bytes, {whose} has {room:,}; {advice}{or_else}"
     )
 
 
@@ -82,7 +81,7 @@ def micro_batch(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> str | 
     from jaxmarl_llm.workload import kept
 
     held = costs.memory(plan, work, **kept(cfg))
-    resident = held.base + held.own + held.optimizer + held.copies + held.gradient
+    resident = held.updating
     started = launches(plan, work)
     group, top = max(x.group for x in started), max(started, key=lambda x: x.prompt + x.response)
     arch = work.models[top.model].config

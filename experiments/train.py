@@ -8,7 +8,6 @@ on each of them: under Slurm, on a TPU slice and in a JobSet the processes find 
 Exit codes: 2 wrong input; 75 nothing is wrong, run it again: saved after SIGTERM, or another process is gone.
 """
 
-import importlib
 import os
 
 from absl import flags, logging
@@ -42,7 +41,7 @@ def main(cfg, workdir, flag_values):
         from experiments import room
         from jaxmarl_llm.loop import fit
 
-        module = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}")
+        module = cli.recipe_module(cfg.recipe)
         room.check(cfg, module.make_plan(cfg))
         recipe = module.make(cfg)
         try:

@@ -2,7 +2,8 @@
 
 Orbax makes a step directory atomic but does not check its contents: a flipped bit or an empty newest step restores
 silently wrong or not at all. So every step carries the SHA-256 of each leaf, a restore verifies them, and a step that
-fails is moved to ``corrupt/`` in favour of the one before it.
+fails is moved to ``corrupt/`` in favour of the one before it. What says nothing about the files (memory is full, a
+store does not answer, another structure is asked for) is an error, and moves nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,24 +48,58 @@ def digests(tree: PyTree) -> dict[str, str]:
     return {path: digest for part in processes.everyone(out) for path, digest in part.items()} if together else out
 
 
+def shapes(tree: PyTree) -> dict[str, str]:
+    """Dtype and shape of every leaf (arrays or ShapeDtypeStructs), by path."""
+
+    def described(leaf: Any) -> str:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+        return f"{dtype} {tuple(leaf.shape if hasattr(leaf, 'shape') else np.shape(leaf)) or (1,)}"
+
+    return {jax.tree_util.keystr(path): described(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def seal(meta: dict[str, Any]) -> str:
     """SHA-256 of the meta, but for the seal itself."""
     rest = {k: v for k, v in meta.items() if k != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+# In messages of what reads a store for Orbax (gRPC's codes): it does not answer, or does not let us in.
+AWAY = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|PERMISSION_DENIED|UNAUTHENTICATED)\b")
+
+
+def passes(error: BaseException) -> bool:
+    """Whether an error of reading says nothing about the files, so that they may be fine when it is over."""
+    if isinstance(error, (MemoryError, jax.errors.JaxRuntimeError)):
+        return True
+    missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    if isinstance(error, OSError) and not isinstance(error, missing):
+        return True
+    return bool(AWAY.search(str(error))) or (error.__cause__ is not None and passes(error.__cause__))
+
+
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
 class Checkpointer:
-    """Steps under ``<workdir>/checkpoints/<step>``; saving is asynchronous, ``close`` waits for it."""
+    """Steps under ``<workdir>/checkpoints/<step>``; saving is asynchronous, ``close`` waits for it.
 
-    def __init__(self, workdir: str | epath.Path, *, keep: int = 2):
+    ``read_only``: beside a run that is still writing. Nothing is made, moved or cleaned up.
+    """
+
+    def __init__(self, workdir: str | epath.Path, *, keep: int = 2, read_only: bool = False):
         self.root = epath.Path(workdir).absolute() / "checkpoints"
-        self._manager = self._open(keep)
-        self._keep = keep
+        self._keep, self._read_only = keep, read_only
+        self._manager = self._open()
 
-    def _open(self, keep: int) -> ocp.CheckpointManager:
-        # cleanup_tmp_directories removes what a killed save left half-written.
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
-        return ocp.CheckpointManager(self.root, options=options)
+    def _open(self) -> ocp.CheckpointManager:
+        # cleanup_tmp_directories removes what a killed save left half-written, or another process is writing just now.
+        writes = {"max_to_keep": self._keep, "create": True, "cleanup_tmp_directories": True}
+        reads = {"read_only": True, "create": False, "save_interval_steps": 0}
+        return ocp.CheckpointManager(
+            self.root, options=ocp.CheckpointManagerOptions(**(reads if self._read_only else writes))
+        )
 
     def steps(self) -> list[int]:
         return processes.first(lambda: sorted(self._manager.all_steps()))
@@ -74,48 +110,37 @@ class Checkpointer:
             floating = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
             if floating and bool(jax.numpy.isnan(leaf).any()):
                 raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
-        meta = {**meta, "sha256": digests(state)}
+        meta = {**meta, "sha256": digests(state), "shapes": shapes(state)}
         meta["seal"] = seal(meta)
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         )
 
     def restore(
-        self, like: PyTree, step: int | None = None, *, part: bool = False
+        self, like: PyTree | Callable[[int], PyTree], step: int | None = None, *, part: bool = False
     ) -> tuple[PyTree, dict[str, Any], int] | None:
         """The newest good step (or ``step``) as (state, meta, step); None when nothing was ever saved.
 
-        ``like`` gives structure, shapes, dtypes and shardings (arrays or ShapeDtypeStructs). ``part``: it is a dict of
-        some of the state's fields, themselves with some of their keys, as one agent's parameters; nothing else is read.
-        Raises ConfigError when there are steps but none is good: never a fresh start in a used directory.
+        ``like`` gives structure, shapes, dtypes and shardings (arrays or ShapeDtypeStructs); a function gives those of
+        the step it is given. ``part``: it is a dict of some of the state's fields, themselves with some of their keys,
+        as one agent's parameters; nothing else is read.
+        Raises ConfigError when there are steps but none is good: never a fresh start in a used directory. Also when a
+        step is good but holds other leaves than ``like``.
         """
         tried = []
-        places = ocp.checkpoint_utils.construct_restore_args(like)
-        some = ocp.args.PyTreeRestore(item=like, restore_args=places, partial_restore=True)
-        wanted = some if part else ocp.args.StandardRestore(like)
         for candidate in [step] if step is not None else self.steps()[::-1]:
-            got = problem = None
-            try:
-                got = self._manager.restore(
-                    candidate,
-                    args=ocp.args.Composite(state=wanted, meta=ocp.args.JsonRestore()),
-                )
-                if got.meta["seal"] != seal(got.meta):
-                    problem = "checksum of meta differs"
-                else:
-                    # A part's fields are keys, those of the saved state attributes.
-                    named = lambda path: re.sub(r"^\['(\w+)'\]", r".\1", path) if part else path
-                    wrong = [k for k, v in digests(got.state).items() if got.meta["sha256"].get(named(k)) != v]
-                    problem = f"checksum of {wrong[0]} differs" if wrong else None
-            except Exception as error:  # Orbax raises anything on damage, a bare Exception for a truncated array
-                problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            problem = next((p for p in processes.everyone(problem) if p is not None), None)
+            got = None
+            meta, problem = self._sealed(candidate)
+            if meta is not None:
+                wanted = like(candidate) if callable(like) else like
+                self._check_leaves(candidate, wanted, meta, part)
+                got, problem = self._read(candidate, wanted, meta, part)
             if problem is None:
-                assert got is not None  # or there was a problem
-                return got.state, got.meta, candidate
+                assert meta is not None  # or there was a problem
+                return got, meta, candidate
             tried.append(f"step {candidate} ({problem})")
             logging.getLogger(__name__).warning("checkpoint %s: %s; trying the one before", self.root, tried[-1])
-            if step is None:
+            if step is None and not self._read_only:
                 self._quarantine(candidate)
         if tried:
             raise ConfigError(f"{self.root}: no usable checkpoint: {'; '.join(tried)}")
@@ -123,15 +148,56 @@ class Checkpointer:
 
     def read_meta(self) -> dict[str, Any] | None:
         """Meta of the newest step whose meta can be read, without touching its arrays."""
-        for step in self.steps()[::-1]:
-            try:
-                meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-                good = meta["seal"] == seal(meta)
-            except Exception:  # as in restore
-                good = False
-            if all(processes.everyone(good)):
-                return meta
-        return None
+        return next((meta for step in self.steps()[::-1] if (meta := self._sealed(step)[0]) is not None), None)
+
+    def _sealed(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
+        """The meta of a step, or what is wrong with it in any process."""
+        meta = problem = None
+        try:
+            meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+            problem = (
+                None if meta["seal"] == seal(meta) and isinstance(meta["sha256"], dict) else "checksum of meta differs"
+            )
+        except Exception as error:  # Orbax raises anything on damage
+            if passes(error):
+                raise
+            problem = said(error)
+        problem = next((p for p in processes.everyone(problem) if p is not None), None)
+        return (meta if problem is None else None), problem
+
+    def _read(self, step: int, like: PyTree, meta: dict[str, Any], part: bool) -> tuple[PyTree | None, str | None]:
+        """The state of a step, or what is wrong with it in any process."""
+        places = ocp.checkpoint_utils.construct_restore_args(like)
+        some = ocp.args.PyTreeRestore(item=like, restore_args=places, partial_restore=True)
+        state = problem = None
+        try:
+            wanted = some if part else ocp.args.StandardRestore(like)
+            state = self._manager.restore(step, args=ocp.args.Composite(state=wanted)).state
+            wrong = [k for k, v in digests(state).items() if meta["sha256"].get(_saved_as(k, part)) != v]
+            problem = f"checksum of {wrong[0]} differs" if wrong else None
+        except Exception as error:  # a bare Exception for a truncated array
+            if passes(error):
+                raise
+            problem = said(error)
+        problem = next((p for p in processes.everyone(problem) if p is not None), None)
+        return state, problem
+
+    def _check_leaves(self, step: int, like: PyTree, meta: dict[str, Any], part: bool) -> None:
+        """ConfigError with the first leaf of ``like`` that the step does not hold like that, or the other way round."""
+        asked = {_saved_as(path, part): shape for path, shape in shapes(like).items()}
+        held = dict.fromkeys(meta["sha256"]) | meta.get("shapes", {})  # steps of earlier versions have paths alone
+        for path in sorted(asked.keys() | (() if part else held.keys())):
+            if path not in held or path not in asked:
+                which = "holds no" if path not in held else "also holds"
+                raise ConfigError(
+                    f"{self.root}: step {step} {which} {path}: it was saved with another configuration, or another "
+                    "version"
+                )
+            if held[path] not in (None, asked[path]):
+                raise ConfigError(
+                    f"{self.root}: step {step} holds {path} as {held[path]}, expected {asked[path]}: it was saved with "
+                    "another configuration"
+                )
 
     def _quarantine(self, step: int) -> None:
         def move() -> None:
@@ -145,7 +211,7 @@ class Checkpointer:
 
         self._manager.close()
         processes.first(move)
-        self._manager = self._open(self._keep)
+        self._manager = self._open()
 
     def wait(self) -> None:
         self._manager.wait_until_finished()
@@ -153,3 +219,8 @@ class Checkpointer:
     def close(self) -> None:
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _saved_as(path: str, part: bool) -> str:
+    """A part's fields are keys, those of the saved state attributes."""
+    return re.sub(r"^\['(\w+)'\]", r".\1", path) if part else path

@@ -123,12 +123,25 @@ class Memory(NamedTuple):
     unshared_cache: int  # of the same, had every sample its prompt to itself
     logits: int  # of the largest launch
     gradient: int  # float32, of the largest model, two while micro-batches are added up
+    offload: bool = False  # optimizer states are there in their model's update alone
+
+    @property
+    def kept(self) -> int:
+        """All the time."""
+        return self.base + self.own + self.copies + (0 if self.offload else self.optimizer)
+
+    @property
+    def generating(self) -> int:
+        return self.kept + self.cache + self.logits
+
+    @property
+    def updating(self) -> int:
+        return self.base + self.own + self.copies + self.optimizer + self.gradient
 
     @property
     def least(self) -> int:
         """The higher of generation and update."""
-        held = self.base + self.own + self.optimizer + self.copies
-        return held + max(self.cache + self.logits, self.gradient)
+        return max(self.generating, self.updating)
 
 
 def optimizer_bytes(weights: Weights, optimizer: str, masters: bool) -> int:
@@ -164,6 +177,7 @@ def memory(
         cache_bytes(top, of(top), shared=False),
         logits_bytes(top, of(top)),
         2 * 4 * numbers,
+        offload,
     )
 
 

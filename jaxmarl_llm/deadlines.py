@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,32 +39,44 @@ class Work:
     """What this process is doing."""
 
     stages: list[Stage] = field(default_factory=list)
-    compiling: float | None = None  # since when
+    compiling: dict[int, float] = field(default_factory=dict)  # thread -> since when: models may compile at once
+    span: float = 0.0  # since when any of them has
     limits: Deadlines | None = None
     step: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, name: str) -> None:
         self.stages.append(Stage(name, time.monotonic()))
-        self.compiling = None
+        self._none_compiles()
 
     def end(self) -> None:
         done = self.stages.pop()
-        self.compiling = None
+        self._none_compiles()
         if self.stages:
             self.stages[-1].apart += time.monotonic() - done.since
 
     def compiles(self, event: str, seconds: float, **_: Any) -> None:
-        """Listener of JAX: a program was lowered, so that it is compiled now, or has been compiled."""
-        if event.endswith("/jaxpr_to_mlir_module_duration"):
-            self.compiling = time.monotonic()
-        elif event.endswith("/backend_compile_duration"):
-            self.compiling = None
-            if self.stages:
-                self.stages[-1].apart += seconds
+        """Listener of JAX: a program was lowered, so that it is compiled now, or has been compiled, in this thread."""
+        now, thread = time.monotonic(), threading.get_ident()
+        with self.lock:
+            if event.endswith("/jaxpr_to_mlir_module_duration"):
+                self.span = self.span if self.compiling else now
+                self.compiling[thread] = now
+            elif event.endswith("/backend_compile_duration"):
+                known = self.compiling.pop(thread, None) is not None
+                if self.stages and not self.compiling:
+                    self.stages[-1].apart += now - self.span if known else seconds
+
+    def _none_compiles(self) -> None:
+        """A stage begins or ends: what was lowered and not compiled, never will be."""
+        with self.lock:
+            self.compiling.clear()
 
     def said(self) -> tuple[str, float]:
         """The innermost stage, or compiling, and seconds in it."""
-        now, since = time.monotonic(), self.compiling
+        with self.lock:
+            since = min(self.compiling.values(), default=None)
+        now = time.monotonic()
         if since is not None:
             return "compile", now - since
         for top in self.stages[-1:]:  # the main thread may end it now

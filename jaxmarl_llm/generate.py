@@ -181,6 +181,11 @@ def fill(
 CHUNK = 32  # tokens between two looks at what is done
 
 
+def one_program(max_new: int, chunk: int = CHUNK) -> bool:
+    """Whether `generate` decodes ``max_new`` tokens in a single program."""
+    return max_new <= chunk or meshed()
+
+
 def generate(
     policy: Policy,
     variables: Params,
@@ -208,7 +213,7 @@ def generate(
     """
     rows, size = (tokens, length, keys, active), dict[str, Any](max_new=max_new, pad_id=pad_id)
     stops = dict[str, Any](stop_ids=stop_ids, sampling=sampling)
-    if max_new <= chunk or meshed():
+    if one_program(max_new, chunk):
         return _at_once(policy, variables, *rows, **size, **stops, prefix=prefix, start=start, keep=keep)
     layers = unstacked(policy, variables) if layers is None else layers
     state, late = _begin(policy, variables, *rows, prefix, start, **size), None

@@ -57,18 +57,21 @@ def _fit(
         meta = saver.read_meta()
         if meta is not None:
             _check_same(cfg, meta, allow_config_change)
+        elif steps := saver.steps():
+            raise ConfigError(f"{saver.root}: no usable checkpoint: the meta of steps {steps} cannot be read")
         if meta is None:
             state, resumed = recipe.init(0), None
+            backbone = fingerprint_of(state.params["shared"])
         else:
             state, resumed = restore(saver, recipe, meta)
-        backbone = fingerprint_of(state.params["shared"])
+            backbone = meta["backbone"]  # which restore has compared
     primary = processes.index() == 0  # the others play and learn, and write nothing but their parts of checkpoints
     if primary:
         workdir.mkdir(parents=True, exist_ok=True)
         folder.fetch()
         (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
 
-    bad, step = 0, int(state.step)
+    bad, step, stopping = 0, int(state.step), False
     save = lambda: saver.save(step, _without_shared(state), _meta(cfg, step, backbone))
     logger = Logger(
         workdir,
@@ -79,54 +82,67 @@ def _fit(
         wandb_project=cfg.run.wandb_project,
         primary=primary,
     )
-    with logger:
-        if resumed is not None:
-            logger.print(f"resumed {folder} at step {resumed}")
-        while step < recipe.total_steps:
+    try:
+        with logger:
+            if resumed is not None:
+                logger.print(f"resumed {folder} at step {resumed}")
             deadlines.at(step)
-            with deadlines.stage("rollout"):
-                extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
-            with deadlines.stage("update"):
-                state, metrics = recipe.step(state, logger)
-            step += 1
-            state = state.replace(step=state.step + 1)
-            bad = bad + 1 if metrics.pop("bad", 0.0) else 0
-            skipped = state.counters["skipped"] + int(bad > 0)
-            state = state.replace(counters={**state.counters, "skipped": skipped})
-            if step == recipe.total_steps:
+            while step < recipe.total_steps and not stopping:
                 with deadlines.stage("rollout"):
-                    extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
-            logger.log(step, {**metrics, **extra, "count/skipped": float(skipped)})
-            if bad >= cfg.run.max_bad_steps:
-                raise FloatingPointError(
-                    f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; stopped. "
-                    f"The last good checkpoint is step {saver.steps()[-1:] or 'none'}"
-                )
-            gap = metrics.get("logprob_gap", 0.0)
-            if cfg.run.max_logprob_gap and gap > cfg.run.max_logprob_gap:
-                raise FloatingPointError(
-                    f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_gap="
-                    f"{cfg.run.max_logprob_gap:g}; the update would be biased"
-                )
+                    extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
+                with deadlines.stage("update"):
+                    state, metrics = recipe.step(state, logger)
+                step += 1
+                deadlines.at(step)
+                state = state.replace(step=state.step + 1)
+                bad = bad + 1 if metrics.pop("bad", 0.0) else 0
+                skipped = state.counters["skipped"] + int(bad > 0)
+                state = state.replace(counters={**state.counters, "skipped": skipped})
+                if step == recipe.total_steps:
+                    with deadlines.stage("rollout"):
+                        extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
+                logger.log(step, {**metrics, **extra, "count/skipped": float(skipped)})
+                _check_numbers(cfg, step, bad, metrics, saver)
+                with deadlines.stage("save"):
+                    stopping = processes.stop_asked() and step < recipe.total_steps
+                    if stopping or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
+                        save()
+                        if primary:
+                            folder.push()
+                release_programs()
             with deadlines.stage("save"):
-                stopping = processes.stop_asked() and step < recipe.total_steps
-                if stopping or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
-                    save()
-                    if primary:
-                        folder.push()
+                saver.wait()
                 if stopping:
-                    saver.wait()
                     logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
-                    raise SystemExit(processes.AGAIN)
-            release_programs()
-        with deadlines.stage("save"):
-            saver.wait()
-        if primary and (workdir / "metrics.jsonl").exists() and recipe.total_steps:
-            report(workdir)
-            episodes_markdown(recipe.episodes(), workdir / "episodes.md")
-            folder.push()
-            logger.print(f"wrote report.png and episodes.md to {folder}")
+                elif primary and (workdir / "metrics.jsonl").exists() and recipe.total_steps:
+                    report(workdir)
+                    episodes_markdown(recipe.episodes(), workdir / "episodes.md")
+                    logger.print(f"wrote report.png and episodes.md to {folder}")
+    finally:
+        if primary:  # also when the run failed: the last lines of the metrics tell why
+            with deadlines.stage("save"):
+                folder.push()
+    with deadlines.stage("save"):
+        processes.everyone(None)  # process 0 may take longer than the others would wait when they leave
+    if stopping:
+        raise SystemExit(processes.AGAIN)
     return state
+
+
+def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, float], saver: Checkpointer) -> None:
+    """FloatingPointError after too many bad steps in a row, or when sampler and learner are apart."""
+    if bad >= cfg.run.max_bad_steps:
+        saver.wait()
+        kept = [f"the last checkpoint is that of step {n}" for n in saver.steps()[-1:]] or ["there is no checkpoint"]
+        raise FloatingPointError(
+            f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; stopped; {kept[0]}"
+        )
+    gap = metrics.get("logprob_gap", 0.0)
+    if cfg.run.max_logprob_gap and gap > cfg.run.max_logprob_gap:
+        raise FloatingPointError(
+            f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_gap="
+            f"{cfg.run.max_logprob_gap:g}; the update would be biased"
+        )
 
 
 def _check_shared(folder: Workdir) -> None:
@@ -174,14 +190,19 @@ def restore(
 
     ``learning``: False leaves the optimizer states as they begin, unread: for what evaluates or exports.
     """
-    like = recipe.init(int(meta["step"]))
-    shared = like.params["shared"]
+    newest = recipe.init(int(meta["step"]))
+    shared = newest.params["shared"]
     if meta["backbone"] != fingerprint_of(shared):
         raise ConfigError(f"{saver.root.parent}: the shared backbone is not the one this run was trained on")
-    saved = _without_shared(like)
     if learning:
-        got = saver.restore(saved)
+
+        def like(step: int) -> TrainState:
+            """An earlier step may be of another phase, with other optimizers."""
+            return _without_shared(newest if step == int(meta["step"]) else recipe.init(step))
+
+        got = saver.restore(like)
     else:
+        saved = _without_shared(newest)
         part = {name: getattr(saved, name) for name in ("step", "key", "params", "memory", "counters")}
         got = saver.restore({name: tree for name, tree in part.items() if jax.tree.leaves(tree)}, part=True)
     if got is None:

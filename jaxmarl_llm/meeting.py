@@ -18,7 +18,11 @@ from typing import Any, NamedTuple, NoReturn
 from jaxmarl_llm.text import ConfigError
 
 LONGEST = 1 << 22  # bytes of a message
-LOOPBACK = ("localhost", "127.0.0.1")  # of a coordinator here nobody listens on other addresses
+
+
+def loopback(host: str) -> bool:
+    """Whether a coordinator's host, in brackets or not, is this machine alone: nobody then listens elsewhere."""
+    return host.strip("[]") in ("localhost", "127.0.0.1", "::1")
 
 
 class Place(NamedTuple):
@@ -126,8 +130,9 @@ def _receive(host: str, port: int, me: dict, timeout: float) -> tuple[list[str],
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        if host in LOOPBACK:
-            listener = socket.create_server((host, port), backlog=me["of"])
+        if loopback(host):
+            own = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=own, backlog=me["of"])
         else:
             listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=me["of"])
     except OSError as error:

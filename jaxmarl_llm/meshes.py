@@ -161,7 +161,10 @@ def _check_model(mesh: Mesh, model: Model) -> None:
 
 
 def settled(mesh: Mesh | Split | None, state: TrainState) -> TrainState:
-    """``state`` where it lives: parameters and optimizer states by the rules, all else on every device."""
+    """``state`` where it lives: parameters and optimizer states by the rules, all else on every device.
+
+    Of a `Split` no device is everybody's: all else stays where it is.
+    """
     if mesh is None:
         return state
     if isinstance(mesh, Split):

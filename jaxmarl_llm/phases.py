@@ -20,7 +20,7 @@ from jaxmarl_llm.credit import Credited, Weights
 from jaxmarl_llm.diagnose import diagnose, episodes_of, evaluate
 from jaxmarl_llm.memory import MemoryConfig
 from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.optimizers import Optimizer
+from jaxmarl_llm.optimizers import Optimizer, to_memory
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import PAST, PICK, SFT_LOSS, ActorCritic, BaseConfig, Run, appraise, credit, learn, offline_step
@@ -120,8 +120,14 @@ def make_phases(
         return next((k for k, p in enumerate(phases) if starts[k] <= step < starts[k] + p.steps), len(phases) - 1)
 
     def optimizers(phase: Phase, agents: Params) -> PyTree:
+        def fresh(name: str) -> PyTree:
+            learner = phase.learners[name]
+            state = learner.init(agents[name])
+            # A model at a time: all of them at once may be more than a device holds.
+            return to_memory(state, "pinned_host") if learner.offload else state
+
         names = [m.name for m in team.models]
-        return dict(zip(names, meshes.each(names, lambda name: phase.learners[name].init(agents[name])), strict=True))
+        return dict(zip(names, meshes.each(names, fresh), strict=True))
 
     def init(step: int) -> TrainState:
         params = init_params(cfg.team, team, jax.random.key(cfg.seed))

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
 from jaxmarl_llm.deadlines import WORK, Deadlines
-from jaxmarl_llm.meeting import LOOPBACK, Peer, Place, meet
+from jaxmarl_llm.meeting import Peer, Place, loopback, meet
 from jaxmarl_llm.text import ConfigError
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def joined(where: Place | None, facts: Mapping[str, Any], timeout: float) -> Ite
     try:
         import jax
 
-        alone = where.address if where.address.rpartition(":")[0] in LOOPBACK else None
+        alone = where.address if loopback(where.address.rpartition(":")[0]) else None
         jax.distributed.initialize(
             where.address,
             where.processes,
@@ -147,30 +147,38 @@ def joined(where: Place | None, facts: Mapping[str, Any], timeout: float) -> Ite
 
 
 def _leave() -> None:
+    global _watch
     import jax
 
     jax.distributed.shutdown()  # waits for all
     assert _watch is not None
     _watch.close()
+    _watch = None  # who runs alone in this process later has a watch of its own
 
 
 def _fail(error: BaseException) -> NoReturn:
     assert _watch is not None
     if isinstance(error, ConfigError):
         line, code = f"error: {' '.join(str(error).split())}", 2
-        print(line, file=sys.stderr, flush=True)
+        _tell(line)
     elif isinstance(error, KeyboardInterrupt):
         line, code = "interrupted", 130
-        print(line, file=sys.stderr, flush=True)
+        _tell(line)
     else:
         import jax
 
         line, code = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}", 1
-        traceback.print_exception(error)
+        _tell("".join(traceback.format_exception(error)).rstrip())
         # Perhaps of a collective operation, because another process failed or is gone: the watch hears of that, says
         # which, and ends this one.
         time.sleep(SILENCE + 2 * TICK if isinstance(error, jax.errors.JaxRuntimeError) else GRACE)
     _watch.failed(line, code)
+
+
+def _tell(line: str) -> None:
+    """To stderr, if that still leads anywhere: a process that is to end does so without."""
+    with contextlib.suppress(Exception):
+        print(line, file=sys.stderr, flush=True)
 
 
 class _Watch(threading.Thread):
@@ -214,7 +222,7 @@ class _Watch(threading.Thread):
                 self._peers.remove(peer)
                 return False
             if "ended" in words:
-                print(words["ended"], file=sys.stderr, flush=True)
+                _tell(words["ended"])
                 time.sleep(words["grace"])
                 self._end(words["ended"], words["code"], where=words["where"], show=False)
         if said is not None:
@@ -235,20 +243,23 @@ class _Watch(threading.Thread):
     def _end(self, line: str, code: int, *, where: bool = False, grace: float = 0.0, show: bool = True) -> NoReturn:
         """``where``: every process says where it waits. ``grace``: seconds that the others have before they end."""
         with self._lock:  # whoever comes second waits for the end
-            if show:
-                print(line, file=sys.stderr, flush=True)
-            if where:
-                print(f"{self._me} is {WORK}", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback(all_threads=True)
-            for peer in self._peers:
-                peer.say(ended=line, code=code, where=where, grace=grace)
-            # JAX aborts a process that finds process 0 gone: the others say their last words first.
-            until = time.monotonic() + grace + GRACE
-            for peer in self._peers if self._hub else ():
-                while (left := until - time.monotonic()) > 0 and peer.hear(left) is not None:
-                    pass
-            sys.stdout.flush()
-            os._exit(code)
+            try:
+                if show:
+                    _tell(line)
+                if where:
+                    _tell(f"{self._me} is {WORK}")
+                    with contextlib.suppress(Exception):
+                        faulthandler.dump_traceback(all_threads=True)
+                for peer in self._peers:
+                    peer.say(ended=line, code=code, where=where, grace=grace)
+                # JAX aborts a process that finds process 0 gone: the others say their last words first.
+                until = time.monotonic() + grace + GRACE
+                for peer in self._peers if self._hub else ():
+                    while (left := until - time.monotonic()) > 0 and peer.hear(left) is not None:
+                        pass
+                sys.stdout.flush()
+            finally:  # whatever failed on the way, as a full disk under stdout: nobody else ends this process
+                os._exit(code)
 
     def close(self) -> None:
         """Take leave; the others may take a moment longer."""

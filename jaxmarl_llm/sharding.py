@@ -79,9 +79,10 @@ def axes_of(names: Sequence[str], ndim: int) -> tuple[str | None, ...]:
     if WHOLE.isdisjoint(names):
         if parent in KERNELS:
             fan_in, fan_out = KERNELS[parent]
-            axes = {"kernel": (fan_in, fan_out), "bias": (fan_out,), "a": (fan_in, "rank"), "b": ("rank", fan_out)}[
-                last
-            ]
+            of = {"kernel": (fan_in, fan_out), "bias": (fan_out,), "a": (fan_in, "rank"), "b": ("rank", fan_out)}
+            if last not in of:
+                raise ConfigError(f"sharding: no rule for parameter {'/'.join(names)}")
+            axes = of[last]
         elif (parent, last) == ("embed", "embedding"):
             axes = ("vocab", "embed")
         elif ndim > 1:
@@ -285,7 +286,8 @@ def copies(tree: PyTree) -> PyTree:
 def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
     """The layout of generation: whole along fsdp, so that no token waits for weights, cut along tensor as before.
 
-    Made once a launch, in the process: what is cut along fsdp moves, every other leaf is the same array.
+    Made where another model begins to speak (`speakers.Playing`), or once for an array rollout, in the process: what is
+    cut along fsdp moves, every other leaf is the same array.
     """
     if mesh is None or mesh.shape["fsdp"] == 1:
         return params

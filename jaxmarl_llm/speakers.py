@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm import meshes, sharding
-from jaxmarl_llm.generate import CHUNK, bucket, generate, unstacked, up_to
+from jaxmarl_llm.generate import generate, one_program, unstacked
 from jaxmarl_llm.prefixes import Prefixes
 from jaxmarl_llm.rollout import PLAY, fold
 from jaxmarl_llm.sampling import Sampling
@@ -54,14 +54,17 @@ class Playing:
     def variables(self, model: Model) -> Params:
         """`Model.variables`, whole along fsdp."""
         names = [("agents", model.name)] + ([] if model.base is None else [("shared", model.base)])
-        make = lambda name: sharding.to_rollout(sharding.current(), self._params[name[0]][name[1]])
-        self._whole = {name: self._whole[name] if name in self._whole else make(name) for name in names}
+        # The other model's go before this one's are made: both at once may be more than there is room for.
+        self._whole = {name: whole for name, whole in self._whole.items() if name in names}
         self._cut = {name: cut for name, cut in self._cut.items() if name == model.name}
+        for kind, name in names:
+            if (kind, name) not in self._whole:
+                self._whole[kind, name] = sharding.to_rollout(sharding.current(), self._params[kind][name])
         return model.variables({kind: {name: whole} for (kind, name), whole in self._whole.items()})
 
     def layers(self, model: Model, max_new: int) -> Params | None:
         """`Policy.unstack` of them, where a launch of ``max_new`` tokens is more than one program."""
-        if max_new <= CHUNK or sharding.meshed():
+        if one_program(max_new):
             return None
         if model.name not in self._cut:
             self._cut = {model.name: unstacked(model.policy, self.variables(model))}
@@ -113,13 +116,13 @@ class Speakers:
         return said
 
     def _launch(self, model: Model, asked: Sequence[Asked], keep: bool) -> list[list[Said]]:
-        size, group = up_to(bucket(len(asked), 4), sharding.row_parts()), asked[0].group
-        limit = max(self._team.roles[a.role].max_new for a in asked)
+        group, limit = asked[0].group, max(self._team.roles[a.role].max_new for a in asked)
         playing = self._playing[model.name]
         prefixes = self._cached.setdefault(model.name, Prefixes(model.policy, model.tokenizer.pad_id))
         of, given = [a.task for a in asked], [np.array(a.ids, np.int32) for a in asked]
         variables = playing.variables(model)
         ready = prefixes.ready(variables, of, given)
+        size = len(ready.length)
         tokens, length, active = sharding.put_rows((ready.tokens, ready.length, np.arange(size) < len(asked)))
         data, roles = pad(np.stack([a.key for a in asked]), size), pad(np.array([a.role for a in asked]), size)
         out, prefix, suffix = generate(

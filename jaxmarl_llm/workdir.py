@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -25,14 +26,18 @@ class Workdir:
         self.url = str(url)
         self._store = _open(self.url) if "://" in self.url else None
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
-        self.local = Path(url) if self._store is None else Path(tempfile.gettempdir()) / "jaxmarl_llm" / name
+        here = Path(tempfile.gettempdir()) / f"jaxmarl_llm_{os.getuid()}"  # others may have the same store
+        self.local = Path(url) if self._store is None else here / name
 
     def __str__(self) -> str:
         return self.url
 
     def fetch(self) -> None:
         """The store's files here, in place of what another run may have left."""
-        if self._store is not None and self._store.exists():
+        if self._store is None:
+            return
+        shutil.rmtree(self.local, ignore_errors=True)
+        if self._store.exists():
             _copy(self._store, epath.Path(self.local))
 
     def push(self) -> None:

@@ -12,6 +12,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -83,7 +84,7 @@ class EnvPool:
         return [self._alone(method, args) if r is None else r for args, r in zip(calls, self._try(method, calls))]
 
     def _try(self, method: str, calls: Sequence[tuple]) -> list[Any]:
-        """As `_map`, with None where the whole pool broke before the call was answered."""
+        """As `_map`, with None where the pool broke or the worker was told to end before the call was answered."""
         pool = self._live()
         try:
             # The first call of a fresh worker pays for its imports; pebble's clock starts when the call does.
@@ -93,7 +94,7 @@ class EnvPool:
         return [self._result(f) for f in futures]
 
     def _alone(self, method: str, args: tuple) -> Any:
-        """A call made again after its pool broke, by itself: if the new pool breaks too, it is this call that does it.
+        """A call made again after its pool or worker was lost, by itself: lost again, it is the call's doing.
 
         A worker that dies is replaced, but the pool breaks if pebble sees the death before it has read which call that
         worker had begun, or if the worker had none.
@@ -115,6 +116,9 @@ class EnvPool:
         except concurrent.futures.BrokenExecutor:
             return None
         except ProcessExpired as error:
+            # Not the call's doing: a scheduler that wants a run to stop signals its workers too.
+            if error.exitcode in (signal.SIGTERM, -signal.SIGTERM):
+                return None
             return Failure("died", f"worker exited with code {error.exitcode}")
         except Exception as error:  # whatever the environment raised in the worker
             return Failure("raised", f"{type(error).__name__}: {error}")

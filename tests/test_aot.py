@@ -253,6 +253,34 @@ def test_a_team_on_four_chips(tiny):
     assert again["stages"] == row["stages"]
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """How often programs were compiled; none is."""
+    stage, seen = ahead.Stage("", 0, 0, 0, 0, True, 1.0, 1.0, {}), []
+    stages = dict.fromkeys(("prefill", "accumulate", "apply"), stage)
+    monkeypatch.setattr(ahead, "compile_stages", lambda *args: seen.append(1) or stages)
+    return seen
+
+
+@needs_libtpu
+def test_stages_that_are_taken_over_keep_their_date_and_are_of_this_version(tiny, compiled):
+    made = lambda *known: aot.measure(tiny, "tiny", "v5e:2x2", "1,2,2", None, (), known)
+    row = made()
+    assert made(row | {"date": "2026-01-01"})["date"] == "2026-01-01" and len(compiled) == 1
+    other = row | {"date": "2026-01-01", "versions": {**row["versions"], "libtpu": "0"}}
+    assert made(other)["date"] == row["date"] != other["date"] and len(compiled) == 2
+
+
+@needs_libtpu
+def test_an_offloaded_optimizer_is_on_no_chip_while_it_generates(tiny, compiled):
+    away = dataclasses.replace(tiny, optimizer=dataclasses.replace(tiny.optimizer, offload=True))
+    kept, gone = (aot.measure(cfg, "tiny", "v5e:2x2", "1,2,2", None, ()) for cfg in (tiny, away))
+    less = {name: kept["peaks"][name] - gone["peaks"][name] for name in kept["peaks"]}
+    moments = kept["held"]["optimizer"]
+    assert less == {"prefill": moments, "accumulate": moments * 4 // 5, "apply": moments * 4 // 5}
+    assert aot.resident(tiny, HELD) == 6 * GB and aot.resident(away, HELD) == 5 * GB
+
+
 @needs_libtpu
 def test_what_cannot_fit_is_not_compiled(tiny, monkeypatch):
     small = costs.CHIPS["v5e"]._replace(memory=4_000_000.0)

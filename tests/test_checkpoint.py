@@ -354,6 +354,82 @@ def test_a_wrong_checksum_is_named(run):
     assert_fell_back(run)
 
 
+# --- what is no damage --------------------------------------------------------------
+
+
+def failing(error):
+    """`restore` of a run whose arrays cannot be read now."""
+
+    def work(saver):
+        original = saver._manager.restore
+
+        def restore(step, args):
+            if "state" in args:
+                raise error
+            return original(step, args=args)
+
+        saver._manager.restore = restore
+        return saver.restore(like())
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 8 bytes"),
+        ConnectionResetError(104, "reset by peer"),
+        PermissionError(13, "expired"),
+        ValueError("UNAVAILABLE: error reading gs://bucket/run/checkpoints/3"),
+    ],
+)
+def test_what_says_nothing_about_the_files_moves_nothing(run, error):
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        with_saver(run, failing(error))
+    assert not (run / "corrupt").exists()
+    assert_is(restore(run), 3)
+
+
+def test_an_error_of_the_files_moves_the_step(run):
+    assert_is(with_saver(run, failing(ValueError("DATA_LOSS: error reading a chunk"))), 2)
+    assert sorted(p.name for p in (run / "corrupt").iterdir()) == ["3"]
+
+
+def test_a_state_of_another_structure_is_refused_by_leaf_and_nothing_moves(run):
+    state = make_state(0)
+    sgd = optax.sgd(1e-3, momentum=0.9)
+    other = state.replace(opt_state={n: sgd.init(p) for n, p in state.params["agents"].items()})
+    with pytest.raises(ConfigError, match=r"step 3 holds no \.opt_state\['helper'\]\[0\]\.trace"):
+        with_saver(run, lambda saver: saver.restore(other))
+    with pytest.raises(ConfigError, match=r"step 3 also holds \.counters\['bad'\]"):
+        with_saver(run, lambda saver: saver.restore(state.replace(counters={"updates": jnp.int32(0)})))
+    wider = state.replace(counters={**state.counters, "seen": jnp.zeros((3,), jnp.uint32)})
+    with pytest.raises(ConfigError, match=r"\.counters\['seen'\] as uint32 \(1,\), expected uint32 \(3,\)"):
+        with_saver(run, lambda saver: saver.restore(wider))
+    assert not (run / "corrupt").exists()
+    assert_is(restore(run), 3)
+
+
+def test_each_step_is_restored_into_the_structure_it_has(tmp_path):
+    """Step 1 has other leaves than step 2, which is damaged."""
+    trees = {1: {"x": np.arange(3.0)}, 2: {"x": np.ones((2, 2)), "y": np.array(2.0)}}
+    with_saver(tmp_path, lambda saver: [saver.save(step, tree, {}) for step, tree in trees.items()])
+    assert with_saver(tmp_path, lambda saver: saver.restore(trees.get))[2] == 2
+    (tmp_path / "checkpoints" / "2" / "state" / "manifest.ocdbt").write_bytes(b"")
+    state, _, step = with_saver(tmp_path, lambda saver: saver.restore(trees.get))
+    assert step == 1 and digests(state) == digests(trees[1])
+
+
+def test_a_reader_moves_makes_and_cleans_up_nothing(run):
+    """Beside a trainer that is saving step 4 when step 3 turns out to be damaged."""
+    (run / "checkpoints" / "3" / "state" / "manifest.ocdbt").write_bytes(b"")
+    (run / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir()
+    before = sorted(run.rglob("*"))
+    assert_is(with_saver(run, lambda saver: saver.restore(like()), read_only=True), 2)
+    assert sorted(run.rglob("*")) == before
+
+
 # --- kill ------------------------------------------------------------------------
 
 VICTIM = """

@@ -540,6 +540,21 @@ def test_an_agent_that_is_never_called_costs_its_parameters_alone():
     assert array(never) == 2 * array(work)
 
 
+def test_an_offloaded_optimizer_is_there_in_updates_alone():
+    """One model's at a time; whatever generation takes, it takes beside parameters alone."""
+    work = workload(2, 2)
+    work = work._replace(models=work.models[:1] * 2)
+    held, away = (costs.memory(product(2), work, offload=offload) for offload in (False, True))
+    assert held.optimizer == 2 * away.optimizer > 0
+    assert held.updating - away.updating == away.optimizer
+    assert held.generating - away.generating == held.optimizer
+    for memory in (held, away):
+        assert memory.least == max(memory.generating, memory.updating)
+    much = 10**12
+    assert held._replace(cache=much).least - away._replace(cache=much).least == held.optimizer
+    assert held._replace(gradient=much).least - away._replace(gradient=much).least == away.optimizer
+
+
 def test_a_calibration_finds_the_costs_and_says_when_it_cannot():
     rng = np.random.default_rng(0)
     true, parts = np.array([1e-3, 2e-4, 5e-5, 1e-10, 3e-10]), rng.uniform(1, 9, (12, 5)) * [3, 30, 200, 1e8, 1e7]
@@ -618,7 +633,9 @@ def test_a_plan_is_told_before_it_runs_and_refused_when_it_does_not_fit():
     code, said, _ = command(*tiny, "--response=2:0.5,6:0.5")
     assert code == 0 and re.search(r"tokens decoded +2,688\n", said)
     code, _, line = command(*tiny, "--memory=0.01")
-    assert code == 2 and "needs at least" in line[0] and "lower --config.batch to 25" in line[0], line
+    assert (
+        code == 2 and "needs at least" in line[0] and line[0].endswith("lower --config.batch to 25 (or raise --memory)")
+    ), line
     code, _, line = command("plann")
     assert code == 2 and line == ["error: unknown command 'plann'; did you mean 'plan'?"]
 
@@ -639,3 +656,5 @@ def test_an_update_that_is_too_large_names_the_flag():
     assert "team.remat=true" in said(cfg, 1000)
     rematted = dataclasses.replace(cfg, team=dataclasses.replace(cfg.team, remat=True))
     assert "--config.group" in said(rematted, 1000)
+    with pytest.raises(ConfigError, match=r"chip has 1,000; its parameters alone .* --config\.team\.share$"):
+        room.refuse(cfg, plan, work, 1000, "chip")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +16,11 @@ import numpy as np
 import pytest
 from toys import Compiles
 
-from jaxmarl_llm import loop
-from jaxmarl_llm.checkpoint import digests
+from jaxmarl_llm import deadlines, loop, processes
+from jaxmarl_llm.checkpoint import digests, seal
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.recipes import grpo, joyagents_r1
+from jaxmarl_llm.recipes import grpo, joyagents_r1, magrpo
 from jaxmarl_llm.text import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -210,10 +211,90 @@ def test_a_run_stops_after_bad_steps_and_keeps_its_checkpoint(tmp_path, monkeypa
         state, metrics = step(state, logger)
         return state, {**metrics, "bad": float(len(calls) > 1)}
 
-    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+    with pytest.raises(FloatingPointError, match=r"2 steps in a row .* the last checkpoint is that of step 2$"):
         loop.fit(cfg, recipe._replace(step=bad), tmp_path)
     assert len(calls) == 3
     assert (tmp_path / "checkpoints" / "2").exists()
+
+
+# A game of one turn: runs of a few small programs.
+GAME = {
+    "steps": 2,
+    "batch": 4,
+    "group": 2,
+    "env": {"name": "matrix", "eval_tasks": 4},
+    "reward": {"payoff": 1.0},
+    "team": {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
+    "sft": {"steps": 1, "batch": 4, "samples": 8, "optimizer": {"name": "sgd"}},
+    "run": {"checkpoint_every": 1, "eval_every": 0, "log_every": 100, "tensorboard": False, "keep": 3},
+}
+
+
+def game(**changes):
+    cfg = from_dict(magrpo.Config, {**GAME, **changes})
+    return cfg, magrpo.make(cfg)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """A supervised step with SGD, then two of RL with AdamW, each saved."""
+    workdir = tmp_path_factory.mktemp("played")
+    return loop.fit(*game(), workdir), workdir
+
+
+def damage(workdir, step):
+    path = workdir / "checkpoints" / str(step) / "meta" / "metadata"
+    meta = json.loads(path.read_text())
+    meta["sha256"][".step"] = "0" * 64
+    path.write_text(json.dumps({**meta, "seal": seal(meta)}))
+
+
+def test_a_run_falls_back_across_a_change_of_optimizers(played, tmp_path):
+    """The newest steps are damaged, the one before them has the optimizers of stage 0."""
+    state, workdir = played
+    run = tmp_path / "run"
+    shutil.copytree(workdir, run)
+    damage(run, 2)
+    damage(run, 3)
+    again = loop.fit(*game(), run)
+    assert sorted(path.name for path in (run / "corrupt").iterdir()) == ["2", "3"]
+    assert digests(loop._without_shared(again)) == digests(loop._without_shared(state))
+    assert lines(run) == lines(workdir)
+
+
+def test_a_run_whose_metas_are_damaged_does_not_start_anew(played, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(played[1], run)
+    for step in (1, 2, 3):
+        (run / "checkpoints" / str(step) / "meta" / "metadata").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"no usable checkpoint: the meta of steps \[1, 2, 3\] cannot be read"):
+        loop.fit(*game(), run)
+
+
+def test_another_optimizer_is_refused_and_costs_no_checkpoint(played, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(played[1], run)
+    cfg, recipe = game(optimizer={"name": "sgd", "learning_rate": 1e-4, "max_grad_norm": 0.0})
+    with pytest.raises(ConfigError, match=r"step 3 also holds \.opt_state"):
+        loop.fit(cfg, recipe, run, allow_config_change=["optimizer.name"])
+    assert not (run / "corrupt").exists()
+
+
+def test_what_a_run_says_of_itself_while_it_saves_and_reports(tmp_path, monkeypatch):
+    """The backbone is hashed once on resuming; steps are counted before their save; the report has a deadline, and
+    nobody leaves before it is written."""
+    loop.fit(*game(steps=1), tmp_path)
+    hashed, seen, fingerprint = [], [], loop.fingerprint_of
+    stage = lambda: [s.name for s in deadlines.WORK.stages]
+    asked = processes.everyone
+    monkeypatch.setattr(loop, "fingerprint_of", lambda tree: hashed.append(1) or fingerprint(tree))
+    monkeypatch.setattr(processes, "stop_asked", lambda: seen.append(("asked", deadlines.WORK.step)) or False)
+    monkeypatch.setattr(loop, "report", lambda workdir: seen.append(("report", stage())))
+    monkeypatch.setattr(processes, "everyone", lambda x: (seen.append(("met", stage())), asked(x))[1])
+    loop.fit(*game(steps=3), tmp_path)
+    assert len(hashed) == 1
+    assert [what for what in seen if what[0] == "asked"] == [("asked", 3), ("asked", 4)]
+    assert ("report", ["save"]) in seen and seen[-1] == ("met", ["save"])
 
 
 def test_grpo_learns_nothing_from_equal_rewards_and_runs(tmp_path):
@@ -275,7 +356,11 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     from jaxmarl_llm import weights
 
     state, workdir = straight
+    saving = workdir / "checkpoints" / "99.orbax-checkpoint-tmp"  # a trainer's that goes on
+    saving.mkdir()
     _, recipe, again = evaluate.open_run(workdir)
+    assert saving.is_dir()
+    saving.rmdir()
     last = lines(workdir)[-1]
     for key, value in recipe.evaluate(again).items():
         assert value == last[key.replace("eval/", "final/")]

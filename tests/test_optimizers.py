@@ -9,12 +9,14 @@ import optax
 import pytest
 import toys
 
-from jaxmarl_llm import meshes, sharding
+from jaxmarl_llm import loop, meshes, sharding
 from jaxmarl_llm.checkpoint import Checkpointer
+from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.meshes import MeshConfig
 from jaxmarl_llm.optimizers import Masters, Optimizer, make_optimizer, to_memory
 from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.train import Batch, make_learner, update
 
@@ -61,13 +63,23 @@ def test_float32_parameters_have_no_masters():
     assert jax.tree.structure(with_) == jax.tree.structure(without)
 
 
-def test_masters_lie_as_their_parameters():
-    policy = make_policy(Config(64, 16, 32, 1, 4, 2, 4, dtype="bfloat16"))
-    params = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
-    state = jax.eval_shape(make_optimizer(Optimizer()).init, params)
+def test_masters_and_their_moments_lie_as_their_parameters():
+    policy, mesh = make_policy(Config(64, 16, 32, 1, 4, 2, 4, dtype="bfloat16")), meshes.make_mesh(MeshConfig(2, 2, 2))
+    with meshes.on(mesh):
+        own = sharding.place(mesh, {"params": policy.init(jax.random.key(0))})
+        state = make_learner(policy, Loss(clip_low=None), Optimizer(), Sampling()).init(own)
     assert isinstance(state, Masters)
-    assert jax.tree.leaves(sharding.param_specs(state.copies)) == jax.tree.leaves(sharding.param_specs(params))
     assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype(jnp.float32)}
+    by_path = lambda tree: {
+        "/".join(sharding.names_of(path)): x for path, x in jax.tree_util.tree_leaves_with_path(tree) if x.ndim
+    }
+    found = by_path(state)
+    assert len(found) == 3 * len(by_path(own))  # copies and both moments
+    for path, leaf in by_path(own).items():
+        mirrors = [x for key, x in found.items() if key.endswith(f"/{path}")]
+        assert len(mirrors) == 3 and all(x.sharding.is_equivalent_to(leaf.sharding, x.ndim) for x in mirrors), path
+    cut = found["copies/params/layers/self_attn/q_proj/kernel"]
+    assert cut.addressable_shards[0].data.shape == (1, 8, 8)
 
 
 def learn(optimizer, steps=3, mesh=None):
@@ -102,6 +114,34 @@ def test_offloaded_states_take_the_same_steps(shape):
     for a, b in zip(jax.tree.leaves((own, state)), jax.tree.leaves((same, to_memory(away, "device"))), strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_offloaded_states_are_away_from_the_start_and_when_they_are_read_again(mesh, tmp_path):
+    """Those of stage 0 and of RL, before any model's first update."""
+    cfg = from_dict(
+        magrpo.Config,
+        {
+            "steps": 1,
+            "env": {"name": "matrix", "eval_tasks": 4},
+            "reward": {"payoff": 1.0},
+            "team": {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
+            "optimizer": {"offload": True},
+            "sft": {"steps": 1, "samples": 8, "batch": 4, "optimizer": {"offload": True, "b1": 0.8}},
+            **({"mesh": mesh} if mesh else {}),
+        },
+    )
+    recipe = magrpo.make(cfg)
+    for step in (0, 2):
+        state = recipe.init(step)
+        assert kinds(state.opt_state) == {"pinned_host"} and kinds(state.params) == {"device"}
+        assert len(jax.tree.leaves(state.opt_state)) > 4
+    saver = Checkpointer(tmp_path)
+    saver.save(2, loop._without_shared(state), loop._meta(cfg, 2, loop.fingerprint_of(state.params["shared"])))
+    saver.wait()
+    again, _ = loop.restore(saver, recipe, saver.read_meta())
+    saver.close()
+    assert kinds(again.opt_state) == {"pinned_host"} and kinds(again.params) == {"device"}
 
 
 def test_an_offloaded_state_is_saved_and_restored_where_it_was(tmp_path):

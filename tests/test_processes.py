@@ -431,6 +431,81 @@ def test_who_meets_whom():
         assert said.count("process 1 of 3") == 2 and said.endswith("the same number twice")
 
 
+def can_bind(host):
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not socket.has_ipv6 or not can_bind("::1"), reason="needs IPv6")
+def test_a_coordinator_on_the_loopback_listens_there_alone():
+    port = address().rpartition(":")[2]
+    place = lambda process: meeting.Place(f"[::1]:{port}", 2, process)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(meeting.meet, place(0), {}, 20)
+        time.sleep(0.5)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)), timeout=5).close()
+        names, peers = meeting.meet(place(1), {}, 20)
+        assert len(names) == 2
+        for peer in (*peers, *first.result()[1]):
+            peer.line.close()
+
+
+@pytest.mark.parametrize("host,alone", [("[::1]", True), ("localhost", True), ("10.0.0.1", False)])
+def test_jax_is_told_where_to_listen_and_a_run_that_has_left_is_not_watched(host, alone, monkeypatch):
+    given = {}
+    monkeypatch.setattr(processes, "meet", lambda where, facts, timeout: (["process 0", "process 1"], []))
+    monkeypatch.setattr(processes, "listen_for_sigterm", lambda: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **named: given.update(named))
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    with processes.joined(meeting.Place(f"{host}:1234", 2, 0), {}, 5):
+        assert processes._watch.is_alive()
+    assert given["coordinator_bind_address"] == (f"{host}:1234" if alone else None)
+    assert processes._watch is None  # a later run of this process alone has its own
+
+
+class Broken:
+    """A stream whose reader is gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = fileno = lambda self: self.write("")
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_process_ends_though_nobody_can_be_told(deaf, monkeypatch):
+    codes, told = [], []
+
+    class Ended(BaseException):
+        pass
+
+    def leave(code):
+        codes.append(code)
+        raise Ended
+
+    def say(**words):
+        if deaf:
+            raise MemoryError
+        told.append(words["ended"])
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(sys, "stderr", Broken())
+    monkeypatch.setattr(sys, "stdout", Broken())
+    peer = type("Peer", (), {"say": staticmethod(say), "process": 0})
+    watch = processes._Watch("process 1", [peer], ["process 0", "process 1"])
+    monkeypatch.setattr(processes, "_watch", watch)
+    for end in (lambda: watch._end("it hangs", 3, where=True), lambda: processes._fail(ConfigError("no such key"))):
+        with pytest.raises(Ended):
+            end()
+    assert codes == [3, 2]
+    assert told == ([] if deaf else ["it hangs", "process 1 failed: error: no such key"])
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_environment_calls_are_divided_by_task_and_come_back_in_order(count, monkeypatch):
     made, calls, of = [], [(f"call {n}",) for n in range(7)], [0, 0, 2, 1, 1, 5, 2]
@@ -482,13 +557,32 @@ def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
     assert work.late() is None
 
 
+def test_models_that_compile_at_once_have_compiled_when_the_last_has(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deadlines, "WORK", work := Work(limits=Deadlines(compile=50, rollout=20)))
+    lowered, compiled = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as one,
+        concurrent.futures.ThreadPoolExecutor(1) as two,
+        deadlines.stage("rollout"),
+    ):
+        for seconds, thread, event in ((5, one, lowered), (10, two, lowered), (12, one, compiled)):
+            now[0] += seconds
+            thread.submit(work.compiles, event, 22).result()
+        assert work.said() == ("compile", 12)
+        now[0] += 30
+        two.submit(work.compiles, compiled, 42).result()
+        assert work.said() == ("rollout", 5) and work.late() is None  # the 52 seconds of either are counted once
+
+
 def test_jax_still_tells_when_it_compiles():
     """The two events that `Work.compiles` listens for, before and after."""
     seen, work = [], Work()
 
     def listen(event, seconds, **_):
         work.compiles(event, seconds)
-        seen.append(work.compiling is not None)
+        seen.append(bool(work.compiling))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

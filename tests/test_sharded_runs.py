@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.recipes import joyagents_r1, magrpo
 from jaxmarl_llm.rollout_host import play
 from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.speakers import Playing
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Batch, make_learner, pad_rows, update
 from jaxmarl_llm.workers import EnvPool
@@ -71,15 +73,6 @@ def distance(got, expected):
     return max((float(np.abs(np.asarray(got[k]) - np.asarray(v)).max()) for k, v in expected.items()), default=0.0)
 
 
-def paid(tree):
-    """``tree`` with rewards that differ: the untrained teams of these runs earn nothing."""
-    moves = tree.transitions
-    said = np.where(moves.steps[..., None] >= 0, tree.steps.tokens[np.maximum(moves.steps, 0)], 0)
-    worth = (said.sum((1, 2)) % 7 / 7).astype(np.float32)[:, None]
-    rewards = {c: np.where(moves.played[:, None], worth, 0) * np.ones_like(r) for c, r in moves.rewards.items()}
-    return tree.replace(transitions=moves.replace(rewards=rewards))
-
-
 class Stepped(NamedTuple):
     recipe: phases.Recipe
     tree: Any  # sampled in the first step
@@ -101,7 +94,7 @@ def stepped(recipe, name, folder):
     def spy(*args, **kwargs):
         played = original(*args, **kwargs)
         trees.append(played.tree)
-        return played._replace(tree=paid(played.tree))
+        return played._replace(tree=toys.paid(played.tree))
 
     made.arena.play = spy
     start = made.init(0)
@@ -261,6 +254,26 @@ def test_the_rollout_layout_moves_what_fsdp_cut_and_nothing_else():
     flat_mesh = make_mesh(MeshConfig(8))
     placed = sharding.place(flat_mesh, variables(make_policy(arch())))
     assert sharding.to_rollout(flat_mesh, placed) is placed
+
+
+def test_a_models_copies_go_before_the_next_ones_are_made(monkeypatch):
+    made, alive = [], []
+
+    class Copy(dict):
+        pass
+
+    def to_rollout(mesh, params):
+        alive.append(sum(ref() is not None for ref in made))
+        copy = Copy(params)
+        made.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(sharding, "to_rollout", to_rollout)
+    team = toys.team(("a", "b"))
+    playing = Playing(toys.params(team))
+    for model in (0, 0, 1, 0):
+        playing.variables(team.models[model])
+    assert alive == [0, 0, 0]
 
 
 def test_a_host_rollout_on_a_mesh_is_that_of_one_device():

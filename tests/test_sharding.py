@@ -162,5 +162,7 @@ def test_collisions_and_unknown_leaves_are_refused():
         sharding.spec("rows", None, "embed")
     with pytest.raises(ConfigError, match="'heads' and 'vocab' would both lie on axis 'tensor'"):
         sharding.spec("heads", "vocab")
+    with pytest.raises(ConfigError, match="no rule for parameter layers/q_proj/weight"):
+        sharding.param_specs({"layers": {"q_proj": {"weight": jnp.zeros((2, 2))}}})
     with pytest.raises(ConfigError, match="no rule for parameter layers/mlp/gate/weight"):
         sharding.param_specs({"layers": {"mlp": {"gate": {"weight": jnp.zeros((2, 2))}}}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
@@ -51,6 +52,27 @@ def test_a_run_in_a_store_goes_on_on_another_machine(store, tmp_path):
     fit(4)
     assert [row["step"] for row in read_metrics(store)] == [1, 2, 3, 4]
     assert not (Workdir(URL).local / "checkpoints").exists()
+
+
+def test_what_ended_a_run_is_in_the_store(store):
+    """The lines since the last checkpoint tell why."""
+    cfg = from_dict(magrpo.Config, {**SMALL, "run": {**SMALL["run"], "checkpoint_every": 100, "max_bad_steps": 2}})
+    recipe = magrpo.make(cfg)
+    bad = lambda state, logger: (lambda new, metrics: (new, {**metrics, "bad": 1.0}))(*recipe.step(state, logger))
+    with pytest.raises(FloatingPointError, match=r"2 steps in a row .* there is no checkpoint$"):
+        loop.fit(cfg, recipe._replace(step=bad), URL)
+    assert [row["count/skipped"] for row in read_metrics(store)] == [1, 2]
+
+
+def test_what_another_run_left_here_goes(store, tmp_path):
+    folder = Workdir(URL)
+    assert str(os.getuid()) in folder.local.parent.name
+    folder.local.mkdir(parents=True)
+    (folder.local / "old.txt").write_text("")
+    store.mkdir()
+    (store / "metrics.jsonl").write_text("")
+    folder.fetch()
+    assert [path.name for path in folder.local.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_folder_is_itself(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -41,6 +42,12 @@ def step(seed, state, actions):
         time.sleep(60)
     if word == "exit":
         os._exit(3)
+    if word.startswith("signalled"):  # the first time, where a file's name follows
+        path = Path(word.removeprefix("signalled"))
+        if path == Path() or not path.exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
     if word == "sys.exit":
         sys.exit(4)
     if word == "lambda":
@@ -129,6 +136,16 @@ def test_a_dying_worker_is_a_failure_and_is_replaced(pool):
     # Rarely a timeout: a death that pebble reads of before it knows the call, while the other worker is busy.
     assert got[1].kind in ("died", "timeout")
     assert (got[0][0][1], got[2][0][1]) == ("a", "b")
+    assert works(pool)
+
+
+def test_a_call_whose_worker_is_told_to_end_is_made_again(pool, tmp_path):
+    """As a scheduler does to every process of a run; a call that does it each time is a failure."""
+    word = f"signalled{tmp_path / 'once'}"
+    got = pool.map("step", [call("a", 1), call(word, 2), call("b", 3)])
+    assert [g[0][1] for g in got] == ["a", word, "b"]
+    (bad,) = pool.map("step", [call("signalled")])
+    assert bad.kind == "died"
     assert works(pool)
 
 
