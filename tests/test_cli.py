@@ -210,6 +210,51 @@ def test_interrupt_ends_with_130_and_one_line(folder, interruptible):
     assert (process.returncode, err) == (130, "interrupted\n")
 
 
+OUTSIDE = """
+from dataclasses import dataclass
+from jaxmarl_llm.recipes import magrpo
+from jaxmarl_llm.recipes.magrpo import make_plan
+
+@dataclass(frozen=True)
+class Config(magrpo.Config):
+    recipe: str = "outside.recipe"
+
+def make(cfg):
+    return magrpo.make(cfg)
+"""
+
+
+def test_a_recipe_outside_of_the_package_is_found_by_every_entry_point(tmp_path, monkeypatch):
+    import jax
+
+    from experiments import aot, budget, evaluate, train
+    from jaxmarl_llm import loop, processes
+    from jaxmarl_llm.checkpoint import Checkpointer
+    from jaxmarl_llm.config import from_dict
+
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "recipe.py").write_text(OUTSIDE)
+    monkeypatch.syspath_prepend(tmp_path)
+    small = {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}}
+    fields = {"team": small, "env": {"name": "matrix", "eval_tasks": 4}, "reward": {"payoff": 1.0}, "sft": {"steps": 0}}
+    cfg = from_dict(importlib.import_module("outside.recipe").Config, fields)
+    recipe = budget.make(cfg)
+    state, run = recipe.init(0), tmp_path / "run"
+    saver = Checkpointer(run)
+    saver.save(0, loop._without_shared(state), loop._meta(cfg, 0, loop.fingerprint_of(state.params["shared"])))
+    saver.close()
+    assert evaluate.open_run(run)[0] == cfg
+    assert aot.prepare(cfg)[1].name
+    given = {"coordinator": None, "processes": None, "process": None, "init_timeout": 5.0}
+    flags = type("Flags", (), {**given, "compilation_cache": "", "allow_config_change": []})
+    fitted = []
+    monkeypatch.setattr(loop, "fit", lambda cfg, recipe, workdir, **_: fitted.append(recipe.total_steps))
+    monkeypatch.setattr(processes, "listen_for_sigterm", lambda: None)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    train.main(cfg, str(run), flags)
+    assert fitted == [cfg.steps]
+
+
 SHIPPED = [
     f"{path}:{variant}"
     for path in sorted((ROOT / "experiments" / "configs").glob("[!_]*.py"))
