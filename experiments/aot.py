@@ -298,9 +298,9 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
             for remat in (True, False):
                 for rows in (1, 2, 4):
                     scores = costs.score_bytes(arch, top.prompt, group, top.response)
-                    kept_bytes = costs.update_bytes(arch, rows, top.prompt, group, top.response, remat)
-                    layers = (kept_bytes - 3 * rows * scores) / (1 if remat else tensor)
-                    update = held.gradient / (fsdp * tensor) + layers + 3 * rows * scores / tensor
+                    layers = costs.saved_bytes(arch, rows, top.prompt, group, top.response, remat)
+                    kept_scores = rows * costs.kept_scores(arch, top.prompt, group, top.response, remat)
+                    update = held.gradient / (fsdp * tensor) + layers / (1 if remat else tensor) + kept_scores / tensor
                     lanes = ahead.up_to(top.rows, parts) / parts
                     prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
                     playing = whole if work.engine == "host" else team

@@ -182,14 +182,27 @@ def memory(
 
 
 def update_bytes(arch: Config, rows: int, prompt: int, group: int, response: int, remat: bool) -> int:
-    """About what one micro-batch keeps for its backward pass: saved layers, and the scores of one layer.
+    """About what one micro-batch keeps for its backward pass: saved layers and attention scores.
 
     rows: prompts of a micro-batch, each with its ``group`` of completions. ``remat``: a layer's input alone is kept.
     """
+    return saved_bytes(arch, rows, prompt, group, response, remat) + rows * kept_scores(
+        arch, prompt, group, response, remat
+    )
+
+
+def saved_bytes(arch: Config, rows: int, prompt: int, group: int, response: int, remat: bool) -> int:
+    """Of `update_bytes`, what has one vector a token."""
     d, f, heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
     saved, tokens = d if remat else 6 * d + 3 * f + 3 * heads, prompt + group * response
-    layers = rows * tokens * ITEMSIZE[arch.dtype] * (arch.num_layers * saved + 6 * d + 3 * f)
-    return layers + 3 * rows * score_bytes(arch, prompt, group, response)
+    return rows * tokens * ITEMSIZE[arch.dtype] * (arch.num_layers * saved + 6 * d + 3 * f)
+
+
+def kept_scores(arch: Config, prompt: int, group: int, response: int, remat: bool) -> int:
+    """Of `update_bytes`, a row's scores: three arrays of the layer at work; without ``remat`` also scores and
+    probabilities of every layer, where the portable form of attention runs.
+    """
+    return (3 if remat else 3 + 2 * arch.num_layers) * score_bytes(arch, prompt, group, response)
 
 
 def score_bytes(arch: Config, prompt: int, group: int, response: int) -> int:

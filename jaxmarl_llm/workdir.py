@@ -37,6 +37,7 @@ class Workdir:
         if self._store is None:
             return
         shutil.rmtree(self.local, ignore_errors=True)
+        self.local.mkdir(parents=True)
         if self._store.exists():
             _copy(self._store, epath.Path(self.local))
 

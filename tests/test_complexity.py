@@ -20,7 +20,7 @@ from jaxmarl_llm import costs, prefixes, rollout_host, speakers
 from jaxmarl_llm.generate import Completions
 from jaxmarl_llm.optimizers import Optimizer, make_optimizer
 from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
-from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.rollout import layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.text import ConfigError, HostEnv, Message
@@ -638,6 +638,22 @@ def test_a_plan_is_told_before_it_runs_and_refused_when_it_does_not_fit():
     ), line
     code, _, line = command("plann")
     assert code == 2 and line == ["error: unknown command 'plann'; did you mean 'plan'?"]
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_an_updates_bytes_are_about_what_the_compiler_counts(remat):
+    """Long rows, of which scores are the most; without remat every layer keeps its own."""
+    from jaxmarl_llm.losses import Loss
+    from jaxmarl_llm.train import Batch, make_learner
+
+    arch, n, g, p, r = Config(512, 64, 128, 8, 8, 2, 8), 2, 8, 256, 64
+    policy = make_policy(arch, remat=remat)
+    own = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
+    ints, reals = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (np.int32, np.float32))
+    batch = Batch(ints((n, p)), ints((n,)), ints((n, g, r)), *(reals((n, g, r)) for _ in range(3)))
+    gradient = make_learner(policy, Loss(), Optimizer(), Sampling()).accumulate
+    held = gradient.lower(own, None, batch, None).compile().memory_analysis().temp_size_in_bytes
+    assert 0.5 <= costs.update_bytes(arch, n, p, g, r, remat) / held <= 1.5
 
 
 def test_an_update_that_is_too_large_names_the_flag():
