@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,20 @@ def origin() -> dict[str, str]:
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "command": " ".join(["python -m", module, *sys.argv[1:]]),
+        "command": " ".join(["python -m", module.removesuffix(".__main__"), *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": done.stdout.strip(),
         "jax": jax.__version__,
-        "machine": f"{platform.processor() or platform.machine()}, {jax.devices()[0].device_kind}",
+        "machine": f"{processor()}, {jax.devices()[0].device_kind}",
     }
+
+
+def processor() -> str:
+    """The model of this machine's processor, as Linux knows it."""
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def train(cfg: Any, params: Any, budget: int | None, steps: int, say: Any = None) -> dict:
