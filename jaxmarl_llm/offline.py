@@ -73,6 +73,7 @@ def _read_table(path: Path, sha256: Mapping[str, str]) -> dict[str, np.ndarray]:
             arrays = {key: file[key] for key in file.files}
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; {_REMEDY}") from None
+    # All that numpy and zipfile raise on a damaged archive, by where the damage is.
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise ConfigError(f"{path}: damaged ({type(error).__name__}); {_REMEDY}") from None
     if digests(arrays) != dict(sha256):

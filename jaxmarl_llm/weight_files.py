@@ -218,7 +218,7 @@ class GGUF:
         tensor = self._tensors[name]
         try:
             value = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # so gguf says that it has no code for a type of quantisation
             kind = tensor.tensor_type.name
             raise ConfigError(f"{self.path}: tensor {tensor.name} has type {kind}, which cannot be read") from error
         module = tensor.name.split(".")[-2]

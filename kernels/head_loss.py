@@ -73,8 +73,9 @@ def _form(head: Head, tokens: int, temperature: float, chunk: int | None, axis_n
     return _Form(head.rows, head.used, float(temperature), chunk or chunk_tokens(tokens, head.vocab), axis_name)
 
 
-def _start(form: _Form, head: Head) -> jax.Array | int:
-    return 0 if form.axis_name is None else jax.lax.axis_index(form.axis_name) * head.vocab
+def _start(form: _Form, vocab: int) -> jax.Array | int:
+    """The first id of this shard, of ``vocab`` ids."""
+    return 0 if form.axis_name is None else jax.lax.axis_index(form.axis_name) * vocab
 
 
 def _over_shards(form: _Form, x: Any) -> Any:
@@ -92,7 +93,7 @@ class _Seen(NamedTuple):
 
 def _see(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> _Seen:
     head = form.head(weight)
-    start = _start(form, head)
+    start = _start(form, head.vocab)
     z = logits(hidden, head, start) / form.temperature
     top = z.max(-1)
     if form.axis_name is not None:
@@ -112,7 +113,7 @@ def _pull(form: _Form, seen: _Seen, targets: jax.Array, to_logprob: jax.Array, t
     ids = jnp.arange(seen.z.shape[-1])
     log_p = seen.z - seen.norm[:, None]
     dz = -jnp.exp(log_p) * (to_logprob[:, None] + to_entropy[:, None] * (log_p + seen.entropy[:, None]))
-    head_start = 0 if form.axis_name is None else jax.lax.axis_index(form.axis_name) * len(ids)
+    head_start = _start(form, len(ids))
     dz = jnp.where(ids == (targets - head_start)[:, None], dz + to_logprob[:, None], dz) / form.temperature
     # Nothing flows through the logit of a padding id, not even where it is the target.
     return dz if form.used is None else jnp.where(head_start + ids < form.used, dz, 0.0)

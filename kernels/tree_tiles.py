@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jaxmarl_llm.kernels.group_attention import NEG
 from jaxmarl_llm.kernels.group_blocks import product
 
+Lists = tuple[jax.Array, jax.Array]  # blocks to visit [B n m], and how many of them count [B n]: `tree_blocks.visits`
+
 
 def scores(q: jax.Array, k: jax.Array, end: jax.Array, first: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     """Scores [keys queries], and which count."""

@@ -13,9 +13,7 @@ from jax.experimental.pallas import triton
 
 from jaxmarl_llm.kernels.group_attention import NEG
 from jaxmarl_llm.kernels.group_blocks import product
-from jaxmarl_llm.kernels.tree_tiles import finish, fold, pulled
-
-Lists = tuple[jax.Array, jax.Array]
+from jaxmarl_llm.kernels.tree_tiles import Lists, finish, fold, pulled
 
 
 def forward(
