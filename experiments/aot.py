@@ -152,7 +152,7 @@ def step_seconds(
     collectives of activations; weights are read whole.
     """
     from experiments import ahead
-    from jaxmarl_llm import complexity, costs
+    from jaxmarl_llm import complexity
 
     seconds: dict[str, float] = {"weights to generation": 0.0, "prefill": 0.0, "decode": 0.0, "update": 0.0}
     weights, started = ahead.chip_bytes(team.playing), complexity.launches(plan, work)
@@ -188,7 +188,6 @@ def step_seconds(
     stage = {"update": "accumulate"}.get(longest, longest)
     bound = stages[stage].roofline(chip)[1] if stage in stages else "network"
     tokens = complexity.counts(plan, work).completion_tokens
-    flops = costs.trained(plan, work).flops
     return {
         "seconds": seconds,
         "total": total,
@@ -196,7 +195,6 @@ def step_seconds(
         "micro_batches": passes,
         "filled": done / (passes * shape.micro),  # of the micro-batches' rows, expected
         "sampled_tokens": tokens,
-        "whole_tree_flops": flops,
     }
 
 

@@ -304,9 +304,11 @@ def trained(
     """What an update on the tree goes through: every completion, or with ``groups`` those with siblings alone.
 
     ``most``: at most so many nodes, and then those that cost most are counted: which are selected depends on rewards.
-    FLOPs: forward, twice that backward, and the trunk once more with ``remat``; the head's logits are made
-    again in any case. Padding of micro-batches is not counted.
+    FLOPs: forward, twice that backward (once in matrices that are frozen), and the trunk once more with ``remat``. The
+    head as `head_loss` has it, logits once; with filters or on a mesh they are made twice. Padding of micro-batches is
+    not counted.
     """
+    again = 1 if remat else 0
     rows: list[tuple[float, float, float, float, float, float]] = []
     for level in levels(plan, work):
         if groups and level.group < 2:
@@ -314,11 +316,12 @@ def trained(
         for n, speaker in acting(level, work):
             p, r, g = mean(speaker.prompt_at(level.branch.turn)), mean(speaker.response), level.group
             weights = work.models[speaker.model]
-            c, per = weights.config, token_flops(weights)
+            c, frozen = weights.config, weights.rank > 0
             pairs = mean(speaker.prompt_at(level.branch.turn), 2) + g * (p * r + mean(speaker.response, 2))
-            trunk = per * (p + g * r) + attention_flops(c) * pairs
-            head = 2 * c.hidden_size * c.vocab_size * g * r
-            rows.append((n, g, p, g * r, g * p, trunk * (4 if remat else 3) + head * 4))
+            through = (3 + again) * token_flops(weights) - (token_flops(weights._replace(rank=0)) if frozen else 0)
+            trunk = through * (p + g * r) + (3 + again) * attention_flops(c) * pairs
+            head = (2 if frozen else 3) * 2 * c.hidden_size * c.vocab_size * g * r
+            rows.append((n, g, p, g * r, g * p, trunk + head))
     rows.sort(key=lambda row: -(row[2] + row[3]))
     left: float = math.inf if most is None else most
     total = [0.0] * 5

@@ -7,10 +7,10 @@ Parameters are a plain tree with all layers stacked on a leading axis L and kern
 
 A group of samples shares its prompt everywhere: `prefill` runs a prompt once, `extend` goes on behind what is cached
 of it, `decode` extends all of a node's samples by one token against that shared prefix, and `hidden` (training) sends
-prompt and responses through each layer together, so that the P prompt tokens of a group of G cost P, not G * P, forward
-and backward; `hidden_tree` does so for conversations that branch. All use one `Block`; they differ in the function it
-calls to attend. Layers are scanned for prefill and training (unrolled where there are but a few), and unrolled for the
-others (per-layer caches: no slicing of stacked weights inside the token loop).
+prompt and responses through each layer as one sequence, so that the P prompt tokens of a group of G cost P, not G * P,
+forward and backward; `hidden_tree` does so for conversations that branch. All use one `Block`; they differ in the
+function it calls to attend. Layers are scanned for prefill and training (unrolled where there are but a few), and
+unrolled for the others (per-layer caches: no slicing of stacked weights inside the token loop).
 """
 
 from __future__ import annotations
@@ -343,33 +343,36 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
             grown.append(kept)
         return final(variables, x[:, :, 0]), tuple(grown)
 
-    def hidden(variables: Any, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
-        n, g, r = completions.shape
-        a_p = angles(jnp.arange(tokens.shape[1]))[None]
-        a_r, impl = angles(length[:, None, None] + jnp.arange(r - 1)), attention_impl()
+    def trunk(variables: Any, tokens: jax.Array, a: jax.Array, attend: Attend) -> jax.Array:
+        def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return apply(layer, x, a, attend)[0], None
 
-        def layer_step(carry: Any, layer: Any) -> tuple[Any, None]:
-            x_p, x_r = carry
-            x_p, (k, v) = apply(layer, x_p, a_p, _causal)
-            if r > 1:
-                of_responses = lambda q, ok, ov: (group_attention(q, k, v, length, ok, ov, impl=impl), None)
-                x_r, _ = apply(layer, x_r, a_r, of_responses)
-            return (x_p, x_r), None
-
-        carry = embed(variables, tokens), embed(variables, completions[:, :, : r - 1])
         step = jax.checkpoint(layer_step) if remat else layer_step
-        (x_p, x_r), _ = jax.lax.scan(step, carry, layers(variables), unroll=unroll)
-        first = jnp.broadcast_to(last(x_p, length)[:, None, None], (n, g, 1, cfg.hidden_size))
-        return final(variables, jnp.concatenate([first, x_r], axis=2))
+        return jax.lax.scan(step, embed(variables, tokens), layers(variables), unroll=unroll)[0]
+
+    def hidden(variables: Any, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
+        (n, p), (_, g, r), impl = tokens.shape, completions.shape, attention_impl()
+        # Nothing asks for the state of the last token, but R rows fill tiles of an accelerator, and R - 1 do not.
+        s = r if r > 1 else 0
+        rows = lambda x: x.reshape(n, g * s, *x.shape[3:])
+        of_groups = lambda x: x[:, p:].reshape(n, g, s, *x.shape[2:])
+        own = jnp.broadcast_to(length[:, None, None] + jnp.arange(s), (n, g, s))
+        a = angles(jnp.concatenate([jnp.broadcast_to(jnp.arange(p), (n, p)), rows(own)], axis=1))
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            out, (pk, pv) = _causal(q[:, :p], k[:, :p], v[:, :p])
+            if s:
+                of_own = group_attention(of_groups(q), pk, pv, length, of_groups(k), of_groups(v), impl=impl)
+                out = jnp.concatenate([out, rows(of_own)], axis=1)
+            return out, None
+
+        x = trunk(variables, jnp.concatenate([tokens, rows(completions[:, :, :s])], axis=1), a, attend)
+        first = jnp.broadcast_to(last(x[:, :p], length)[:, None, None], (n, g, 1, cfg.hidden_size))
+        return final(variables, jnp.concatenate([first, of_groups(x)[:, :, :-1]], axis=2))
 
     def hidden_tree(variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array) -> jax.Array:
-        a, impl = angles(position), attention_impl()
-
-        def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return apply(layer, x, a, lambda q, k, v: (tree_attention(q, k, v, end, impl=impl), None))
-
-        step = jax.checkpoint(layer_step) if remat else layer_step
-        x, _ = jax.lax.scan(step, embed(variables, tokens), layers(variables), unroll=unroll)
-        return final(variables, x)
+        impl = attention_impl()
+        attend: Attend = lambda q, k, v: (tree_attention(q, k, v, end, impl=impl), None)
+        return final(variables, trunk(variables, tokens, angles(position), attend))
 
     return Policy(cfg, init, prefill, decode, init_suffix, hidden, Unembed(head), embed, unstack, extend, hidden_tree)

@@ -31,8 +31,8 @@ FEW = 64  # entries among which one is found by a triangular product at once
 Keep = Callable[[Float[Array, "*B V"]], Bool[Array, "*B V"]]  # which of the scaled logits may be drawn
 
 
-def _first_over(weights: Float[Array, "*B V"], target: Float[Array, "*B"]) -> tuple[jax.Array, jax.Array]:
-    """The first index whose running sum exceeds ``target``, never one of weight 0, and the running sum before it."""
+def _of_few(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`first_over` in one piece."""
     positions = jnp.arange(weights.shape[-1])
     # A cumulative sum as a triangular product: it compiles ten times faster than a scan, in every generation program.
     upper = (positions[:, None] <= positions).astype(weights.dtype)
@@ -56,29 +56,33 @@ def _blocks(x: jax.Array, size: int, fill: float) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def _find(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_first_over`, in groups of groups where there are many weights."""
+def first_over(
+    weights: Float[Array, "*B V"], target: Float[Array, "*B"]
+) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
+    """The first index at which the running sum of ``weights`` (>= 0) exceeds ``target``, and that sum before it.
+
+    Never an index of weight 0, whatever rounding does; with a target of u times their sum, the inverse CDF at u.
+    """
     n = weights.shape[-1]
     if n <= FEW:
-        return _first_over(weights, target)
+        return _of_few(weights, target)
     size = 1 << math.ceil(math.log2(n) / 2)
     groups = _blocks(weights, size, 0.0)
-    group, before = _find(groups.sum(-1), target)
-    index, inside = _first_over(_take(groups, group), target - before)
+    group, before = first_over(groups.sum(-1), target)
+    index, inside = _of_few(_take(groups, group), target - before)
     return group * size + index, before + inside
 
 
-def inverse_cdf(weights: Float[Array, "*B V"], u: Float[Array, "*B"]) -> Int[Array, "*B"]:
-    """The index at which the running sum of ``weights`` (>= 0) first exceeds u * total, u in [0, 1).
-
-    Never an index of weight 0, whatever rounding does.
-    """
-    blocks = _blocks(weights, BLOCK, 0.0)
-    sums = blocks.sum(-1)
+def _draw(
+    sums: Float[Array, "*B blocks"], u: Float[Array, "*B"], size: int, block_at: Callable[[jax.Array], jax.Array]
+) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
+    """Token and log-prob from the sums of blocks of e and, once one is chosen, its log e [*B size]."""
     total = sums.sum(-1)
-    block, before = _find(sums, u * total)
-    index, _ = _first_over(_take(blocks, block), u * total - before)
-    return (block * BLOCK + index).astype(jnp.int32)
+    block, before = first_over(sums, u * total)
+    inside = block_at(block)
+    index, _ = _of_few(jnp.exp(inside), u * total - before)
+    logprob = jnp.take_along_axis(inside, index[..., None], axis=-1)[..., 0] - jnp.log(total)
+    return (block * size + index).astype(jnp.int32), logprob
 
 
 def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
@@ -95,7 +99,10 @@ def sample_logits(
     keep: Keep | None = None,
     parts: int = 1,
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """Token and float32 log-prob; see `head_sample`. ``parts``: devices that V is cut over; no block goes across."""
+    """Token and float32 log-prob; see `head_sample`.
+
+    ``parts``: devices that V is cut over; no block goes across where a block of 8 ids or more divides what each has.
+    """
     if temperature == 0:
         token = argmax(z)
         return token, jnp.zeros(token.shape, jnp.float32)
@@ -107,12 +114,7 @@ def sample_logits(
     blocks = _blocks(z, size, -jnp.inf)
     top = blocks.max((-2, -1))
     sums = jnp.exp(blocks - top[..., None, None]).sum(-1)
-    total = sums.sum(-1)
-    block, before = _find(sums, u * total)
-    inside = _take(blocks, block) - top[..., None]
-    index, _ = _first_over(jnp.exp(inside), u * total - before)
-    logprob = jnp.take_along_axis(inside, index[..., None], axis=-1)[..., 0] - jnp.log(total)
-    return (block * size + index).astype(jnp.int32), logprob
+    return _draw(sums, u, size, lambda block: _take(blocks, block) - top[..., None])
 
 
 def head_sample(
@@ -166,8 +168,6 @@ def _from_blocks(
     tops, totals = block_stats(flat, head, temperature=temperature, impl=impl, interpret=interpret)
     top = tops.max(0)
     sums = (totals * jnp.exp(tops - top)).T
-    total = sums.sum(-1)
-    block, before = _find(sums, u * total)
 
     def of_block(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, block = row
@@ -176,7 +176,6 @@ def _from_blocks(
         z = logits(hidden, Head(own, head.rows)) / temperature
         return jnp.where(ids < (head.vocab if head.used is None else head.used), z, NEG)
 
-    inside = jax.lax.map(of_block, (flat, block), batch_size=AT_ONCE) - top[:, None]
-    index, _ = _first_over(jnp.exp(inside), u * total - before)
-    logprob = jnp.take_along_axis(inside, index[:, None], axis=-1)[:, 0] - jnp.log(total)
-    return (block * BLOCK + index).astype(jnp.int32).reshape(shape), logprob.reshape(shape)
+    block_at = lambda block: jax.lax.map(of_block, (flat, block), batch_size=AT_ONCE) - top[:, None]
+    token, logprob = _draw(sums, u, BLOCK, block_at)
+    return token.reshape(shape), logprob.reshape(shape)

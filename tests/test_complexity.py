@@ -496,6 +496,30 @@ def test_flops_are_those_of_the_traced_model(cfg, rank):
     assert said.decode == r * drawn + (r - 1) * step
 
 
+@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_flops_of_an_update_are_those_of_its_traced_gradient(rank, remat):
+    """But for a completion's last token, and a layer's last product when it is done again: nothing asks for them."""
+    from jaxmarl_llm.lora import init_lora
+    from jaxmarl_llm.losses import Loss
+    from jaxmarl_llm.train import Batch, make_learner
+
+    cfg, g, p, r = dataclasses.replace(TINY, num_layers=6), 4, 32, 100  # more layers than are unrolled
+    policy = make_policy(cfg, remat=remat)
+    learner = make_learner(policy, Loss(), Optimizer(), Sampling())
+    params = jax.eval_shape(policy.init, jax.random.key(0))
+    own, shared = {"params": params}, None
+    if rank:
+        adapter = functools.partial(init_lora, rank=rank)
+        own, shared = {"lora": jax.eval_shape(adapter, jax.random.key(0), params)}, params
+    spec = jax.ShapeDtypeStruct
+    ints, floats = (lambda *s: spec(s, jnp.int32)), spec((1, g, r), jnp.float32)
+    batch = Batch(ints(1, p), ints(1), ints(1, g, r), floats, floats, floats)
+    work = workload(1, prompt=p, response=r)._replace(models=(cx.Weights(cfg, rank),))
+    seen = products(jax.make_jaxpr(learner.accumulate)(own, shared, batch, None).jaxpr)
+    assert 1 <= costs.trained(flat(g), work, remat=remat).flops / seen < (1.04 if remat else 1.02)
+
+
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.kernels.head_sample import BLOCK, inverse_cdf
+from jaxmarl_llm.kernels.head_sample import BLOCK, first_over
 from jaxmarl_llm.sampling import Sampling, kept, sample, score
 from jaxmarl_llm.text import ConfigError
 
@@ -25,7 +25,7 @@ FILTERS = {
     "all": Sampling(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
 }
 
-invert = jax.jit(inverse_cdf)
+invert = jax.jit(lambda weights, u: first_over(weights, u * weights.sum(-1))[0])
 draw = jax.jit(sample, static_argnames=("sampling",))
 grade = jax.jit(score, static_argnames=("sampling",))
 keep = jax.jit(kept, static_argnames=("sampling",))
@@ -100,7 +100,7 @@ def integer_weights(rng, v):
 
 
 @pytest.mark.parametrize("v", [1, 2, 7, 40, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 17])
-def test_inverse_cdf_is_exact_on_integer_weights(v):
+def test_the_inverse_cdf_is_exact_on_integer_weights(v):
     rng = np.random.default_rng(v)
     rows = np.stack([integer_weights(rng, v) for _ in range(64)])
     assert rows.sum(-1).max() < 2**12
@@ -129,7 +129,7 @@ def test_a_single_positive_weight_is_always_found(where):
         np.testing.assert_array_equal(invert(weights, np.full(4, u, np.float32)), where)
 
 
-def test_inverse_cdf_never_returns_weight_zero():
+def test_the_inverse_cdf_never_returns_weight_zero():
     """Weights over 30 orders of magnitude, so that rounding decides; zeros everywhere between."""
     rng = np.random.default_rng(5)
     rows = (10.0 ** rng.uniform(-30, 0, (4000, 2 * BLOCK + 9)) * (rng.random((4000, 2 * BLOCK + 9)) < 0.1)).astype(
@@ -141,7 +141,7 @@ def test_inverse_cdf_never_returns_weight_zero():
         assert (rows[np.arange(4000), index] > 0).all()
 
 
-def test_inverse_cdf_takes_any_leading_axes():
+def test_the_inverse_cdf_takes_any_leading_axes():
     rng = np.random.default_rng(0)
     weights, u = rng.random((2, 3, 300), np.float32), rng.random((2, 3), np.float32)
     flat = invert(weights.reshape(6, 300), u.reshape(6))

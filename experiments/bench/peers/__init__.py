@@ -22,10 +22,15 @@ HOMES = {"TRL": "torch", "CoMLRL": "torch", "google-tunix": "tunix"}  # folders 
 
 
 class Peer:
-    """A driver's process. ``step()`` lets it take one step; use it as a context, which ends the process."""
+    """A driver's process. ``step()`` lets it take one step; use it as a context, which ends the process.
 
-    def __init__(self, command: list[str], name: str, limit: float = 1800.0) -> None:
-        self.name, self._limit = name, limit
+    ``folder``: where it may write, removed when it ends.
+    """
+
+    def __init__(
+        self, command: list[str], name: str, limit: float = 1800.0, folder: tempfile.TemporaryDirectory | None = None
+    ) -> None:
+        self.name, self._limit, self._folder = name, limit, folder
         self._log = tempfile.NamedTemporaryFile("w+", prefix=f"{name}-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
@@ -70,6 +75,8 @@ class Peer:
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._log.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def __enter__(self) -> Peer:
         return self
@@ -84,6 +91,6 @@ def start(name: str, home: str, spec: dict[str, Any]) -> Peer:
     if not python.is_file():
         raise ConfigError(f"--peers: no {python}, in which {name} runs; `make peers` makes it")
     driver = Path(__file__).parent / f"{DRIVERS[name]}.py"
-    folder = tempfile.mkdtemp(prefix="bench-peer-")
-    spec = {"threads": os.cpu_count() or 1, "folder": folder, **spec}
-    return Peer([str(python), str(driver), json.dumps(spec)], name)
+    folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
+    spec = {"threads": os.cpu_count() or 1, "folder": folder.name, **spec}
+    return Peer([str(python), str(driver), json.dumps(spec)], name, folder=folder)
