@@ -61,7 +61,7 @@ class Batch(struct.PyTreeNode):
 
 
 def trunk_tokens(batch: Batch) -> int:
-    """Tokens that go through the trunk for a batch made by `packing.pack`, without padding."""
+    """Tokens that a batch of `packing.pack` has to send through the trunk: not padding, nor a completion's last."""
     if batch.forest is not None:
         return int((np.asarray(batch.forest.end) > 0).sum())
     said = np.asarray(batch.weights) > 0

@@ -47,8 +47,8 @@ def run(suite: Suite) -> Iterator[Row]:
     if torch_forms.available():
         forms[TORCH] = torch_forms.updater(torch_forms.model(cfg, suite.device), tokens, said, gain, micro)
     limit, case = trunk_ratio(group, p, r), f"{shape}, G={group}, P={p}, R={r}"
-    sent = f"ours {p + group * (r - 1)}, naive JAX {group * (p + r - 1)}, PyTorch {group * (p + r)}"
-    facts = {"tokens through the trunk": f"{sent}; ours in one micro-batch, the others in {micro}"}
+    sent = f"ours {p + group * r}, the others {group * (p + r)}"
+    facts = {"tokens through the trunk": f"{sent}; ours in one micro-batch, theirs in {micro}"}
     limits = dict.fromkeys((JAX, TORCH), limit)
     yield measure("update", case, forms, suite.repeats, targets=targets, limits=limits, facts=facts)
     for remat in (False, True):
