@@ -73,6 +73,23 @@ def distance(got, expected):
     return max((float(np.abs(np.asarray(got[k]) - np.asarray(v)).max()) for k, v in expected.items()), default=0.0)
 
 
+def parameters_apart(got, one):
+    """Distance after a step. Adam makes a whole step of any gradient, also of one that is rounding: where its first
+    moment is below 1e-5 of the largest, which is in few places, parameters may be two steps apart.
+    """
+    moments = {k.split("/mu/")[1]: np.abs(v) for k, v in by_path(one.opt_state).items() if "/mu/" in k}
+    if not moments:
+        return distance(got.params, one.params)
+    floor, far = 1e-5 * max(m.max() for m in moments.values()), 0.0
+    expected = by_path(one.params)
+    for key, value in by_path(got.params).items():
+        apart, moment = np.abs(np.asarray(value) - np.asarray(expected[key])), moments[key.removeprefix("agents/team/")]
+        rounding = (moment > 0) & (moment < floor)
+        assert rounding.mean() < 0.01 and (apart[rounding] <= 2 * 4e-4).all(), key
+        far = max(far, float(apart[~rounding].max()))
+    return far
+
+
 class Stepped(NamedTuple):
     recipe: phases.Recipe
     tree: Any  # sampled in the first step
@@ -125,14 +142,14 @@ def test_a_step_is_that_of_one_device(recipe, name, folder):
     np.testing.assert_array_equal(got.tree.steps.tokens, one.tree.steps.tokens)
     np.testing.assert_allclose(got.tree.steps.logprobs, one.tree.steps.logprobs, rtol=0, atol=1e-5)
     assert distance(one.state.params, one.before) > 3e-4  # or there is nothing to compare
-    assert distance(got.state.params, one.state.params) < 1e-5
+    assert parameters_apart(got.state, one.state) < 1e-5
     assert distance(got.state.opt_state, one.state.opt_state) < 1e-5
     assert got.metrics.keys() == one.metrics.keys()
     for key, value in one.metrics.items():
         if not key.startswith(("time/", "speed/")):
             assert got.metrics[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
     print(
-        f"{recipe.__name__} {name}: parameters {distance(got.state.params, one.state.params):.1e}, log-probs "
+        f"{recipe.__name__} {name}: parameters {parameters_apart(got.state, one.state):.1e}, log-probs "
         f"{np.abs(got.tree.steps.logprobs - one.tree.steps.logprobs).max():.1e}"
     )
 
