@@ -147,6 +147,22 @@ class Arena(ABC):
         """End what the arena started."""
 
 
+def check_seats(env: ArrayEnv, tree: Tree) -> None:
+    """Raises ValueError where a seat was taken by a role that ``env.actors`` does not have there: it was not asked."""
+    seat = np.arange(len(tree.nodes.role)) % env.seats
+    may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
+    for turn in range(env.max_turns):
+        for role in range(len(env.roles)):
+            may[turn, env.seats_of(turn, (role,)), role] = True
+    wrong = np.flatnonzero(tree.nodes.valid & ~may[tree.nodes.turn, seat, tree.nodes.role])
+    if wrong.size:
+        turn, seat, role = tree.nodes.turn[wrong[0]], seat[wrong[0]], env.roles[tree.nodes.role[wrong[0]]]
+        raise ValueError(
+            f"environment {env.name!r}, turn {turn}: seat {seat} was taken by {role!r}, but actors[{turn}] is "
+            f"{env.actors[turn]}: expected as many as seats in their order, or another number of roles for any seat"
+        )
+
+
 class ArrayArena(Arena):
     array = True
     env: ArrayEnv
@@ -172,6 +188,7 @@ class ArrayArena(Arena):
         params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         rollout = self._compiled(team, plan, sampling, memory_config)
         tree = to_host(rollout(params, memory, tasks, key, jnp.int32(version), cast))
+        check_seats(self.env, tree)
         decode = team.models[0].tokenizer.decode
 
         def prompt(row: int) -> str:

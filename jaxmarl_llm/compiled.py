@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmarl_llm.advantages import returns_to_go, step_episodes
 from jaxmarl_llm.arena import ArrayArena
@@ -19,7 +20,7 @@ from jaxmarl_llm.credit import Weights, assign
 from jaxmarl_llm.losses import aggregation_weights
 from jaxmarl_llm.meshes import MeshConfig
 from jaxmarl_llm.plans import Plan, single
-from jaxmarl_llm.rollout import layout, make_rollout
+from jaxmarl_llm.rollout import Block, layout, make_rollout
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.stages import PICK, SFT_LOSS, BaseConfig
 from jaxmarl_llm.team import init_params, make_team
@@ -66,9 +67,10 @@ def make_program(
     learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, cfg.sampling) for m in team.models}
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
     rollout = make_rollout(team, env, plan, cfg.sampling)
-    blocks_of = [  # of each model: the turns at which it may act
-        [b for b in layout(plan, env, cfg.batch) if m in {team.model_index(r) for r in env.actors[b.branch.turn]}]
-        for m in range(len(team.models))
+    plays = [{r for r in range(len(roles)) if team.model_index(r) == m} for m in range(len(team.models))]
+    blocks_of = [  # of each model: the turns at which it may act, and the seats it may take
+        [(b, seats) for b in layout(plan, env, cfg.batch) if (seats := env.seats_of(b.branch.turn, mine))]
+        for mine in plays
     ]
     data = arena.demonstrations(team, cfg.sft.samples, cfg.seed, 0) if cfg.sft.steps else {}
 
@@ -142,7 +144,9 @@ def make_program(
                 tree.steps.loss_mask, mine.astype(jnp.float32), cfg.loss.aggregate, cfg.loss.constant, episode
             )
             learner, before = learners[model.name], (params["agents"][model.name], opt_state[model.name])
-            batches = [_block(tree, credited.advantage, weights, b) for b in blocks_of[m]]
+            batches = [
+                _block(tree, credited.advantage, weights, b, env.seats, seats) for b, seats in blocks_of[m]
+            ]
             if cfg.loss.refers:
                 reference = params["reference"][model.name], params["shared"].get(model.base)
                 batches = [b.replace(reference=learner.score(*reference, b)) for b in batches]
@@ -192,10 +196,12 @@ def make_evaluation(cfg: BaseConfig, sampling: Sampling | None = None) -> Callab
     return run
 
 
-def _block(tree: Tree, advantage: jax.Array, weights: jax.Array, b: Any) -> Batch:
-    nodes = slice(b.first_node, b.first_node + b.nodes)
-    steps = slice(b.first_step, b.first_step + b.nodes * b.group)
-    grid = lambda x: x[steps].reshape(b.nodes, b.group, -1)
+def _block(tree: Tree, advantage: jax.Array, weights: jax.Array, b: Block, width: int, seats: list[int]) -> Batch:
+    """The nodes of ``seats`` of a block, in which each state has ``width`` of them."""
+    rows = np.arange(b.nodes).reshape(-1, width)[:, seats].reshape(-1)
+    nodes = b.first_node + rows
+    steps = b.first_step + rows[:, None] * b.group + np.arange(b.group)
+    grid = lambda x: x[steps].reshape(*steps.shape, -1)
     w = grid(weights)
     return Batch(
         tree.nodes.tokens[nodes],

@@ -263,22 +263,25 @@ def longest(samples: Sequence[tuple[float, Lengths]]) -> float:
 def launches(plan: Plan, work: Workload) -> list[Launch]:
     """Every generation program of a rollout.
 
-    array: at each branch one for each model that may act at its turn. host: at each turn one for each model and number
+    array: at each branch one for each model that may act at its turn, of the seats that it may take. host: at each turn one for each model and number
     of samples that really occur, rows padded to ``bucket(rows, 4)`` and prompts to ``bucket(longest, 32)``.
     """
     out: list[Launch] = []
     widest = max(s.max_new for s in work.speakers)
     host: dict[tuple[int, int, int], list[tuple[Level, list[int], Mapping[int, float]]]] = {}
     for level in levels(plan, work):
-        t, rows = level.branch.turn, level.slots * work.seats
-        seats = work.turns[t].seats
+        t, seats = level.branch.turn, work.turns[level.branch.turn].seats
         of_model = lambda seat, m: [r for r in seat if work.speakers[r].model == m]
         able = sorted({work.speakers[r].model for seat in seats for r in seat})
         if work.engine == "array":
             said = [tuple(x for s in seats for x in _samples(level, s, of_model(s, m), work)) for m in able]
+            taken = [sum(bool(of_model(s, m)) for s in seats) if len(seats) == work.seats else work.seats for m in able]
             if work.stacked:
-                said, able = [sum(said, ())], able[:1]
-            out += [Launch(t, m, rows, level.group, work.width, widest, x) for m, x in zip(able, said)]
+                said, able, taken = [sum(said, ())], able[:1], [work.seats]
+            out += [
+                Launch(t, m, level.slots * n, level.group, work.width, widest, x)
+                for m, n, x in zip(able, taken, said, strict=True)
+            ]
         elif level.states:
             for seat in seats:
                 for m in able:

@@ -173,18 +173,18 @@ def make_rollout(
         length: jax.Array,
         keys: jax.Array,
         active: jax.Array,
-        models: list[int],
+        seats: dict[int, list[int]],
     ) -> Completions:
-        """Completions of every node by its own model: one launch for each model that may act, or for all of them."""
+        """Completions of every node by its own model: one launch for each model that may act, or for all of them.
 
-        def launch(model: Model, policy: Policy, variables: Params, active: jax.Array) -> Completions:
+        ``seats``: those that each such model may take; its launch has the nodes of no others.
+        """
+
+        def launch(model: Model, policy: Policy, variables: Params, rows: tuple[jax.Array, ...]) -> Completions:
             return sample_completions(
                 policy,
                 variables,
-                tokens,
-                length,
-                keys,
-                active,
+                *rows,
                 max_new=response,
                 stop_ids=model.tokenizer.stop_ids,
                 pad_id=model.tokenizer.pad_id,
@@ -192,18 +192,23 @@ def make_rollout(
             )
 
         if team.stacked:
+            models = list(seats)
             own = [params["agents"][team.models[m].name] for m in models]
             place = jnp.searchsorted(jnp.array(models), speaker)
             rows = jax.tree.map(lambda *x: jnp.stack(x)[place], *own)
             base = {} if first.base is None else {"params": params["shared"][first.base]}
-            return launch(first, by_row(first.policy, tuple(rows)), {**base, **rows}, active)
-        out = None
-        for m in models:
-            model = team.models[m]
-            mine = speaker == m
-            c = launch(model, model.policy, model.variables(params), active & mine)
-            pick = lambda new, old, mine=mine: jnp.where(mine.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-            out = c if out is None else jax.tree.map(pick, c, out)
+            return launch(first, by_row(first.policy, tuple(rows)), {**base, **rows}, (tokens, length, keys, active))
+        every, out = np.arange(len(length)).reshape(-1, env.seats), None
+        for m, taken in seats.items():
+            model, at = team.models[m], every[:, taken].reshape(-1)
+            mine = (speaker == m)[at]
+            given = (tokens[at], length[at], keys[at], active[at] & mine)
+            said = launch(model, model.policy, model.variables(params), given)
+            if out is None:
+                out = jax.tree.map(lambda x: jnp.zeros((every.size, *x.shape[1:]), x.dtype), said)
+                out = out.replace(tokens=out.tokens + model.tokenizer.pad_id)
+            where = jnp.where(mine, at, every.size)
+            out = jax.tree.map(lambda old, new, where=where: old.at[where].set(new, mode="drop"), out, said)
         assert out is not None
         return out
 
@@ -252,8 +257,10 @@ def make_rollout(
                 if cast is not None:
                     part = (cast if cast.ndim == 2 else cast[:, turn])[each(place.task), role]
                 speaker = table[role, part]
-                able = sorted({m for r in env.actors[turn] for m in players[r][: 1 if cast is None else None]})
-                said = speak(params, speaker, tokens, length, keys, active, able)
+                plays = [players[r][: 1 if cast is None else None] for r in range(len(players))]
+                able = sorted({m for r in env.actors[turn] for m in plays[r]})
+                seats = {m: env.seats_of(turn, {r for r, own in enumerate(plays) if m in own}) for m in able}
+                said = speak(params, speaker, tokens, length, keys, active, seats)
                 launches += 1 if team.stacked else len(able)
 
                 nodes.append(

@@ -19,7 +19,7 @@ Tables are padded to a bucket; ``valid`` is False on padding and on everything t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -236,7 +236,8 @@ class ArrayEnv(NamedTuple):
     observe(state) -> Observation
     step(key, state, tokens [W R], length [W]) -> (state, {component: [A]}, done [])
     verify(state) -> {component: [A]}, or None: a local verdict on an unfinished state
-    actors[t]: the roles that may act at turn t (indices into ``roles``), so that a program compiles only those
+    actors[t]: the roles that may act at turn t (indices into ``roles``), so that a program compiles only those; where
+        they are as many as the seats, actors[t][w] is the one that takes seat w, else any of them may take any seat
     """
 
     name: str
@@ -249,6 +250,13 @@ class ArrayEnv(NamedTuple):
     observe: Callable[[PyTree], Observation]
     step: Callable[..., tuple[PyTree, Mapping[str, jax.Array], jax.Array]]
     verify: Callable[[PyTree], Mapping[str, jax.Array]] | None = None
+
+    def seats_of(self, turn: int, roles: Collection[int]) -> list[int]:
+        """The seats that one of ``roles`` may take at a turn."""
+        actors = self.actors[turn]
+        if len(actors) == self.seats:
+            return [seat for seat, role in enumerate(actors) if role in roles]
+        return list(range(self.seats)) if set(actors) & set(roles) else []
 
 
 class TrainState(struct.PyTreeNode):

@@ -274,6 +274,25 @@ def test_array_launches_and_caches_are_what_is_traced(plan):
     assert log == expected and cx.counts(plan, work).launches == len(log)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_model_decodes_only_the_seats_that_it_may_take(shared):
+    """Two seats at once: each of two models has the rows of its own, one model of both roles has them all."""
+    from jaxmarl_llm.envs import matrix
+
+    log, config = [], matrix.Config(rounds=2)
+    env, plan = matrix.make(config), product(2, "cross")
+    apart = endless_team(env.roles, log=log)
+    models = apart.models[:1] if shared else apart.models
+    team = Team(tuple(Role(r, env.roles[0] if shared else r, 3) for r in env.roles), models)
+    params = jax.eval_shape(lambda: toys.params(team))
+    tasks = jax.tree.map(lambda x: x[:3], matrix.make_tasks(config))
+    tree = jax.eval_shape(make_rollout(team, env, plan, Sampling()), params, {}, tasks, jax.random.key(0), 0)
+    rows = [n for _, n in log]
+    assert sum(rows) == len(tree.nodes.role) and rows == ([6, 24] if shared else [3, 3, 12, 12])
+    keys = jax.vmap(jax.random.key)(jnp.arange(3))
+    assert rows == [x.rows for x in cx.launches(plan, of_env(env, team, (keys, tasks), 2))]
+
+
 def test_counters_of_array_rollouts():
     plan, env, team, batch = node_wise(2), toys.relay(2), endless_team(("a", "b")), 3
     rollout = jax.jit(make_rollout(team, env, plan, Sampling()))

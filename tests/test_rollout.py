@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import toys
 
+from jaxmarl_llm.arena import ArrayArena, EnvConfig
 from jaxmarl_llm.credit import Credit, assign
 from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
 from jaxmarl_llm.rollout import fold, make_rollout, prepend
@@ -174,6 +175,18 @@ def test_keys_fold_along_a_path():
 
 BLIND = RELAY._replace(verify=None)
 PAID = (("accuracy", 1.0),)
+def test_a_seat_taken_by_another_role_than_announced_is_an_error():
+    """The program asks a model only for the seats that ``actors`` gives it."""
+    arena = ArrayArena(EnvConfig("matrix", eval_tasks=2))
+    team, key = toys.team(arena.env.roles), jax.random.key(0)
+    play = lambda: arena.play(team, toys.params(team), {}, [0, 1], flat(2), key, Sampling(), None)
+    assert (play().tree.steps.length > 0).all()
+    arena.env = arena.env._replace(actors=((1, 0),) * arena.env.max_turns)
+    arena._compiled.cache_clear()
+    with pytest.raises(ValueError, match=r"'matrix', turn 0: seat 0 was taken by '.*', but actors\[0\] is \(1, 0\)"):
+        play()
+
+
 LACKS = [
     (node_wise(2, "local"), BLIND, r"plan node_wise\(2, local\): environment 'relay' has no local verifier"),
     (handoff(2), RELAY, r"plan handoff\(2, aligned, best\): rank needs a reward; environment 'relay' pays accuracy"),

@@ -26,9 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
 from absl import flags
 
-from experiments import bench, cli
+from experiments import bench, cli, heap
 
 # Other entry points, imported in the same process by tests, have flags of these names.
 flags.DEFINE_string("suite", "cpu", f"One of {', '.join(bench.SUITES)}.", allow_override=True)
@@ -126,6 +127,9 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         one_of("--only", name, suite.parts)
     given = {"repeats": flag_values.repeats, "peers": flag_values.peers}
     suite = dataclasses.replace(suite, **{k: v for k, v in given.items() if v is not None})
+    if suite.name == "cpu":  # as experiments.train on a CPU; the tiny suites run in the process of the tests
+        jax.config.update("jax_platforms", "cpu")
+        heap.keep()
     for name in flag_values.only or suite.parts:
         print(f"{name} ...", flush=True)
         for key, row in measured(name, suite):
