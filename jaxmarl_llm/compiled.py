@@ -144,9 +144,7 @@ def make_program(
                 tree.steps.loss_mask, mine.astype(jnp.float32), cfg.loss.aggregate, cfg.loss.constant, episode
             )
             learner, before = learners[model.name], (params["agents"][model.name], opt_state[model.name])
-            batches = [
-                _block(tree, credited.advantage, weights, b, env.seats, seats) for b, seats in blocks_of[m]
-            ]
+            batches = [_block(tree, credited.advantage, weights, b, env.seats, seats) for b, seats in blocks_of[m]]
             if cfg.loss.refers:
                 reference = params["reference"][model.name], params["shared"].get(model.base)
                 batches = [b.replace(reference=learner.score(*reference, b)) for b in batches]

@@ -263,8 +263,9 @@ def longest(samples: Sequence[tuple[float, Lengths]]) -> float:
 def launches(plan: Plan, work: Workload) -> list[Launch]:
     """Every generation program of a rollout.
 
-    array: at each branch one for each model that may act at its turn, of the seats that it may take. host: at each turn one for each model and number
-    of samples that really occur, rows padded to ``bucket(rows, 4)`` and prompts to ``bucket(longest, 32)``.
+    array: at each branch one for each model that may act at its turn, with the seats that it may take. host: at each
+    turn one for each model and number of samples that really occur, rows padded to ``bucket(rows, 4)`` and prompts to
+    ``bucket(longest, 32)``.
     """
     out: list[Launch] = []
     widest = max(s.max_new for s in work.speakers)

@@ -175,6 +175,8 @@ def test_keys_fold_along_a_path():
 
 BLIND = RELAY._replace(verify=None)
 PAID = (("accuracy", 1.0),)
+
+
 def test_a_seat_taken_by_another_role_than_announced_is_an_error():
     """The program asks a model only for the seats that ``actors`` gives it."""
     arena = ArrayArena(EnvConfig("matrix", eval_tasks=2))
