@@ -8,6 +8,8 @@ from typing import Any
 
 from absl import logging
 
+from experiments import heap
+
 
 def available() -> int:
     """Bytes of memory of this machine, or of its container."""
@@ -35,11 +37,14 @@ def check(cfg: Any, plan: Any) -> None:
     from jaxmarl_llm.workload import workload_of
 
     if cfg.mesh != MeshConfig(data=1):
+        heap.give_back()
         return
     (work, _), memory = workload_of(cfg), of_device()
     refuse(cfg, plan, work, *memory)
     if advice := micro_batch(cfg, plan, work, *memory):
         logging.warning(advice)
+    if micro_batch(cfg, plan, work, memory[0] // 2, memory[1]):
+        heap.give_back()
 
 
 def refuse(cfg: Any, plan: Any, work: Any, room: int, whose: str, *, or_else: str = "") -> None:

@@ -5,7 +5,8 @@ on each of them: under Slurm, on a TPU slice and in a JobSet the processes find 
 
     --coordinator=HOST:PORT --processes=4 --process=2     (HOST is that of process 0, PORT one that is free there)
 
-On a CPU say so, JAX_PLATFORMS=cpu: then the memory of a step is kept for the next one (experiments/heap.py).
+On a CPU say so, JAX_PLATFORMS=cpu: the memory of a step that takes up to half of the machine's is then kept for the
+next one (experiments/heap.py).
 
 Exit codes: 2 wrong input; 75 nothing is wrong, run it again: saved after SIGTERM, or another process is gone.
 """
@@ -14,7 +15,7 @@ import os
 
 from absl import flags, logging
 
-from experiments import cli
+from experiments import cli, heap
 
 flags.DEFINE_list("allow_config_change", [], "Config keys (a.b) that may differ from those the workdir was made with.")
 flags.DEFINE_string("compilation_cache", None, "Folder of compiled programs; default: <workdir>/../.jax_cache.")
@@ -29,12 +30,9 @@ def main(cfg, workdir, flag_values):
     import jax  # only now: a bad configuration ends before any device is touched
     import jaxlib
 
-    from experiments import heap
     from jaxmarl_llm import __version__, meeting, processes
     from jaxmarl_llm.config import flatten
 
-    if jax.config.jax_platforms == "cpu":
-        heap.keep()
     where = meeting.place(flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout)
     versions = {"jaxmarl_llm": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
     home = workdir if "://" in workdir else os.path.abspath(workdir)
@@ -56,4 +54,6 @@ def main(cfg, workdir, flag_values):
 
 
 if __name__ == "__main__":
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        heap.keep()
     cli.run(main)

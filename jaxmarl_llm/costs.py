@@ -316,10 +316,12 @@ def trained(
         for n, speaker in acting(level, work):
             p, r, g = mean(speaker.prompt_at(level.branch.turn)), mean(speaker.response), level.group
             weights = work.models[speaker.model]
-            c, frozen = weights.config, weights.rank > 0
+            c, frozen, passes = weights.config, weights.rank > 0, 3 + again
             pairs = mean(speaker.prompt_at(level.branch.turn), 2) + g * (p * r + mean(speaker.response, 2))
-            through = (3 + again) * token_flops(weights) - (token_flops(weights._replace(rank=0)) if frozen else 0)
-            trunk = through * (p + g * r) + (3 + again) * attention_flops(c) * pairs
+            a_token = passes * token_flops(weights)
+            if frozen:  # no gradient of the matrices under an adapter
+                a_token -= token_flops(weights._replace(rank=0))
+            trunk = a_token * (p + g * r) + passes * attention_flops(c) * pairs
             head = (2 if frozen else 3) * 2 * c.hidden_size * c.vocab_size * g * r
             rows.append((n, g, p, g * r, g * p, trunk + head))
     rows.sort(key=lambda row: -(row[2] + row[3]))

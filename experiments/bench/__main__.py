@@ -127,10 +127,14 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         one_of("--only", name, suite.parts)
     given = {"repeats": flag_values.repeats, "peers": flag_values.peers}
     suite = dataclasses.replace(suite, **{k: v for k, v in given.items() if v is not None})
-    if suite.name == "cpu":  # as experiments.train on a CPU; the tiny suites run in the process of the tests
+    parts = flag_values.only or suite.parts
+    if suite.name == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        heap.keep()
-    for name in flag_values.only or suite.parts:
+        if parts == [
+            "step"
+        ]:  # as experiments.train; in the other parts several forms share this process and its memory
+            heap.keep()
+    for name in parts:
         print(f"{name} ...", flush=True)
         for key, row in measured(name, suite):
             if flag_values.out:
