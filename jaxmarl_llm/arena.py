@@ -149,17 +149,17 @@ class Arena(ABC):
 
 def check_seats(env: ArrayEnv, tree: Tree) -> None:
     """Raises ValueError where a seat was taken by a role that ``env.actors`` does not have there: it was not asked."""
-    seat = np.arange(len(tree.nodes.role)) % env.seats
+    nodes = tree.nodes
+    seat = np.arange(len(nodes.role)) % env.seats
     may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
     for turn in range(env.max_turns):
         for role in range(len(env.roles)):
             may[turn, env.seats_of(turn, (role,)), role] = True
-    wrong = np.flatnonzero(tree.nodes.valid & ~may[tree.nodes.turn, seat, tree.nodes.role])
-    if wrong.size:
-        turn, seat, role = tree.nodes.turn[wrong[0]], seat[wrong[0]], env.roles[tree.nodes.role[wrong[0]]]
+    for i in np.flatnonzero(nodes.valid & ~may[nodes.turn, seat, nodes.role])[:1]:
+        at, taker = int(nodes.turn[i]), env.roles[int(nodes.role[i])]
         raise ValueError(
-            f"environment {env.name!r}, turn {turn}: seat {seat} was taken by {role!r}, but actors[{turn}] is "
-            f"{env.actors[turn]}: expected as many as seats in their order, or another number of roles for any seat"
+            f"environment {env.name!r}, turn {at}: seat {seat[i]} was taken by {taker!r}, but actors[{at}] is "
+            f"{env.actors[at]}: expected as many as seats in their order, or another number of roles for any seat"
         )
 
 
