@@ -28,7 +28,7 @@ from jaxmarl_llm.generate import bucket
 from jaxmarl_llm.memory import MemoryConfig, decode_text, read
 from jaxmarl_llm.meshes import home
 from jaxmarl_llm.plans import Plan
-from jaxmarl_llm.rollout import make_rollout, mean_embedding
+from jaxmarl_llm.rollout import check_seats, make_rollout, mean_embedding
 from jaxmarl_llm.rollout_host import HostRollout, play
 from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.sharding import current, put_whole, to_host, to_rollout
@@ -145,22 +145,6 @@ class Arena(ABC):
 
     def close(self) -> None:  # noqa: B027  # only host environments hold processes
         """End what the arena started."""
-
-
-def check_seats(env: ArrayEnv, tree: Tree) -> None:
-    """Raises ValueError where a seat was taken by a role that ``env.actors`` does not have there: it was not asked."""
-    nodes = tree.nodes
-    seat = np.arange(len(nodes.role)) % env.seats
-    may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
-    for turn in range(env.max_turns):
-        for role in range(len(env.roles)):
-            may[turn, env.seats_of(turn, (role,)), role] = True
-    for i in np.flatnonzero(nodes.valid & ~may[nodes.turn, seat, nodes.role])[:1]:
-        at, taker = int(nodes.turn[i]), env.roles[int(nodes.role[i])]
-        raise ValueError(
-            f"environment {env.name!r}, turn {at}: seat {seat[i]} was taken by {taker!r}, but actors[{at}] is "
-            f"{env.actors[at]}: expected as many as seats in their order, or another number of roles for any seat"
-        )
 
 
 class ArrayArena(Arena):

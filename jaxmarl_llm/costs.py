@@ -308,7 +308,7 @@ def trained(
     head as `head_loss` has it, logits once; with filters or on a mesh they are made twice. Padding of micro-batches is
     not counted.
     """
-    again = 1 if remat else 0
+    passes = 4 if remat else 3
     rows: list[tuple[float, float, float, float, float, float]] = []
     for level in levels(plan, work):
         if groups and level.group < 2:
@@ -316,7 +316,7 @@ def trained(
         for n, speaker in acting(level, work):
             p, r, g = mean(speaker.prompt_at(level.branch.turn)), mean(speaker.response), level.group
             weights = work.models[speaker.model]
-            c, frozen, passes = weights.config, weights.rank > 0, 3 + again
+            c, frozen = weights.config, weights.rank > 0
             pairs = mean(speaker.prompt_at(level.branch.turn), 2) + g * (p * r + mean(speaker.response, 2))
             a_token = passes * token_flops(weights)
             if frozen:  # no gradient of the matrices under an adapter

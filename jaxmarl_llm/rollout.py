@@ -88,6 +88,22 @@ def layout(plan: Plan, env: ArrayEnv, batch: int) -> list[Block]:
     return blocks
 
 
+def check_seats(env: ArrayEnv, tree: Tree) -> None:
+    """Raises ValueError where a seat was taken by a role that ``env.actors`` does not have there: it was not asked."""
+    nodes = tree.nodes
+    seat = np.arange(len(nodes.role)) % env.seats
+    may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
+    for turn in range(env.max_turns):
+        for role in range(len(env.roles)):
+            may[turn, env.seats_of(turn, (role,)), role] = True
+    for i in np.flatnonzero(nodes.valid & ~may[nodes.turn, seat, nodes.role])[:1]:
+        at, taker = int(nodes.turn[i]), env.roles[int(nodes.role[i])]
+        raise ValueError(
+            f"environment {env.name!r}, turn {at}: seat {seat[i]} was taken by {taker!r}, but actors[{at}] is "
+            f"{env.actors[at]}: expected as many as seats in their order, or another number of roles for any seat"
+        )
+
+
 def mean_embedding(embed: Callable, variables: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
     """Mean of the agent's own token embeddings [N D]: the default memory key, no extra model."""
     x = embed(variables, tokens).astype(jnp.float32)

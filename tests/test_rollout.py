@@ -173,10 +173,6 @@ def test_keys_fold_along_a_path():
     assert (jax.random.key_data(path[3]) == jax.random.key_data(direct)).all()
 
 
-BLIND = RELAY._replace(verify=None)
-PAID = (("accuracy", 1.0),)
-
-
 def test_a_seat_taken_by_another_role_than_announced_is_an_error():
     """The program asks a model only for the seats that ``actors`` gives it."""
     arena = ArrayArena(EnvConfig("matrix", eval_tasks=2))
@@ -189,6 +185,8 @@ def test_a_seat_taken_by_another_role_than_announced_is_an_error():
         play()
 
 
+BLIND = RELAY._replace(verify=None)
+PAID = (("accuracy", 1.0),)
 LACKS = [
     (node_wise(2, "local"), BLIND, r"plan node_wise\(2, local\): environment 'relay' has no local verifier"),
     (handoff(2), RELAY, r"plan handoff\(2, aligned, best\): rank needs a reward; environment 'relay' pays accuracy"),

@@ -130,9 +130,8 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     parts = flag_values.only or suite.parts
     if suite.name == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        if parts == [
-            "step"
-        ]:  # as experiments.train; in the other parts several forms share this process and its memory
+        # As experiments.train; in the other parts several forms share this process and its memory.
+        if parts == ["step"]:
             heap.keep()
     for name in parts:
         print(f"{name} ...", flush=True)
