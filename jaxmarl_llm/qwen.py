@@ -315,12 +315,10 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         return final(variables, last(x, count)), tuple(grown)
 
     def unstack(variables: Any) -> Any:
-        """What `decode` takes: one tree per layer and the head as [D V], cut once per launch, not once per token."""
-        stacked, p = layers(variables), dict(variables["params"])
-        p["layers"] = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_layers))
-        if "lm_head" not in p:
-            p["lm_head"] = {"kernel": p["embed"]["embedding"].T}
-        return {"params": p}
+        """What `decode` takes: one tree per layer, cut once per launch, not once per token."""
+        stacked = layers(variables)
+        of_layers = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_layers))
+        return {"params": {**variables["params"], "layers": of_layers}}
 
     def init_suffix(prefix: Any, group: int, response: int) -> Any:
         n, _, k, h = prefix[0][0].shape

@@ -3,7 +3,9 @@ every part runs on the tiny shape, tables say what was missed.
 """
 
 import dataclasses
+import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,9 +14,10 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from experiments import bench
+from experiments import bench, heap
 from experiments.bench import __main__ as command
 from experiments.bench import peers, torch_forms
+from experiments.bench.apart import apart
 from jaxmarl_llm.text import ConfigError
 
 
@@ -148,6 +151,21 @@ def test_a_part_runs_and_measures_every_form(suite, part, monkeypatch):
     assert all(spec["hf"]["vocab_size"] == 1024 and spec["response"] == 8 for spec in specs)
 
 
+@pytest.mark.parametrize(("suite", "own"), [("tiny", True), ("tiny_accelerator", False)])
+def test_a_form_works_in_a_process_of_its_own_on_a_cpu(suite, own, tmp_path):
+    """Where it also says how much freed memory is kept; the memory of an accelerator is one process's."""
+    told = "import os, pathlib; from experiments import heap"
+    told += f"; pathlib.Path({str(tmp_path / 'told')!r}).write_text(f'{{os.getpid()}} {{heap._kept}}')"
+    for keep in (True, False):
+        with apart(bench.SUITES[suite], functools.partial, exec, told, keep=keep) as form:
+            form()
+        pid, kept = (tmp_path / "told").read_text().split()
+        assert (int(pid) != os.getpid()) == own and (kept == "True") == (keep and own and heap.GLIBC)
+        if own:
+            with pytest.raises(ProcessLookupError):
+                os.kill(int(pid), 0)
+
+
 def test_naive_jax_and_ours_update_alike():
     """The same gradient, but for rounding: the forms do the same work."""
     from experiments.bench import update
@@ -183,7 +201,7 @@ def test_a_table_keeps_what_was_missed_and_says_where_it_is_from(tmp_path):
     assert done.returncode == 2 and "expected <!-- bench: begin --> and" in done.stderr
 
 
-MINE = "update, tiny, G=4, P=16, R=8"
+MINE = "update, tiny, G=4, P=16, R=8, PyTorch"
 
 
 @pytest.mark.parity

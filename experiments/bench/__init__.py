@@ -33,6 +33,11 @@ class Suite:
     device: str = "cpu"  # of torch
 
     @property
+    def accelerator(self) -> bool:
+        """Also in its tiny form, which runs on a CPU."""
+        return "machine" in self.parts
+
+    @property
     def tiny(self) -> bool:
         """The shapes and sizes of the tests."""
         return self.name.startswith("tiny")

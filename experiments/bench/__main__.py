@@ -10,7 +10,7 @@ median over rounds, least and largest. The first call of each form compiles and 
 end tokens disabled.
 
 A row is added to ``--out`` as soon as it is measured, with the command, the date and the load of the machine, and
-replaces one of the same case: parts may be measured one by one. ``--table`` writes the file as Markdown,
+replaces one of the same comparison: parts may be measured one by one. ``--table`` writes the file as Markdown,
 between the markers of ``--into`` where that is given.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import bench, cli, heap
+from experiments import bench, cli
 
 # Other entry points, imported in the same process by tests, have flags of these names.
 flags.DEFINE_string("suite", "cpu", f"One of {', '.join(bench.SUITES)}.", allow_override=True)
@@ -71,7 +71,7 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
-    """The rows of a part as JSON, with where they come from, each with part and case as its key."""
+    """The rows of a part as JSON, with where they come from; key: part, case, others."""
     from experiments.budget import origin
 
     clock, load = time.time(), os.getloadavg()[0]
@@ -80,7 +80,7 @@ def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
     for row in importlib.import_module(f"experiments.bench.{part}").run(suite):
         print(table([row]), flush=True)
         yield (
-            f"{row.part}, {row.case}",
+            ", ".join([row.part, row.case, *row.others()]),
             {**dataclasses.asdict(row), "origin": {**where, "minutes": round((time.time() - clock) / 60, 1)}},
         )
 
@@ -130,9 +130,6 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     parts = flag_values.only or suite.parts
     if suite.name == "cpu":
         jax.config.update("jax_platforms", "cpu")
-        # As experiments.train; in the other parts several forms share this process and its memory.
-        if parts == ["step"]:
-            heap.keep()
     for name in parts:
         print(f"{name} ...", flush=True)
         for key, row in measured(name, suite):

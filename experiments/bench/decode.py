@@ -69,6 +69,6 @@ def case(
             facts[f"versions of {TUNIX}"] = ", ".join(f"{k} {v}" for k, v in peer.versions.items())
         limits = dict.fromkeys(others, trunk_ratio(group, p, r)) if group > 1 else {}
         row = measure("decode", f"{shape}, G={group}, P={p}, R={r}", forms, suite.repeats, targets=targets)
-    if "machine" in suite.parts:
+    if suite.accelerator:
         facts |= machine.roofline(cfg, group, p, r, float(np.median(row.values["ours"])))
     return dataclasses.replace(row, limits=limits, facts={**row.facts, **facts})

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import SHAPES, Row, Suite, measure, peers, torch_forms, trunk_ratio, update
+from experiments.bench.apart import apart
 from experiments.bench.decode import sampler
 from jaxmarl_llm import phases, qwen
 from jaxmarl_llm.arena import EnvConfig, make_arena
@@ -142,14 +143,17 @@ def recipe(shape: qwen.Config, agents: int, group: int, prompt: int, response: i
     return phases.make_phases(cfg, team, arena, [phase], evaluate=lambda state: {})
 
 
-def stepper(made: phases.Recipe, check: Callable[[dict[str, float]], None]) -> Callable[[], None]:
-    """Takes the recipe's state one step on, as `loop.fit` does; ``check`` reads the step's metrics."""
+def stepper(shape: qwen.Config, agents: int, group: int, prompt: int, response: int) -> Callable[[], None]:
+    """Takes the recipe's state one step on, as `loop.fit` does."""
+    made = recipe(shape, agents, group, prompt, response)
     logger = Logger(".", resume_step=None, total_steps=0, primary=False)
     held = [made.init(0)]
+    asked = agents * group * response, agents * (prompt + group * (response - 1))
 
     def run() -> None:
         state, metrics = made.step(held[0], logger)
-        check(metrics)
+        if asked != (metrics["count/completion_tokens"], metrics["count/trunk_tokens"]) or metrics["bad"]:
+            raise RuntimeError(f"expected {asked[0]} tokens and a finite update of all of them: {metrics}")
         held[0] = jax.block_until_ready(state.replace(step=state.step + 1))
 
     return run
@@ -170,18 +174,12 @@ def case(
     targets: dict[str, float],
 ) -> Row:
     shape = dataclasses.replace(SHAPES[name], dtype=suite.dtype)
-
-    def check(metrics: dict[str, float]) -> None:
-        said, sent, bad = (metrics[name] for name in ("count/completion_tokens", "count/trunk_tokens", "bad"))
-        if said != agents * group * r or sent != agents * (p + group * (r - 1)) or bad:
-            raise RuntimeError(f"expected {agents * group * r} tokens and a finite update of all of them: {metrics}")
-
     spec = {"hf": shape.to_hf(), "agents": agents, "group": group, "prompt": p, "response": r}
     spec |= {"what": "learn", "micro_batches": 4}
     algorithm = "GRPO" if agents == 1 else f"MAGRPO, {agents} agents"
     facts: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        forms: dict[str, Callable[[], Any]] = {"ours": stepper(recipe(shape, agents, group, p, r), check)}
+        forms = {"ours": stack.enter_context(apart(suite, stepper, shape, agents, group, p, r))}
         for other in others:
             if other in SIMPLE:
                 if other == SIMPLE[0] or torch_forms.available():

@@ -2,13 +2,15 @@
 logits), PyTorch. Gradient, clip, AdamW; no layer is recomputed in the backward pass.
 
 The others add their gradient up over micro-batches of rows: without them naive JAX needs more memory than a machine of
-24 GB has. The rows of bytes are of the gradient program on all rows at once, with and without recomputing; compiled,
-not run.
+24 GB has. On a CPU each form has a process of its own, with freed memory kept as `experiments.train` does; PyTorch once
+as it comes and once so. The rows of bytes are of the gradient program on all rows at once, with and without
+recomputing; compiled, not run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 import optax
 
 from experiments.bench import SHAPES, Row, Suite, held, measure, torch_forms, trunk_ratio
+from experiments.bench.apart import apart
 from jaxmarl_llm.losses import Loss
 from jaxmarl_llm.optimizers import Optimizer
 from jaxmarl_llm.qwen import Config, make_policy
@@ -26,7 +29,7 @@ from jaxmarl_llm.train import Batch, make_learner
 from jaxmarl_llm.types import Policy
 
 # Shape, samples, prompt, response, micro-batches of the others, targets.
-JAX, TORCH = "naive JAX", "PyTorch"
+JAX, TORCH, KEPT = "naive JAX", "PyTorch", "PyTorch, freed memory kept"
 CASES = {
     "cpu": ("smollm2_135m", 16, 512, 64, 4, {JAX: 4.0, TORCH: 2.0}),
     "accelerator": ("qwen2_5_0_5b", 16, 512, 64, 1, {}),
@@ -43,14 +46,19 @@ def run(suite: Suite) -> Iterator[Row]:
     tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
     said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
     gain = rng.normal(size=(1, group)).astype(np.float32)
-    forms = {"ours": ours(cfg, tokens, said, gain), JAX: naive(cfg, tokens, said, gain, micro)}
+    given, case = (cfg, tokens, said, gain), f"{shape}, G={group}, P={p}, R={r}"
+    others: dict[str, tuple[Callable[..., Callable[[], None]], bool]] = {JAX: (naive, True)}  # keep freed memory?
     if torch_forms.available():
-        forms[TORCH] = torch_forms.updater(torch_forms.model(cfg, suite.device), tokens, said, gain, micro)
-    limit, case = trunk_ratio(group, p, r), f"{shape}, G={group}, P={p}, R={r}"
+        others[TORCH] = functools.partial(torch, device=suite.device), False
+        if not suite.accelerator:
+            others[KEPT] = others[TORCH][0], True
     sent = f"ours {p + group * r}, the others {group * (p + r)}"
     facts = {"tokens through the trunk": f"{sent}; ours in one micro-batch, theirs in {micro}"}
-    limits = dict.fromkeys((JAX, TORCH), limit)
-    yield measure("update", case, forms, suite.repeats, targets=targets, limits=limits, facts=facts)
+    for other, (make, keep) in others.items():  # one at a time: a process may hold a third of a machine of 24 GB
+        with apart(suite, ours, *given) as mine, apart(suite, make, *given, micro, keep=keep) as its:
+            forms, limits = {"ours": mine, other: its}, {other: trunk_ratio(group, p, r)}
+            asked = {k: v for k, v in targets.items() if k == other}
+            yield measure("update", case, forms, suite.repeats, targets=asked, limits=limits, facts=facts)
     for remat in (False, True):
         policy = make_policy(cfg, remat=remat)
         own = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
@@ -139,3 +147,9 @@ def naive(
         held[0] = jax.block_until_ready(take(*held[0], total))
 
     return run
+
+
+def torch(
+    cfg: Config, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray, micro_batches: int, device: str
+) -> Callable[[], None]:
+    return torch_forms.updater(torch_forms.model(cfg, device), tokens, said, gain, micro_batches)

@@ -1,0 +1,44 @@
+"""A form in a process of its own: on a CPU, what one form keeps of freed memory, or cuts it into, is not another's."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import jax
+
+from experiments import heap
+from experiments.bench import Suite
+
+_form: Callable[[], Any]
+
+
+def _begin(keep: bool, make: Callable[..., Callable[[], Any]], given: tuple[Any, ...]) -> None:
+    global _form
+    if keep:
+        heap.keep()
+    jax.config.update("jax_platforms", "cpu")
+    _form = make(*given)
+
+
+def _step() -> None:
+    _form()
+
+
+@contextlib.contextmanager
+def apart(
+    suite: Suite, make: Callable[..., Callable[[], Any]], *given: Any, keep: bool = True
+) -> Iterator[Callable[[], Any]]:
+    """``make(*given)``, on a CPU in a new process, which ends with the context: an accelerator has memory for one.
+
+    make: a function of a module. keep: with freed memory kept, as `experiments.train` does on a CPU.
+    """
+    if suite.accelerator:
+        yield make(*given)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, _begin, (keep, make, given)) as pool:
+        yield lambda: pool.submit(_step).result()
