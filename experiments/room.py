@@ -43,7 +43,7 @@ def check(cfg: Any, plan: Any) -> None:
     refuse(cfg, plan, work, *memory)
     if advice := micro_batch(cfg, plan, work, *memory):
         logging.warning(advice)
-    if micro_batch(cfg, plan, work, memory[0] // 2, memory[1]):
+    if micro_batch(cfg, plan, work, memory[0] // 3, memory[1]):
         heap.give_back()
 
 

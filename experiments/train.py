@@ -5,7 +5,7 @@ on each of them: under Slurm, on a TPU slice and in a JobSet the processes find 
 
     --coordinator=HOST:PORT --processes=4 --process=2     (HOST is that of process 0, PORT one that is free there)
 
-On a CPU say so, JAX_PLATFORMS=cpu: the memory of a step that takes up to half of the machine's is then kept for the
+On a CPU say so, JAX_PLATFORMS=cpu: the memory of a step that takes up to a third of the machine's is then kept for the
 next one (experiments/heap.py).
 
 Exit codes: 2 wrong input; 75 nothing is wrong, run it again: saved after SIGTERM, or another process is gone.
