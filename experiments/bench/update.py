@@ -3,8 +3,8 @@ logits), PyTorch. Gradient, clip, AdamW; no layer is recomputed in the backward 
 
 The others add their gradient up over micro-batches of rows: without them naive JAX needs more memory than a machine of
 24 GB has. On a CPU each form has a process of its own, ours with freed memory kept as `experiments.train` does, the
-others as they come (so kept, naive JAX grows to 17 GB) and PyTorch once with freed memory kept too. The rows of bytes are of the gradient program on all rows at once, with and without
-recomputing; compiled, not run.
+others as they come (so kept, naive JAX grows to 17 GB) and PyTorch once with freed memory kept too. The rows of bytes
+are of the gradient program on all rows at once, with and without recomputing; compiled, not run.
 """
 
 from __future__ import annotations
