@@ -166,6 +166,13 @@ def test_a_form_works_in_a_process_of_its_own_on_a_cpu(suite, own, tmp_path):
                 os.kill(int(pid), 0)
 
 
+def test_a_form_whose_process_is_killed_is_an_error_that_says_so():
+    dies = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with apart(bench.SUITES["tiny"], functools.partial, exec, dies) as form:
+        with pytest.raises(RuntimeError, match=r"ended before its step was done: .* memory ran out"):
+            form()
+
+
 def test_naive_jax_and_ours_update_alike():
     """The same gradient, but for rounding: the forms do the same work."""
     from experiments.bench import update

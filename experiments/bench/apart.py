@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import jax
@@ -41,4 +42,12 @@ def apart(
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, _begin, (keep, make, given)) as pool:
-        yield lambda: pool.submit(_step).result()
+
+        def step() -> None:
+            try:
+                pool.submit(_step).result()
+            except BrokenProcessPool as error:
+                why = "what it said is above; if nothing, memory ran out"
+                raise RuntimeError(f"the process of a form ended before its step was done: {why}") from error
+
+        yield step
