@@ -4,9 +4,9 @@ glibc gives a large array back to the kernel as soon as it is freed, and the nex
 is zeroed and mapped again. An update of a model of 135M parameters is 1.4 million page faults, 6 s of system time, and
 11 to 19 s on a virtual machine whose host takes back what its guest has freed for some seconds (docs/performance.md).
 
-Kept memory is cut into pieces, so that a process grows beyond what it needs at once: a program with 7 GB of temporaries
-came to 17 GB, 12 updates of changing shapes to 1.4 times what they take otherwise. `give_back` is for what needs more
-than a third of a machine.
+Kept memory is cut into pieces, so that a process grows beyond what it needs at once: 10 updates of changing
+shapes came to 1.4 times what they take otherwise, one benchmark of naive JAX to 17 GB. `give_back` is for what needs
+more than a third of a machine.
 """
 
 from __future__ import annotations

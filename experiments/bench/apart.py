@@ -1,4 +1,7 @@
-"""A form in a process of its own: on a CPU, what one form keeps of freed memory, or cuts it into, is not another's."""
+"""Runs one of the forms that are measured in a process of its own, a call at a time.
+
+On a CPU what one form keeps of freed memory, or cuts it into, is then not another's.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ logits), PyTorch. Gradient, clip, AdamW; no layer is recomputed in the backward 
 
 The others add their gradient up over micro-batches of rows: without them naive JAX needs more memory than a machine of
 24 GB has. On a CPU each form has a process of its own, ours with freed memory kept as `experiments.train` does, the
-others as they come (so kept, naive JAX grows to 17 GB) and PyTorch once with freed memory kept too. The rows of bytes
-are of the gradient program on all rows at once, with and without recomputing; compiled, not run.
+others as they come (with memory kept, naive JAX grew to 17 GB) and PyTorch once with freed memory kept too. The rows of
+bytes are of the gradient program on all rows at once, with and without recomputing; compiled, not run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(suite: Suite) -> Iterator[Row]:
     given, case = (cfg, tokens, said, gain), f"{shape}, G={group}, P={p}, R={r}"
     others: dict[str, tuple[Callable[..., Callable[[], None]], bool]] = {JAX: (naive, False)}  # keep freed memory?
     if torch_forms.available():
-        others[TORCH] = functools.partial(torch, device=suite.device), False
+        others[TORCH] = functools.partial(pytorch, device=suite.device), False
         if not suite.accelerator:
             others[KEPT] = others[TORCH][0], True
     sent = f"ours {p + group * r}, the others {group * (p + r)}"
@@ -149,7 +149,7 @@ def naive(
     return run
 
 
-def torch(
+def pytorch(
     cfg: Config, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray, micro_batches: int, device: str
 ) -> Callable[[], None]:
     return torch_forms.updater(torch_forms.model(cfg, device), tokens, said, gain, micro_batches)
