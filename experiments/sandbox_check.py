@@ -35,6 +35,7 @@ from jaxmarl_llm.text import ConfigError
 
 FLAGS = flags.FLAGS
 HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, memory_mb=256)
+REFERENCE_LIMITS = Limits(cpu=30.0, total=90.0)  # whether they are right is the question: MBPP/123 takes 5 s
 # Verdicts of these depend on which of two limits is met first, so only that they do not pass is compared.
 RACES = {name for name, program in hostile.EVERYTHING.items() if len(program.verdicts.split()) > 1}
 
@@ -70,7 +71,7 @@ def _judge(case: Case, outside: str, port: int) -> tuple[str, tuple[str, ...], s
     attack = name.startswith("hostile: ")
     if attack:  # aimed here, because the judge is this process
         program = hostile.prepare(program, outside, port, os.getpid())
-    report = sandbox.judge(program, tests, HOSTILE_LIMITS if attack else Limits())
+    report = sandbox.judge(program, tests, HOSTILE_LIMITS if attack else REFERENCE_LIMITS)
     return name, tuple(map(str, report.tests)), next(filter(None, report.details), ""), report.seconds
 
 

@@ -264,10 +264,10 @@ class _Watch(threading.Thread):
     def close(self) -> None:
         """Take leave; the others may take a moment longer."""
         lines = [peer.line for peer in self._peers]
+        self._until = time.monotonic() + GRACE
+        self._closing.set()  # before the word: whoever has heard it may be gone at once
         for peer in list(self._peers):
             peer.say(bye=True)
-        self._until = time.monotonic() + GRACE
-        self._closing.set()
         self.join()
         for line in lines:
             line.close()

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -504,6 +505,37 @@ def test_a_process_ends_though_nobody_can_be_told(deaf, monkeypatch):
             end()
     assert codes == [3, 2]
     assert told == ([] if deaf else ["it hangs", "process 1 failed: error: no such key"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_that_has_heard_bye_may_be_gone_at_once(first, monkeypatch):
+    """Process 0 took leave before this one did, or hears it take leave and ends: neither is a loss."""
+    codes, gone = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(processes._Watch, "_lost", lambda self, peer, how: codes.append(how))
+    own, other = socket.socketpair()
+
+    class Slow(meeting.Peer):
+        def __init__(self, line):
+            self.line, self.process, self.heard, self._rest = line, 0, time.monotonic(), b""
+
+        def say(self, **words):
+            super().say(**words)
+            if "bye" in words and not gone.is_set():
+                other.close()
+                gone.set()
+                time.sleep(0.5)  # the watch sees it before `close` goes on
+
+    watch = processes._Watch("process 1", [Slow(own)], ["process 0", "process 1"])
+    watch.start()
+    if first:
+        other.sendall(b'{"bye": true}\n')
+        other.close()
+        gone.set()
+        time.sleep(0.5)
+    watch.close()
+    assert not watch.is_alive() and gone.is_set() and codes == []
+    own.close()
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -722,7 +722,10 @@ def test_a_jail_that_cannot_start_is_an_infra_error(tier, monkeypatch):
 def test_humaneval():
     from experiments import sandbox_check
 
-    reports = {name: judge(program, tests) for name, program, tests in sandbox_check.humaneval(FULL)}
+    reports = {
+        name: judge(program, tests, sandbox_check.REFERENCE_LIMITS)
+        for name, program, tests in sandbox_check.humaneval(FULL)
+    }
     assert len(reports) == 164
     assert {n: r for n, r in reports.items() if r.passed != len(r.tests)} == {}
 
@@ -733,6 +736,8 @@ def test_humaneval():
 def test_mbpp():
     from experiments import sandbox_check
 
-    reports = {name: judge(program, tests) for name, program, tests in sandbox_check.mbpp(FULL)}
+    reports = {
+        name: judge(program, tests, sandbox_check.REFERENCE_LIMITS) for name, program, tests in sandbox_check.mbpp(FULL)
+    }
     assert len(reports) == 427
     assert {n: r for n, r in reports.items() if r.passed != len(r.tests)} == {}
