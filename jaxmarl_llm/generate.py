@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -45,7 +44,6 @@ class Decoding(struct.PyTreeNode):
 
 
 MOVING = ("done", "count", "tokens", "logprobs", "hidden", "suffix")  # what a decode step changes
-STILL = ("keys", "length", "prefix")
 
 
 def fields(state: Decoding, names: tuple[str, ...]) -> dict[str, Any]:
@@ -66,6 +64,8 @@ def sample_completions(
     sampling: Sampling,
     prefix: PyTree = None,
     start: Int[Array, "N"] | None = None,
+    layers: Params | None = None,
+    compact: bool = False,
     keep: bool = False,
 ) -> Any:
     """Completions. Pure; call it inside a larger program, or `generate`, its form for the host.
@@ -75,12 +75,30 @@ def sample_completions(
     every sample is done, after at most ``max_new`` tokens.
 
     prefix: a cache whose first ``start`` slots are filled; ``tokens`` and ``length`` are then what follows there, at
-    least one token each. keep: also return the caches, (Completions, prefix, suffix): suffix slots 0 to length - 2 of
-    a sample are filled, its last token is never read.
+    least one token each. layers: `Policy.unstack` of the variables. compact: samples that are not done go on alone once
+    there are few of them (`smaller`); not for `by_row`, whose rows have weights of their own. keep: also return the
+    caches, (Completions, prefix, suffix): suffix slots 0 to length - 2 of a sample are filled, its last token is never
+    read.
     """
     state = begin(policy, variables, tokens, length, keys, active, prefix, start, max_new=max_new, pad_id=pad_id)
-    layers = policy.unstack(variables)
-    state = advance(policy, layers, state, 0, max_new, stop_ids=stop_ids, pad_id=pad_id, sampling=sampling)
+    advanced = functools.partial(
+        advance,
+        policy,
+        policy.unstack(variables) if layers is None else layers,
+        stop_ids=stop_ids,
+        pad_id=pad_id,
+        sampling=sampling,
+    )
+    t: jax.Array | int = 0
+    left: list[tuple[Decoding, jax.Array, jax.Array]] = []  # whom the samples of the next one are of, and where
+    for size in smaller(*keys.shape) if compact else ():
+        t, state = advanced(state, t, until=size)
+        nodes, samples = unfinished(state.done, size)
+        left.append((state, nodes, samples))
+        state = pick(state, nodes, samples)
+    _, state = advanced(state, t)
+    while left:
+        state = put_back(*left.pop(), state)
     return (state.completions, state.prefix, state.suffix) if keep else state.completions
 
 
@@ -121,13 +139,16 @@ def advance(
     layers: Params,
     state: Decoding,
     t: jax.Array | int,
-    until: jax.Array | int,
     *,
+    until: tuple[int, int] = (0, 0),
     stop_ids: tuple[int, ...],
     pad_id: int,
     sampling: Sampling,
-) -> Decoding:
-    """From ``t`` up to ``until`` tokens of every sample. ``layers``: `Policy.unstack` of the variables."""
+) -> tuple[jax.Array, Decoding]:
+    """From token ``t`` of every sample until (n, g) hold all that are not done: (0, 0) when all are. Where it is then.
+
+    ``layers``: `Policy.unstack` of the variables.
+    """
     n, g, max_new = state.tokens.shape
     stops, keys, prefix, length = jnp.array(stop_ids, jnp.int32), state.keys, state.prefix, state.length
 
@@ -140,8 +161,13 @@ def advance(
         token = jnp.where(done, pad_id, token)
         return token, jnp.where(done, 0.0, logprob), done | jnp.isin(token, stops)
 
-    def unfinished(state: tuple) -> jax.Array:
-        return (state[0] < jnp.minimum(until, max_new)) & ~jnp.all(state[1])
+    def too_many(done: jax.Array) -> jax.Array:
+        if until == (0, 0):
+            return ~jnp.all(done)
+        return (jnp.sum(~jnp.all(done, 1)) > until[0]) | (jnp.max(jnp.sum(~done, 1)) > until[1])
+
+    def goes_on(state: tuple) -> jax.Array:
+        return (state[0] < max_new) & too_many(state[1])
 
     def step(state: tuple) -> tuple:
         t, done, count, out_tokens, out_logprobs, hidden, suffix = state
@@ -156,8 +182,48 @@ def advance(
         )
         return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix
 
-    _, *moved = jax.lax.while_loop(unfinished, step, (jnp.int32(t), *fields(state, MOVING).values()))
-    return state.replace(**dict(zip(MOVING, moved, strict=True)))
+    now, *moved = jax.lax.while_loop(goes_on, step, (jnp.int32(t), *fields(state, MOVING).values()))
+    return now, state.replace(**dict(zip(MOVING, moved, strict=True)))
+
+
+FEW = 16  # samples from which a quarter of them takes clearly less time
+
+
+def smaller(n: int, g: int) -> list[tuple[int, int]]:
+    """The sizes at which samples out of [n g] go on alone when they fit: a quarter (rounded up) of the nodes, or of the
+    samples of a single one, and a quarter of that. Two at most: each is a loop more to compile.
+    """
+    sizes: list[tuple[int, int]] = []
+    while n * g >= FEW and len(sizes) < 2:
+        n, g = (-(-n // 4), g) if n > 1 else (n, -(-g // 4))
+        sizes.append((n, g))
+    return sizes
+
+
+def unfinished(done: jax.Array, size: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+    """Nodes [n] and samples of each [n g] that are not done, of those that fit; where there are none -1."""
+    n, g = size
+    going = ~done
+    (nodes,) = jnp.nonzero(going.any(1), size=n, fill_value=-1)
+    samples = jnp.argsort(done[nodes], axis=1, stable=True)[:, :g]
+    there = jnp.take_along_axis(going[nodes], samples, 1) & (nodes >= 0)[:, None]
+    return nodes, jnp.where(there, samples, -1)
+
+
+def pick(state: Decoding, nodes: jax.Array, samples: jax.Array) -> Decoding:
+    """Only these samples of these nodes; what stands for none is done."""
+    lanes = lambda tree: jax.tree.map(lambda x: x[nodes[:, None], samples], tree)
+    same = len(nodes) == len(state.length) == 1  # their prefix need not be copied
+    rows = lambda tree: tree if same else jax.tree.map(lambda x: x[nodes], tree)
+    picked = Decoding(**lanes(fields(state, (*MOVING, "keys"))), **rows(fields(state, ("length", "prefix"))))
+    return picked.replace(done=picked.done | (samples < 0))
+
+
+def put_back(state: Decoding, nodes: jax.Array, samples: jax.Array, picked: Decoding) -> Decoding:
+    """``state`` with what has become of the samples that were picked."""
+    nowhere = jnp.where(samples < 0, state.done.shape[1], samples)
+    put = lambda x, new: x.at[nodes[:, None], nowhere].set(new, mode="drop")
+    return state.replace(**jax.tree.map(put, fields(state, MOVING), fields(picked, MOVING)))
 
 
 def fill(
@@ -178,12 +244,12 @@ def fill(
     return *policy.extend(variables, tokens, length, start, prefix), start + length
 
 
-CHUNK = 32  # tokens between two looks at what is done
+SHORT = 32  # tokens of a completion for which nothing is copied or moved
 
 
-def one_program(max_new: int, chunk: int = CHUNK) -> bool:
-    """Whether `generate` decodes ``max_new`` tokens in a single program."""
-    return max_new <= chunk or meshed()
+def alone(max_new: int) -> bool:
+    """Whether `generate` reads layers by themselves (`unstacked`) and lets unfinished samples go on alone."""
+    return max_new > SHORT and not meshed()
 
 
 def generate(
@@ -195,115 +261,27 @@ def generate(
     active: Bool[Array, "N"],
     *,
     max_new: int,
-    stop_ids: tuple[int, ...],
-    pad_id: int,
-    sampling: Sampling,
-    prefix: PyTree = None,
-    start: Int[Array, "N"] | None = None,
-    keep: bool = False,
     layers: Params | None = None,
-    chunk: int = CHUNK,
+    **more: Any,
 ) -> Any:
-    """`sample_completions` from the host, the same results. Donates ``prefix``.
+    """`sample_completions` from the host, a program for each shape. Donates ``prefix``.
 
-    More than ``chunk`` tokens are decoded in chunks of so many steps. Which samples are done is read while the next
-    chunk is already under way, and when a quarter of the nodes would do for those that are alive, they go on in a
-    program of that size. On a mesh it is one program to the end. ``layers``: `unstacked` variables, to make them once
-    for several launches.
+    ``layers``: `unstacked` variables, to make them once for several launches. Without a mesh more than `SHORT` tokens
+    are decoded with `compact`.
     """
-    rows, size = (tokens, length, keys, active), dict[str, Any](max_new=max_new, pad_id=pad_id)
-    stops = dict[str, Any](stop_ids=stop_ids, sampling=sampling)
-    if one_program(max_new, chunk):
-        return _at_once(policy, variables, *rows, **size, **stops, prefix=prefix, start=start, keep=keep)
-    layers = unstacked(policy, variables) if layers is None else layers
-    state, late = _begin(policy, variables, *rows, prefix, start, **size), None
-    whole: Decoding | None = None  # every sample, once some have been left behind
-    nodes, samples = np.zeros(0, np.int32), np.zeros((0, 0), np.int32)  # where in `whole` those of `state` stand
-    for until in range(chunk, max_new + chunk, chunk):
-        moving, still = fields(state, MOVING), fields(state, STILL)
-        moved, done = _advance(policy, layers, moving, still, until - chunk, until, **stops, pad_id=pad_id)
-        state, late, before = state.replace(**moved), done, late
-        fewer = None if before is None else alive(np.asarray(before))
-        if fewer is None:
-            continue
-        if not fewer.samples.size:
-            break
-        if whole is None:
-            whole, (nodes, samples) = state, fewer
-        else:
-            whole = whole.replace(**_put_back(fields(whole, MOVING), fields(state, MOVING), nodes, samples))
-            samples = np.where(fewer.samples < 0, -1, samples[fewer.nodes[:, None], fewer.samples])
-            nodes = nodes[fewer.nodes]
-        state, late = _pick(state, *fewer)
-    if whole is not None:
-        state = whole.replace(**_put_back(fields(whole, MOVING), fields(state, MOVING), nodes, samples))
-    return (state.completions, state.prefix, state.suffix) if keep else state.completions
+    compact = alone(max_new)
+    if compact and layers is None:
+        layers = unstacked(policy, variables)
+    rows = (tokens, length, keys, active)
+    return _generate(policy, variables, *rows, max_new=max_new, layers=layers, compact=compact, **more)
 
 
-class Alive(NamedTuple):
-    nodes: np.ndarray  # [N']
-    samples: np.ndarray  # [N', G'] of each of these nodes, -1: none
-
-
-def alive(done: np.ndarray) -> Alive | None:
-    """The samples that are not done, out of [N G]; None when they need more than a quarter of N.
-
-    Every shape is a program, so there are few: N is cut to a quarter (rounded up) again and again, G once N is 1.
-    ``samples`` is empty when all are done.
-    """
-    going = ~done
-    nodes, most = np.flatnonzero(going.any(1)), int(going.sum(1).max(initial=0))
-    if not most:
-        return Alive(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
-    n = quarters(done.shape[0], len(nodes))
-    g = quarters(done.shape[1], most) if n == 1 else done.shape[1]
-    if (n, g) == done.shape:
-        return None
-    samples = np.full((n, g), -1, np.int32)
-    for row, node in enumerate(nodes):
-        which = np.flatnonzero(going[node])
-        samples[row, : len(which)] = which
-    return Alive(np.resize(nodes, n).astype(np.int32), samples)
-
-
-def quarters(size: int, needed: int) -> int:
-    """``size`` cut to a quarter, rounded up, as often as that leaves what is needed."""
-    while (less := -(-size // 4)) >= needed and less < size:
-        size = less
-    return size
-
-
-_at_once = jax.jit(
+_generate = jax.jit(
     sample_completions,
-    static_argnames=("policy", "max_new", "stop_ids", "pad_id", "sampling", "keep"),
+    static_argnames=("policy", "max_new", "stop_ids", "pad_id", "sampling", "compact", "keep"),
     donate_argnames=("prefix",),
 )
-_begin = jax.jit(begin, static_argnames=("policy", "max_new", "pad_id"), donate_argnames=("prefix",))
 unstacked = jax.jit(lambda policy, variables: policy.unstack(variables), static_argnums=(0,))
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "stop_ids", "pad_id", "sampling"), donate_argnames=("moving",))
-def _advance(
-    policy: Policy, layers: Params, moving: dict, still: dict, t: int, until: int, **fixed: Any
-) -> tuple[dict, jax.Array]:
-    """What has moved, and which samples are done once more: that stays when the next chunk is given the rest."""
-    state = advance(policy, layers, Decoding(**moving, **still), t, until, **fixed)
-    return fields(state, MOVING), state.done
-
-
-@jax.jit
-def _pick(state: Decoding, nodes: jax.Array, samples: jax.Array) -> tuple[Decoding, jax.Array]:
-    lanes = lambda tree: jax.tree.map(lambda x: x[nodes[:, None], jnp.maximum(samples, 0)], tree)
-    of_nodes = lambda tree: jax.tree.map(lambda x: x[nodes], tree)
-    done = lanes(state.done) | (samples < 0)
-    picked = Decoding(**lanes(fields(state, (*MOVING, "keys"))), **of_nodes(fields(state, ("length", "prefix"))))
-    return picked.replace(done=done), done
-
-
-@functools.partial(jax.jit, donate_argnames=("whole",))
-def _put_back(whole: dict, moved: dict, nodes: jax.Array, samples: jax.Array) -> dict:
-    nowhere = jnp.where(samples < 0, whole["done"].shape[1], samples)
-    return jax.tree.map(lambda x, new: x.at[nodes[:, None], nowhere].set(new, mode="drop"), whole, moved)
 
 
 @functools.cache

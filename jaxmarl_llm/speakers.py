@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm import meshes, sharding
-from jaxmarl_llm.generate import generate, one_program, unstacked
+from jaxmarl_llm.generate import alone, generate, unstacked
 from jaxmarl_llm.prefixes import Prefixes
 from jaxmarl_llm.rollout import PLAY, fold
 from jaxmarl_llm.sampling import Sampling
@@ -63,8 +63,8 @@ class Playing:
         return model.variables({kind: {name: whole} for (kind, name), whole in self._whole.items()})
 
     def layers(self, model: Model, max_new: int) -> Params | None:
-        """`Policy.unstack` of them, where a launch of ``max_new`` tokens is more than one program."""
-        if one_program(max_new):
+        """`Policy.unstack` of them, where a launch of ``max_new`` tokens reads layers by themselves."""
+        if not alone(max_new):
             return None
         if model.name not in self._cut:
             self._cut = {model.name: unstacked(model.policy, self.variables(model))}

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import Compiles
 
-from jaxmarl_llm import generate as generation
-from jaxmarl_llm.generate import alive, bucket, generate
+from jaxmarl_llm.generate import Decoding, bucket, generate, pick, put_back, sample_completions, smaller, unfinished
 from jaxmarl_llm.qwen import Config, make_policy
 from jaxmarl_llm.sampling import Sampling, score
 
@@ -94,10 +93,10 @@ class Played(NamedTuple):
         return Played(*(x[index] for x in self))
 
 
-def play(model, tokens, length, keys, active=None, *, max_new=R, sampling=EVERY, chunk=R, **ends):
+def play(model, tokens, length, keys, active=None, *, max_new=R, sampling=EVERY, **ends):
     active = np.ones(len(length), bool) if active is None else active
     ends = {"stop_ids": (), "pad_id": 0, **ends}
-    out = generate(*model, tokens, length, keys, active, max_new=max_new, sampling=sampling, chunk=chunk, **ends)
+    out = generate(*model, tokens, length, keys, active, max_new=max_new, sampling=sampling, **ends)
     return Played(*(np.asarray(x) for x in (out.tokens, out.length, out.logprobs, out.truncated)))
 
 
@@ -273,76 +272,102 @@ def test_a_larger_limit(qwen2, base):
     assert not out.truncated[~base.truncated].any() and not out.logprobs[~base.truncated][:, R:].any()
 
 
-# --------------------------------------------------------------------------------------------------- in chunks
+# ------------------------------------------------------------------------------------------ unfinished go on alone
 
 
-@pytest.fixture
-def looks(monkeypatch):
-    """What the host read of which samples are done, look by look."""
-    found = []
-    monkeypatch.setattr(generation, "alive", lambda done: found.append(done) or alive(done))
-    return found
+def counting(model, found):
+    """``model``, which adds how many samples it decodes to ``found`` at each step."""
+    policy, variables = model
+
+    def decode(*args):
+        jax.debug.callback(lambda: found.append(args[1].size))
+        return policy.decode(*args)
+
+    return policy._replace(decode=decode), variables
 
 
-@pytest.mark.parametrize("chunk", [2, 7])
-def test_chunks_give_what_one_program_gives(qwen2, looks, chunk):
+@pytest.mark.parametrize("n,g", [(N, G), (1, 20), (12, 3)])
+def test_the_unfinished_alone_say_what_they_say_together(qwen2, n, g):
     """Samples, caches and padding; with an inactive row, and prefixes that are gone on from."""
-    policy, variables = qwen2
-    (tokens, length), keys, active = prompts(N, P), sample_keys(N, G), np.arange(N) != 2
+    (tokens, length), keys, active, sizes = prompts(n, P), sample_keys(n, g), np.arange(n) != 2, []
+    run = jax.jit(sample_completions, static_argnames=("policy", "max_new", "sampling", "compact", "keep", *ENDS))
     fixed = {"max_new": 48, "sampling": EVERY, "keep": True, **ENDS}
 
     def both(prefix, start, tokens, length):
         out = []
-        for size in (48, chunk):
+        for compact in (False, True):
+            model = counting(qwen2, sizes) if compact else qwen2
             given = None if prefix is None else jax.tree.map(jnp.copy, prefix)
-            out.append(generate(*qwen2, tokens, length, keys, active, prefix=given, start=start, chunk=size, **fixed))
+            more = {"prefix": given, "start": start, "compact": compact}
+            out.append(jax.device_get(run(*model, tokens, length, keys, active, **more, **fixed)))
         (one, p1, s1), (some, p2, s2) = out
-        for a, b in ((one.tokens, some.tokens), (one.length, some.length), (one.truncated, some.truncated)):
-            np.testing.assert_array_equal(a, b)
-        np.testing.assert_allclose(one.logprobs, some.logprobs, atol=5e-6, rtol=0)
-        filled = np.arange(47) < np.asarray(one.length)[..., None] - 1
+        assert_equal(some, one)
+        filled = np.arange(47) < one.length[..., None] - 1
         for a, b in zip(jax.tree.leaves(s1), jax.tree.leaves(s2), strict=True):
-            np.testing.assert_allclose(np.asarray(a)[filled], np.asarray(b)[filled], atol=1e-5)
+            np.testing.assert_allclose(a[filled], b[filled], atol=1e-5)
         jax.tree.map(np.testing.assert_array_equal, p1, p2)
+        jax.effects_barrier()
+        late = np.sort(one.length.max(1) if n > 1 else one.length[0])[::-1]  # of nodes, or of samples of the only one
+        due, left = [], [n * g, *(a * b for a, b in smaller(n, g))]
+        fits = [n if n > 1 else g, *(a if n > 1 else b for a, b in smaller(n, g))]
+        for t in range(1, late[0]):  # the step behind t tokens is made for those that say more
+            while len(left) > 1 and (late >= t).sum() <= fits[1]:
+                left, fits = left[1:], fits[1:]
+            due.append(left[0])
+        assert sizes == due and len(set(due)) == 1 + len(smaller(n, g))
+        sizes.clear()
         return one, p1
 
     one, prefix = both(None, None, tokens, length)
-    assert not np.asarray(one.length)[2].any() and (one.length[active] < 4).any()
-    assert any(alive(done) is not None for done in looks)  # some were left behind
+    assert n == 1 or not one.length[2].any()
     wide = jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 8), (0, 0), (0, 0)]), prefix)
-    both(wide, jnp.asarray(length), *prompts(N, 6, seed=3))
+    both(wide, jnp.asarray(length), *prompts(n, 6, seed=3))
 
 
-@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=9))
-def test_alive_names_every_sample_that_goes_on(rows):
+def test_sizes_of_those_that_go_on_alone():
+    """Few, each is compiled; none where a quarter of the samples takes as long."""
+    sizes = {(1, 1): [], (3, 5): [], (1, 16): [(1, 4)], (2, 8): [(1, 8)], (1, 64): [(1, 16), (1, 4)]}
+    sizes |= {(6, 8): [(2, 8), (1, 8)], (64, 8): [(16, 8), (4, 8)], (2, 64): [(1, 64), (1, 16)]}
+    assert {of: smaller(*of) for of in sizes} == sizes
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=9), st.integers(0, 3))
+def test_unfinished_names_every_sample_that_goes_on(rows, spare):
     done = np.array(rows)
-    found = alive(done)
     going = sorted(zip(*np.nonzero(~done)))
-    if found is None:
-        assert len(rows) == 1 or len({n for n, _ in going}) > -(-len(rows) // 4)
-        return
-    n, g = found.samples.shape
-    picked = [(int(found.nodes[i]), int(k)) for i in range(n) for k in found.samples[i] if k >= 0]
-    assert sorted(picked) == going and len(found.nodes) == n and n * g <= done.size / 2
+    n = min(len({n for n, _ in going}) + spare, len(rows)) or 1
+    g = min(int((~done).sum(1).max()) + spare, 5) or 1
+    nodes, samples = (np.asarray(x) for x in unfinished(jnp.asarray(done), (n, g)))
+    assert nodes.shape == (n,) and samples.shape == (n, g)
+    assert sorted((nodes[i], k) for i in range(n) for k in samples[i] if k >= 0) == going
+    numbers = jnp.arange(done.size).reshape(done.shape)
+    state = Decoding(jnp.asarray(done), *[numbers] * 5, numbers[:, 0], {"k": numbers[:, :2]}, {"k": numbers})
+    picked = pick(state, nodes, samples)
+    np.testing.assert_array_equal(picked.done, samples < 0)  # what stands for none is done
+    np.testing.assert_array_equal(np.asarray(picked.length)[nodes >= 0], state.length[nodes[nodes >= 0]])
+    jax.tree.map(np.testing.assert_array_equal, put_back(state, nodes, samples, picked), state)
+    after = put_back(state, nodes, samples, picked.replace(count=picked.count + 100))
+    np.testing.assert_array_equal(after.count, numbers + 100 * ~done)
 
 
 @pytest.mark.slow
-def test_many_rollouts_of_heavy_tailed_lengths_compile_little_and_wait_seldom(qwen2, looks):
-    """200 launches: two programs a bucket and a few for the tails, then none; a look in 32 tokens."""
-    rng, due, seen = np.random.default_rng(5), 0, []
+def test_many_rollouts_of_heavy_tailed_lengths_are_a_program_a_bucket_and_wait_for_nothing(qwen2):
+    """200 launches of up to 96 tokens: a program for each bucket and one for the layers, then none."""
+    rng, compiled, lengths = np.random.default_rng(5), [], []
     shapes = [(bucket(n, 4), bucket(p, 16)) for n, p in zip(rng.integers(1, 9, 200), rng.integers(4, 33, 200))]
-    programs = {f: getattr(generation, f)._cache_size() for f in ("_begin", "_advance")}
     for launch, (n, p) in enumerate([*shapes, *shapes[:40]]):
         tokens, length = prompts(n, p, seed=launch % 200)
-        keys = jax.random.split(jax.random.key(launch % 200), (n, 8))
-        with Compiles() as compiled:
-            out = play(qwen2, tokens, length, keys, max_new=96, chunk=32, sampling=Sampling(), **ENDS)
-        due += -(-int(out.length.max()) // 32)
-        seen.append(compiled.count)
-    made = {f: getattr(generation, f)._cache_size() - before for f, before in programs.items()}
-    assert made["_begin"] == len(set(shapes)) and made["_advance"] <= 4 * len(set(shapes))
-    assert sum(seen[:200]) <= 10 * len(set(shapes)) and not any(seen[200:])
-    assert 200 < len(looks) <= due
+        keys = jax.random.wrap_key_data(rng.integers(0, 2**32, (n, 8, 2), dtype=np.uint32))
+        with Compiles() as counted:
+            out = play(qwen2, tokens, length, keys, max_new=96, sampling=Sampling(), **ENDS)
+        compiled.append(counted.count)
+        lengths.extend(out.length.ravel())
+    assert sum(compiled[:200]) <= len(set(shapes)) + 3 and not any(compiled[200:])
+    assert np.median(lengths) < 32 and max(lengths) == 96  # heavy-tailed
+    # Nothing is read on the way: without values there is nothing to read.
+    args = (tokens, length, keys, np.ones(len(length), bool))
+    said = jax.eval_shape(partial(generate, *qwen2, max_new=96, sampling=Sampling(), **ENDS), *args)
+    assert said.tokens.shape == (len(length), 8, 96)
 
 
 # ---------------------------------------------------------------------------------------------- inactive rows
