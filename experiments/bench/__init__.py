@@ -43,7 +43,7 @@ class Suite:
         return self.name.startswith("tiny")
 
 
-CPU = ("head", "decode", "update", "step")
+CPU = ("head", "decode", "update", "step", "product")
 GPU = ("machine", "head", "decode", "update", "step")
 TURN, MOST = 0.2, 100  # seconds, and calls
 LONG = 20.0  # seconds of a first call, compiling included, after which no second one tells how many make a turn
@@ -71,7 +71,7 @@ class Row:
     first: Mapping[str, float] = field(default_factory=dict)  # seconds of the first call, which compiles
     targets: Mapping[str, float] = field(default_factory=dict)
     limits: Mapping[str, float] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)  # whatever else is known of the case
+    facts: dict[str, Any] = field(default_factory=dict)  # whatever else is known of the case
 
     def others(self) -> list[str]:
         return [name for name in self.values if name != "ours"]

@@ -1,0 +1,90 @@
+"""What XLA's products of few rows with a model's weights cost, the bulk of a generated token on a CPU: as generation
+takes them, in other layouts, and whether a row's bits depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.bench import SHAPES, Row, Suite, measure
+from jaxmarl_llm.qwen import Config
+
+ROWS = (1, 4, 16)
+BITS = (1, 2, 4, 16, 48, 64, 128, 512)
+Layer = dict[str, jax.Array]
+
+# Kernels that read the same rows, side by side.
+JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+
+
+def kernels(cfg: Config) -> list[Layer]:
+    """A layer's seven kernels [in, out], for every layer."""
+    d, f, q, kv = cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads
+    shapes = {"q": (d, q * cfg.head_dim), "k": (d, kv * cfg.head_dim), "v": (d, kv * cfg.head_dim)}
+    shapes |= {"o": (q * cfg.head_dim, d), "gate": (d, f), "up": (d, f), "down": (f, d)}
+    rng = np.random.default_rng(0)
+    make = lambda shape: jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, jnp.float32)
+    return [{name: make(shape) for name, shape in shapes.items()} for _ in range(cfg.num_layers)]
+
+
+def through(product: Callable[[jax.Array, jax.Array], jax.Array], joined: bool = False) -> Callable:
+    """(x [M D], layers) -> [M D]: every product of the layers; instead of attention the sum of q, k and v."""
+
+    def call(x: jax.Array, layers: list[Layer]) -> jax.Array:
+        for w in layers:
+            take = lambda x, name, w=w: product(x, w[name])
+            if joined:
+                at = np.cumsum([w["o"].shape[0], (w["qkv"].shape[1] - w["o"].shape[0]) // 2])
+                q, k, v = jnp.split(take(x, "qkv"), at, axis=1)
+            else:
+                q, k, v = (take(x, name) for name in "qkv")
+            x = x + take(q.at[:, : k.shape[1]].add(k + v), "o")
+            gate, up = jnp.split(take(x, "gate_up"), 2, axis=1) if joined else (take(x, "gate"), take(x, "up"))
+            x = x + take(jax.nn.silu(gate) * up, "down")
+        return x
+
+    return jax.jit(call)
+
+
+def one_by_one(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.concatenate([x[i : i + 1] @ w for i in range(len(x))])
+
+
+def same_bits(x: jax.Array, w: jax.Array, product: Callable) -> str:
+    """For which numbers of rows the first row of ``x w`` is that of all rows, bit for bit."""
+    form = jax.jit(product)
+    of_all = np.asarray(form(x, w))[0]
+    said = [m for m in BITS if m <= len(x) and (np.asarray(form(x[:m], w))[0] == of_all).all()]
+    return f"{', '.join(map(str, said))} of {', '.join(str(m) for m in BITS if m <= len(x))} rows"
+
+
+def run(suite: Suite) -> Iterator[Row]:
+    for shape in ("tiny",) if suite.tiny else ("7m", "smollm2_135m"):
+        cfg = SHAPES[shape]
+        layers = kernels(cfg)
+        turned = jax.tree.map(lambda w: jnp.asarray(np.asarray(w).T.copy()), layers)
+        beside = [{n: jnp.concatenate([w[k] for k in names], 1) for n, names in JOINED.items()} for w in layers]
+        size = sum(w.nbytes for w in jax.tree.leaves(layers))
+        x = jax.random.normal(jax.random.key(0), (max(BITS), cfg.hidden_size))
+        plain, across = (lambda x, w: x @ w), (lambda x, w: x @ w.T)
+        forms: dict[str, tuple[Callable, Any]] = {
+            "ours": (through(plain), layers),
+            "weights [out in]": (through(across), turned),
+            "q k v, gate up joined": (through(plain, joined=True), beside),
+            "a row at a time": (through(one_by_one), layers),
+        }
+        for m in ROWS:
+            some = {n: f for n, f in forms.items() if 1 < m <= 4 or n != "a row at a time"}
+            calls = {n: lambda f=f, w=w: jax.block_until_ready(f(x[:m], w)) for n, (f, w) in some.items()}
+            row = measure("product", f"{shape}, {m} rows through the weights of its layers", calls, suite.repeats)
+            row.facts["GB/s of weights"] = f"{size / np.median(row.values['ours']) / 1e9:.1f}"
+            if m == ROWS[-1]:
+                wide, tall = layers[0]["gate"], turned[0]["gate"]
+                row.facts["a row's bits are those among 512, weights [in out]"] = same_bits(x, wide, plain)
+                row.facts["a row's bits are those among 512, weights [out in]"] = same_bits(x, tall, across)
+            yield row
