@@ -88,3 +88,11 @@ def run(suite: Suite) -> Iterator[Row]:
                 row.facts["a row's bits are those among 512, weights [in out]"] = same_bits(x, wide, plain)
                 row.facts["a row's bits are those among 512, weights [out in]"] = same_bits(x, tall, across)
             yield row
+        single, both = through(plain), jax.tree.map(lambda w: jnp.stack([w, w]), layers)
+        own = [jax.tree.map(lambda w, i=i: w[i], both) for i in range(2)]
+        vmapped, few = jax.jit(jax.vmap(single)), jnp.stack([x[:4], x[:4]])
+        pair = {
+            "ours": lambda: jax.block_until_ready([single(few[i], own[i]) for i in range(2)]),
+            "vmapped": lambda: jax.block_until_ready(vmapped(few, both)),
+        }
+        yield measure("product", f"{shape}, 4 rows through the weights of each of two models", pair, suite.repeats)
