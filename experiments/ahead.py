@@ -30,6 +30,7 @@ from jaxmarl_llm.lora import init_lora
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.qwen import make_policy
 from jaxmarl_llm.stages import BaseConfig
+from jaxmarl_llm.team import policy_of
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Batch, Learner, make_learner
 from jaxmarl_llm.types import Params, Policy, PyTree
@@ -153,7 +154,7 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int,
     resident = held(lambda tree: tree)
     alone = chip_bytes(gathered(mesh, variables(largest_first[0])))
     return Team(
-        policy_of(cfg, largest_first[0]),
+        policy_of(cfg.team, largest_first[0].config),
         own,
         shared,
         optimizer,
@@ -174,12 +175,8 @@ def gathered(mesh: Mesh, tree: PyTree) -> PyTree:
     return jax.tree.map(whole, tree)
 
 
-def policy_of(cfg: BaseConfig, weights: Weights) -> Policy:
-    return make_policy(weights.config, remat=cfg.team.remat)
-
-
 def learner_of(cfg: BaseConfig, weights: Weights) -> Learner:
-    return make_learner(policy_of(cfg, weights), cfg.loss, cfg.optimizer, cfg.sampling)
+    return make_learner(policy_of(cfg.team, weights.config), cfg.loss, cfg.optimizer, cfg.sampling)
 
 
 class Stage(NamedTuple):

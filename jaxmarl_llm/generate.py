@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmarl_llm.sampling import Sampling, sample, sample_hidden
-from jaxmarl_llm.sharding import cut_rows, meshed
+from jaxmarl_llm.sharding import by_device, cut_rows, meshed
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
 
@@ -80,6 +80,13 @@ def sample_completions(
     caches, (Completions, prefix, suffix): suffix slots 0 to length - 2 of a sample are filled, its last token is never
     read.
     """
+    if policy.draw is not None and meshed():  # `invariant`: products that are cut over devices add up in another order
+        fixed = {"max_new": max_new, "stop_ids": stop_ids, "pad_id": pad_id, "sampling": sampling, "keep": keep}
+
+        def own(variables: Params, *rows: Any) -> Any:
+            return sample_completions(policy, variables, *rows[:4], prefix=rows[4], start=rows[5], **fixed)
+
+        return by_device(own, variables, tokens, length, keys, active, prefix, start)
     state = begin(policy, variables, tokens, length, keys, active, prefix, start, max_new=max_new, pad_id=pad_id)
     advanced = functools.partial(
         advance,
@@ -154,7 +161,9 @@ def advance(
 
     def draw(hidden: jax.Array, t: jax.Array | int, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         u = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))(keys.reshape(-1)).reshape(n, g)
-        if isinstance(policy.unembed, Unembed) and not meshed():
+        if policy.draw is not None:
+            token, logprob = policy.draw(layers, hidden, u, sampling)
+        elif isinstance(policy.unembed, Unembed) and not meshed():
             token, logprob = sample_hidden(hidden, policy.unembed.head(layers), u, sampling)
         else:
             token, logprob = sample(policy.unembed(layers, hidden), u, sampling)

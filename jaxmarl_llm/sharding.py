@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -194,8 +194,9 @@ def current() -> Mesh | None:
 
 
 def meshed() -> bool:
-    """Whether what runs here is compiled for a mesh."""
-    return not jax.sharding.get_abstract_mesh().empty
+    """Whether what runs here is compiled for a mesh, and not for each of its devices (`by_device`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and not mesh.are_all_axes_manual
 
 
 def row_parts() -> int:
@@ -239,6 +240,19 @@ def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree
         return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, *[rest] * (x.ndim - 1)))
 
     return jax.tree.map(cut, tree)
+
+
+def by_device(function: Callable[..., PyTree], everywhere: PyTree, *tables: PyTree) -> PyTree:
+    """Inside a compiled function: ``function(everywhere, *tables)``, each device with its own rows as without a mesh.
+
+    What is ``everywhere`` is whole on every device. Leading axes of ``tables`` and of the result are equal and cut over
+    data and fsdp, filled up with the last row where they do not divide; devices along tensor do the same.
+    """
+    n = len(jax.tree.leaves(tables)[0])
+    rows = jnp.minimum(jnp.arange(-(-n // row_parts()) * row_parts()), n - 1)
+    cut = PartitionSpec(ROWS)
+    each = jax.shard_map(function, in_specs=(PartitionSpec(), *(cut for _ in tables)), out_specs=cut, check_vma=False)
+    return jax.tree.map(lambda x: x[:n], each(everywhere, *jax.tree.map(lambda x: x[rows], tables)))
 
 
 def settle(tree: PyTree) -> PyTree:

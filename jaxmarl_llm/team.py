@@ -10,12 +10,13 @@ from pathlib import Path
 import jax
 
 from jaxmarl_llm import meshes, qwen, sharding, weights
+from jaxmarl_llm.invariant import invariant
 from jaxmarl_llm.lora import TARGETS, init_lora
 from jaxmarl_llm.losses import init_head
 from jaxmarl_llm.past import understudy
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
-from jaxmarl_llm.types import Model, Params, Role, Team
+from jaxmarl_llm.types import Model, Params, Policy, Role, Team
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARING = ("separate", "shared", "lora")
@@ -72,6 +73,7 @@ class TeamConfig:
     critic_hidden: int = 0  # tanh units of the value head; 0: linear
     remat: bool = True  # recompute layers in the backward pass
     stacked: bool = False  # array environments: models that act together generate in one launch, parameters stacked
+    invariant: bool = False  # generation: equal bits in any batch, bucket or cache and on any mesh; slower
 
     def check(self, path: str) -> None:
         if self.share not in SHARING:
@@ -84,6 +86,8 @@ class TeamConfig:
             raise ConfigError(f"{path}.critic_hidden: expected >= 0, got {self.critic_hidden}")
         if self.critic == "joint" and self.overrides:
             raise ConfigError(f"{path}.critic: expected another than 'joint' with overrides: it reads one tokenizer")
+        if self.invariant and self.stacked:
+            raise ConfigError(f"{path}.invariant: expected false with {path}.stacked: models in one launch are a batch")
         if self.max_new < 1:
             raise ConfigError(f"{path}.max_new: expected >= 1, got {self.max_new}")
 
@@ -136,6 +140,11 @@ def init_backbone(backbone: Backbone, cfg: qwen.Config, key: jax.Array) -> Param
     return params
 
 
+def policy_of(cfg: TeamConfig, arch: qwen.Config) -> Policy:
+    policy = qwen.make_policy(arch, remat=cfg.remat)
+    return invariant(policy) if cfg.invariant else policy
+
+
 def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
     """Roles and models, without parameters. Raises for overrides of roles that the environment does not have."""
     unknown = sorted(set(cfg.overrides) - set(roles))
@@ -151,7 +160,7 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
         if backbone not in tokenizers:
             tokenizers[backbone] = load_tokenizer(backbone)
         arch = architecture(backbone, tokenizers[backbone])
-        policy = qwen.make_policy(arch, remat=cfg.remat)
+        policy = policy_of(cfg, arch)
         models.append(Model(name, policy, tokenizers[backbone], "backbone" if cfg.share == "lora" else None))
     critics: dict[str, str] = {}  # of each model
     for model in list(models) if cfg.critic != "none" else []:

@@ -143,6 +143,8 @@ class Policy(NamedTuple):
         ``count`` new tokens of each row stand behind ``start`` that are in the cache. None: prompts are prefilled whole
     hidden_tree(variables, tokens [B T], position [B T], end [B T]) -> [B T D]: hidden state at each token of sequences
         that share their beginnings, laid out depth first as kernels/tree_attention takes them. None: never so packed
+    draw(variables of unstack, hidden [N G D], u [N G], sampling) -> token and log-prob [N G], one uniform number each.
+        None: as `sampling` draws from what ``unembed`` gives
     """
 
     config: Any
@@ -156,6 +158,7 @@ class Policy(NamedTuple):
     unstack: Callable[..., PyTree]
     extend: Callable[..., tuple[jax.Array, PyTree]] | None = None
     hidden_tree: Callable[..., jax.Array] | None = None
+    draw: Callable[..., tuple[jax.Array, jax.Array]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -117,10 +117,15 @@ OTHERS = {
     "update": {"naive JAX"},
     "step": {"TRL", "google-tunix", "CoMLRL"},
     "machine": set(),
+    "product": {"weights [out in]", "q k v, gate up joined", "a row at a time", "vmapped"},
+    "invariant": {"invariant"},
 }
 
 
-CHECKED = [("tiny", "decode"), ("tiny", "step"), *(("tiny_accelerator", part) for part in OTHERS)]
+CHECKED = [
+    *(("tiny", part) for part in ("decode", "step", "product", "invariant")),
+    *(("tiny_accelerator", part) for part in OTHERS if part not in ("product", "invariant")),
+]
 
 
 @pytest.mark.parametrize(("suite", "part"), CHECKED)
@@ -144,7 +149,8 @@ def test_a_part_runs_and_measures_every_form(suite, part, monkeypatch):
     rows = list(import_module(f"experiments.bench.{part}").run(suite))
     assert rows and all(np.isfinite(x) and x > 0 for row in rows for form in row.values.values() for x in form)
     others = OTHERS[part] - ({"TRL", "google-tunix", "CoMLRL"} if suite.name == "tiny_accelerator" else set())
-    others |= {"naive JAX"} if suite.name == "tiny_accelerator" and part == "step" else set()
+    if part == "step":
+        others |= {"naive JAX"} if suite.name == "tiny_accelerator" else {"agents in one launch"}
     assert {name for row in rows for name in row.others()} == others
     specs = [x for x in asked if x != "step"]
     assert len(specs) == len(others & set(peers.DRIVERS)) and asked.count("step") >= 2 * len(specs)

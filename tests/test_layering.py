@@ -28,7 +28,7 @@ LAYERS = {
         "meeting",
         "processes",
     ],
-    2: ["qwen", "tabular", "generate", "envs", "data"],
+    2: ["qwen", "invariant", "tabular", "generate", "envs", "data"],
     3: [
         "rollout",
         "rollout_host",

@@ -43,7 +43,7 @@ class Suite:
         return self.name.startswith("tiny")
 
 
-CPU = ("head", "decode", "update", "step", "product")
+CPU = ("head", "decode", "update", "step", "product", "invariant")
 GPU = ("machine", "head", "decode", "update", "step")
 TURN, MOST = 0.2, 100  # seconds, and calls
 LONG = 20.0  # seconds of a first call, compiling included, after which no second one tells how many make a turn

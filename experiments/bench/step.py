@@ -32,6 +32,7 @@ from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team, TrainSta
 
 TRL, TUNIX, COMLRL = "TRL", "google-tunix", "CoMLRL"
 SIMPLE = "naive JAX", "PyTorch"
+STACKED = "agents in one launch"  # also ours: `TeamConfig.stacked`
 # Shape, agents, samples, prompt, response, others, targets.
 CASES: dict[str, tuple[tuple[str, int, int, int, int, tuple[str, ...], dict[str, float]], ...]] = {
     "cpu": (
@@ -117,7 +118,9 @@ class Here(EnvConfig):
 # ----------------------------------------------------------------------------------------------------------------- ours
 
 
-def recipe(shape: qwen.Config, agents: int, group: int, prompt: int, response: int) -> phases.Recipe:
+def recipe(
+    shape: qwen.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
+) -> phases.Recipe:
     """GRPO of one agent or MAGRPO of several, one task a step; the team's models are of ``shape``."""
     kind = grpo if agents == 1 else magrpo
     optimizer = dataclasses.replace(update.OPTIMIZER, max_grad_norm=1.0 if agents == 1 else 0.0)
@@ -127,7 +130,7 @@ def recipe(shape: qwen.Config, agents: int, group: int, prompt: int, response: i
     policy, tokenizer = qwen.make_policy(shape, remat=False), Endless(shape.vocab_size)
     names = arena.env.roles
     models = tuple(Model(name, policy, tokenizer) for name in names)
-    team = Team(tuple(Role(name, name, response) for name in names), models)
+    team = Team(tuple(Role(name, name, response) for name in names), models, stacked=stacked)
     learners = {name: make_learner(policy, cfg.loss, cfg.optimizer, cfg.sampling) for name in names}
     improve, plan = phases.improve_groups(cfg, drop_equal=agents == 1), kind.make_plan(cfg)
 
@@ -143,9 +146,11 @@ def recipe(shape: qwen.Config, agents: int, group: int, prompt: int, response: i
     return phases.make_phases(cfg, team, arena, [phase], evaluate=lambda state: {})
 
 
-def stepper(shape: qwen.Config, agents: int, group: int, prompt: int, response: int) -> Callable[[], None]:
+def stepper(
+    shape: qwen.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
+) -> Callable[[], None]:
     """Takes the recipe's state one step on, as `loop.fit` does."""
-    made = recipe(shape, agents, group, prompt, response)
+    made = recipe(shape, agents, group, prompt, response, stacked)
     logger = Logger(".", resume_step=None, total_steps=0, primary=False)
     held = [made.init(0)]
     asked = agents * group * response, agents * (prompt + group * (response - 1))
@@ -180,6 +185,8 @@ def case(
     facts: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         forms = {"ours": stack.enter_context(apart(suite, stepper, shape, agents, group, p, r))}
+        if agents > 1:
+            forms[STACKED] = stack.enter_context(apart(suite, stepper, shape, agents, group, p, r, True))
         for other in others:
             if other in SIMPLE:
                 if other == SIMPLE[0] or torch_forms.available():

@@ -1,0 +1,270 @@
+"""Invariant generation: what is said is what `qwen.make_policy` says, and no bit of it depends on what is around it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from hypothesis import given
+from hypothesis import strategies as st
+from test_generate import ENDS, EVERY, FAMILIES, Played, play, prompts, random_params, sample_keys
+from test_lora import trained
+
+from jaxmarl_llm import meshes, sharding
+from jaxmarl_llm.envs import matrix
+from jaxmarl_llm.generate import generate
+from jaxmarl_llm.invariant import KEYS, ROWS, attend_to, in_tiles, invariant
+from jaxmarl_llm.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.plans import flat
+from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.rollout import make_rollout
+from jaxmarl_llm.rollout_host import play as play_host
+from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.team import Backbone, TeamConfig, make_team
+from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.workers import EnvPool
+
+N, G, P, R = 4, 5, 80, 9  # more rows than a tile has, more keys than a block
+WIDE = {"vocab_size": 64, "used_vocab": 61, "hidden_size": 96, "intermediate_size": 256}
+
+
+def bits(got, want):
+    """Equal to the last bit, in every leaf."""
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+
+
+def model_of(name):
+    """The policy, its invariant form and parameters; ``lora``: Qwen2 with an adapter that is not zero."""
+    base = make_policy(dataclasses.replace(FAMILIES["qwen2" if name == "lora" else name], **WIDE), remat=False)
+    variables = {"params": random_params(base)}
+    if name == "lora":
+        variables["lora"] = trained(variables["params"], seed=1)
+    return base, invariant(base), variables
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "lora"])
+def model(request):
+    return model_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen2():
+    return model_of("qwen2")
+
+
+@functools.cache
+def said(policy, sampling=EVERY):
+    """By the Qwen2 of this module."""
+    return play((policy, model_of("qwen2")[2]), *prompts(N, P), sample_keys(N, G), max_new=R, sampling=sampling, **ENDS)
+
+
+@pytest.mark.parametrize("sampling", [EVERY, Sampling(), Sampling(temperature=0.0)], ids=["filters", "plain", "greedy"])
+def test_says_what_the_policy_says(model, sampling):
+    """Tokens of every family; log-probs but for rounding."""
+    base, steady, variables = model
+    given = (*prompts(N, P), sample_keys(N, G))
+    active = np.arange(N) != 2
+    out, want = (play((p, variables), *given, active, max_new=R, sampling=sampling, **ENDS) for p in (steady, base))
+    np.testing.assert_array_equal(out.tokens, want.tokens)
+    np.testing.assert_array_equal(out.length, want.length)
+    np.testing.assert_allclose(out.logprobs, want.logprobs, rtol=0, atol=1e-5)
+    assert not out.length[2].any() and (sampling.temperature == 0 or out.logprobs[0].min() < -0.1)
+
+
+def test_in_bfloat16():
+    base = make_policy(dataclasses.replace(FAMILIES["qwen2"], **WIDE, dtype="bfloat16"), remat=False)
+    variables, (tokens, length), keys = {"params": random_params(base)}, prompts(N, P), sample_keys(N, G)
+    ours, theirs = (play((p, variables), tokens, length, keys, sampling=Sampling()) for p in (invariant(base), base))
+    first = ours.tokens[..., 0] == theirs.tokens[..., 0]
+    assert first.mean() > 0.9
+    np.testing.assert_allclose(ours.logprobs[..., 0][first], theirs.logprobs[..., 0][first], rtol=0, atol=0.1)
+    alone = play((invariant(base), variables), tokens[1:2], length[1:2], keys[1:2, 2:3], sampling=Sampling())
+    bits(alone, ours.rows((slice(1, 2), slice(2, 3))))
+
+
+# ---------------------------------------------------------------------------------- no bit depends on what is around
+
+
+def test_a_sample_alone(qwen2):
+    """No other prompt, no sibling."""
+    _, steady, variables = qwen2
+    (tokens, length), keys, all_of = prompts(N, P), sample_keys(N, G), said(steady)
+    for n, g in [(0, 0), (1, 4), (2, 2), (3, 1)]:
+        row, one = slice(n, n + 1), slice(g, g + 1)
+        out = play((steady, variables), tokens[row], length[row], keys[row, one], max_new=R, **ENDS)
+        bits(out, all_of.rows((row, one)))
+
+
+def test_order_of_rows_and_samples(qwen2):
+    _, steady, variables = qwen2
+    (tokens, length), keys = prompts(N, P), sample_keys(N, G)
+    rows, samples = np.array([2, 0, 3, 1]), np.array([4, 1, 0, 3, 2])
+    out = play((steady, variables), tokens[rows], length[rows], keys[rows][:, samples], max_new=R, **ENDS)
+    bits(out, said(steady).rows((rows[:, None], samples)))
+
+
+def test_buckets(qwen2):
+    """Of nodes, of prompts and of tokens: 4 to 6, 80 to 200, 9 to 70, where samples go on alone besides."""
+    _, steady, variables = qwen2
+    (tokens, length), keys, all_of = prompts(N, P), sample_keys(N, G), said(steady)
+    wide = np.full((6, 200), 9, np.int32)
+    wide[:N, :P] = tokens
+    many = jnp.concatenate([keys, keys[:2]])
+    out = play((steady, variables), wide, np.append(length, [0, 200]).astype(np.int32), many, np.arange(6) < N, **ENDS)
+    bits(out.rows(slice(N)), Played(*(x[..., :8] if x.ndim == 3 else x for x in cut(all_of, 8))))
+    out = play((steady, variables), tokens, length, keys, max_new=70, **ENDS)
+    bits(cut(out, R), all_of)
+    assert (out.length > R).any()
+
+
+def cut(out, r):
+    """What ``out`` would be with at most ``r`` tokens."""
+    return Played(
+        out.tokens[..., :r], np.minimum(out.length, r), out.logprobs[..., :r], out.truncated | (out.length > r)
+    )
+
+
+def test_prefilled_is_sampled_is_gone_on_from(qwen2):
+    """Keys and values of a conversation, whoever computed them: a prompt, a sample, or what goes on behind a cache."""
+    _, steady, variables = qwen2
+    (tokens, length), keys = prompts(N, P), sample_keys(N, G)
+    fixed = {"max_new": R, "stop_ids": (), "pad_id": 0, "sampling": Sampling(), "keep": True}
+    out, prefix, suffix = generate(steady, variables, tokens, length, keys, np.ones(N, bool), **fixed)
+    node, sample = 1, 3
+    p = int(length[node])
+    whole = np.concatenate([tokens[node, :p], out.tokens[node, sample]])[None]
+    size = np.array([whole.shape[1]], np.int32)
+    hidden, cache = jax.jit(steady.prefill)(variables, whole, size)
+    bits(jax.tree.map(lambda x: x[0, :p], cache), jax.tree.map(lambda x: x[node, :p], prefix))
+    last = size[0] - 1  # the last token is never read
+    bits(jax.tree.map(lambda x: x[0, p:last], cache), jax.tree.map(lambda x: x[node, sample, : R - 1], suffix))
+    for start in (1, 13, p - 1, int(last)):
+        room = jax.tree.map(lambda x, start=start: jnp.pad(x[:, :start], [(0, 0), (0, 120), (0, 0), (0, 0)]), cache)
+        rest = np.pad(whole[:, start:], [(0, 0), (0, 30)])
+        got, grown = jax.jit(steady.extend)(variables, rest, size - start, np.array([start], np.int32), room)
+        bits(got, hidden)
+        bits(jax.tree.map(lambda x: x[:, : size[0]], grown), jax.tree.map(lambda x: x[:, : size[0]], cache))
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=lambda s: "x".join(map(str, s)))
+def test_meshes_of_eight_devices(qwen2, shape):
+    """Three nodes: rows that do not divide are filled up."""
+    _, steady, variables = qwen2
+    mesh = make_mesh(MeshConfig(*shape))
+    (tokens, length), keys = prompts(N, P), sample_keys(N, G)
+    with meshes.on(mesh):
+        placed = {"params": sharding.place(mesh, variables["params"])}
+        fixed = {"max_new": R, "sampling": EVERY, "keep": True, **ENDS}
+        got = generate(steady, placed, tokens[:3], length[:3], keys[:3], np.ones(3, bool), **fixed)
+        out, prefix, suffix = sharding.to_host(got)
+    bits(Played(out.tokens, out.length, out.logprobs, out.truncated), said(steady).rows(slice(3)))
+    assert prefix[0][0].shape[:2] == (3, P) and suffix[0][0].shape[:3] == (3, G, R - 1)
+
+
+# ------------------------------------------------------------------------------------------------------ whole rollouts
+
+
+def team_of(roles, max_new):
+    backbone = Backbone(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8)
+    return make_team(TeamConfig(share="shared", backbone=backbone, max_new=max_new, invariant=True), roles)
+
+
+def logprobs(tree, tasks):
+    """Of the steps of the first ``tasks`` tasks."""
+    steps = tree.steps
+    mine = steps.valid & (tree.nodes.task[steps.node] < tasks)
+    assert mine.any()
+    return jax.device_get((steps.tokens[mine], steps.logprobs[mine]))
+
+
+def test_a_host_rollout():
+    """Two turns, the second behind what is cached: one task alone, three, and on eight devices, where nothing is."""
+    team = team_of(matrix.ROLES, max_new=3)
+    params, trees = toys.params(team), []
+    for devices, tasks in ((None, [0]), (None, [0, 1, 2]), (8, [0, 1, 2])):
+        mesh = None if devices is None else make_mesh(MeshConfig(devices))
+        pool = EnvPool(functools.partial(toys.text_game, matrix.Config(rounds=2)), workers=0)
+        placed = params if mesh is None else sharding.place(mesh, params)
+        with meshes.on(mesh):
+            got = play_host(team, placed, pool, tasks, flat(2), jax.random.key(5), Sampling(), max_prompt=64)
+        trees.append(got.tree)
+    one, three, meshed = trees
+    bits(logprobs(one, 1), logprobs(three, 1))
+    bits(logprobs(three, 3), logprobs(meshed, 3))
+
+
+def test_an_array_rollout():
+    team = team_of(("a", "b"), max_new=3)
+    run = jax.jit(make_rollout(team, toys.relay(2), flat(2), Sampling()))
+    trees = []
+    for mesh, tasks in ((None, 1), (None, 8), (make_mesh(MeshConfig(8)), 8)):
+        with meshes.on(mesh):
+            params = toys.params(team) if mesh is None else sharding.place(mesh, toys.params(team))
+            key, version = jax.random.key(2), jnp.int32(0)
+            trees.append(sharding.to_host(run(params, None, toys.relay_tasks(tasks), key, version)))
+    one, eight, meshed = trees
+    bits(logprobs(one, 1), logprobs(eight, 1))
+    bits(logprobs(eight, 8), logprobs(meshed, 8))
+
+
+def test_one_launch_of_several_models_is_a_batch():
+    with pytest.raises(ConfigError, match=r"^team\.invariant: expected false with team\.stacked"):
+        TeamConfig(invariant=True, stacked=True).check("team")
+
+
+# ------------------------------------------------------------------------------------------------------------- pieces
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), last=st.integers(0, 3 * KEYS - 2), heads=st.sampled_from([(1, 1), (6, 2), (4, 4)])
+)
+def test_attention_is_softmax_over_what_it_may_see(seed, last, heads):
+    """Against float64, and with other keys behind ``last`` to the bit; the rows are at different positions."""
+    rng, (q_heads, kv), size = np.random.default_rng(seed), heads, 3 * KEYS
+    q = rng.normal(size=(ROWS, q_heads, 8)).astype(np.float32)
+    k, v = rng.normal(size=(2, size, kv, 8)).astype(np.float32)
+    seen = rng.integers(0, last + 1, ROWS).astype(np.int32)
+    seen[rng.integers(ROWS)] = last
+    out = attention(q, k, v, seen)
+    behind = np.arange(size) > last
+    bits(attention(q, *(np.where(behind[:, None, None], 5.0, x).astype(np.float32) for x in (k, v)), seen), out)
+    for row in range(ROWS):
+        many = lambda x, row=row: np.repeat(x[: seen[row] + 1].astype(np.float64), q_heads // kv, 1)
+        score = np.einsum("qh,sqh->qs", q[row] / np.sqrt(8), many(k))
+        weight = np.exp(score - score.max(1, keepdims=True))
+        want = np.einsum("qs,sqh->qh", weight / weight.sum(1, keepdims=True), many(v))
+        np.testing.assert_allclose(out[row], want, rtol=0, atol=2e-6)
+
+
+@jax.jit
+def attention(q, k, v, last):
+    rows = lambda x: jnp.broadcast_to(x, (ROWS, *x.shape))
+    return attend_to(q, lambda at: (rows(k.at[at].get(mode="clip")), rows(v.at[at].get(mode="clip"))), last)
+
+
+@pytest.mark.parametrize("n", [1, ROWS - 1, ROWS, 2 * ROWS + 3])
+def test_tiles_are_of_one_size_and_lose_no_row(n):
+    sizes = []
+
+    def function(a, b):
+        sizes.append(len(a))
+        return {"sum": a + b[:, 0], "b": b}
+
+    a, b = jnp.arange(n), jnp.arange(2 * n).reshape(n, 2)
+    out = in_tiles(function, a, b)
+    bits(out, {"sum": a + b[:, 0], "b": b})
+    assert set(sizes) == {ROWS}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lowers_for_accelerators(qwen2, platform):
+    _, steady, variables = qwen2
+    fixed = {"max_new": 4, "sampling": Sampling(), **ENDS}
+    run = jax.jit(lambda v, *rows: generate(steady, v, *rows, **fixed).logprobs)
+    given = (variables, *prompts(N, P), sample_keys(N, G), np.ones(N, bool))
+    assert "while" in run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
