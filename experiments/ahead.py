@@ -30,7 +30,6 @@ from jaxmarl_llm.lora import init_lora
 from jaxmarl_llm.plans import Plan
 from jaxmarl_llm.qwen import make_policy
 from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.team import policy_of
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.train import Batch, Learner, make_learner
 from jaxmarl_llm.types import Params, Policy, PyTree
@@ -129,10 +128,12 @@ def chip_bytes(tree: PyTree) -> int:
 
 
 def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int, engine: str) -> Team:
-    """ConfigError where heads or a dimension cannot be cut as the mesh asks.
+    """ConfigError where heads or a dimension cannot be cut as the mesh asks, or costs cannot be known.
 
     In a host rollout one model at a time has copies to play with (`speakers.Playing`), in an array rollout all.
     """
+    if cfg.team.invariant:
+        raise ConfigError("config.team.invariant: expected false: how often its loops run is known when they run")
     largest_first = sorted(set(models), key=lambda w: -costs.parameters(w.config))
     learner = learner_of(cfg, largest_first[0])
     trees: dict[Weights, tuple[Params, Params | None, PyTree]] = {}
@@ -154,7 +155,7 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int,
     resident = held(lambda tree: tree)
     alone = chip_bytes(gathered(mesh, variables(largest_first[0])))
     return Team(
-        policy_of(cfg.team, largest_first[0].config),
+        policy_of(cfg, largest_first[0]),
         own,
         shared,
         optimizer,
@@ -175,8 +176,12 @@ def gathered(mesh: Mesh, tree: PyTree) -> PyTree:
     return jax.tree.map(whole, tree)
 
 
+def policy_of(cfg: BaseConfig, weights: Weights) -> Policy:
+    return make_policy(weights.config, remat=cfg.team.remat)
+
+
 def learner_of(cfg: BaseConfig, weights: Weights) -> Learner:
-    return make_learner(policy_of(cfg.team, weights.config), cfg.loss, cfg.optimizer, cfg.sampling)
+    return make_learner(policy_of(cfg, weights), cfg.loss, cfg.optimizer, cfg.sampling)
 
 
 class Stage(NamedTuple):

@@ -249,10 +249,12 @@ def by_device(function: Callable[..., PyTree], everywhere: PyTree, *tables: PyTr
     data and fsdp, filled up with the last row where they do not divide; devices along tensor do the same.
     """
     n = len(jax.tree.leaves(tables)[0])
-    rows = jnp.minimum(jnp.arange(-(-n // row_parts()) * row_parts()), n - 1)
+    filled = tables
+    if missing := -n % row_parts():
+        filled = jax.tree.map(lambda x: jnp.concatenate([x, jnp.repeat(x[-1:], missing, 0)]), tables)
     cut = PartitionSpec(ROWS)
     each = jax.shard_map(function, in_specs=(PartitionSpec(), *(cut for _ in tables)), out_specs=cut, check_vma=False)
-    return jax.tree.map(lambda x: x[:n], each(everywhere, *jax.tree.map(lambda x: x[rows], tables)))
+    return jax.tree.map(lambda x: x[:n], each(everywhere, *filled))
 
 
 def settle(tree: PyTree) -> PyTree:

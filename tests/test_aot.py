@@ -4,11 +4,16 @@ import dataclasses
 import importlib.util
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments import ahead, aot, cli, hlo, pods
 from experiments.architectures import architecture, shape_only
-from jaxmarl_llm import costs
+from jaxmarl_llm import costs, meshes, qwen, sharding
+from jaxmarl_llm.generate import sample_completions
+from jaxmarl_llm.invariant import invariant
+from jaxmarl_llm.sampling import Sampling
 from jaxmarl_llm.team import Backbone
 from jaxmarl_llm.text import ConfigError
 
@@ -251,6 +256,35 @@ def test_a_team_on_four_chips(tiny):
     assert sum(stages["accumulate"]["collectives"].values()) > 512 * 64
     again = aot.measure(tiny, "again", "v5e:2x2", "1,2,2", None, ("rollout", "accumulate"), [row])
     assert again["stages"] == row["stages"]
+
+
+@needs_libtpu
+def test_invariant_generation_on_four_chips(tiny):
+    """Each chip generates for its own rows with whole weights: these are gathered, and no sum goes over chips."""
+    arch = tiny.team.backbone
+    cfg = qwen.Config(
+        512, arch.hidden_size, arch.intermediate_size, 2, arch.num_heads, arch.num_kv_heads, arch.head_dim
+    )
+    policy, n, g = invariant(qwen.make_policy(cfg)), 8, 2
+    mesh = meshes.make_mesh(meshes.MeshConfig(2, 1, 2), ahead.devices("v5e:2x2"))
+    rows = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.rows(mesh))
+
+    def run(variables, tokens, length, keys, active):
+        given = tokens, length, jax.random.wrap_key_data(keys), active
+        fixed = {"max_new": 8, "stop_ids": (1,), "pad_id": 0, "sampling": Sampling(), "keep": False}
+        return sample_completions(policy, variables, *given, **fixed)
+
+    prompts = rows((n, 64), jnp.int32), rows((n,), jnp.int32), rows((n, g, 2), jnp.uint32), rows((n,), jnp.bool_)
+    params = ahead.placed(mesh, {"params": jax.eval_shape(policy.init, jax.random.key(0))})
+    with meshes.on(mesh):
+        _, text = ahead.compile_text(jax.jit(run).lower(params, *prompts))
+    assert "all-gather" in text and "all-reduce" not in text and "reduce-scatter" not in text
+
+
+def test_what_costs_of_invariant_generation_ask_for():
+    cfg = cli.load(f"{JOY}:tiny", [("team.invariant", "true")])
+    with pytest.raises(ConfigError, match=r"^config\.team\.invariant: expected false: how often its loops run"):
+        ahead.team_of(cfg, meshes.make_mesh(meshes.MeshConfig(8)), [], 0, "array")
 
 
 @pytest.fixture
