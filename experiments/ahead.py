@@ -133,7 +133,10 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int,
     In a host rollout one model at a time has copies to play with (`speakers.Playing`), in an array rollout all.
     """
     if cfg.team.invariant:
-        raise ConfigError("config.team.invariant: expected false: how often its loops run is known when they run")
+        raise ConfigError(
+            "config.team.invariant: expected false: its loops over tiles and keys run as often as lengths ask, so the "
+            "compiled program does not tell what it costs"
+        )
     largest_first = sorted(set(models), key=lambda w: -costs.parameters(w.config))
     learner = learner_of(cfg, largest_first[0])
     trees: dict[Weights, tuple[Params, Params | None, PyTree]] = {}

@@ -80,6 +80,8 @@ def predict(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> Non
         notes.append(f"an update takes the {most} nodes that cost most: which are selected depends on rewards")
     if plan.stop_above is not None:
         notes.append("no state is left early (stop_above): counts are the most there may be")
+    if cfg.team.invariant:
+        notes.append("FLOPs, bytes and seconds of generation are those without team.invariant, which takes longer")
     update = costs.trained(plan, work, groups=groups, most=most, remat=cfg.team.remat)
     started = [costs.work_of(x, work.models[x.model]) for x in cx.launches(plan, work)]
     play = sum(w.prefill + w.decode for w in started)

@@ -51,16 +51,16 @@ def make_program(
 
     A loss that refers to another policy refers to the one that stage 0 ends with, ``reference`` in the parameters.
     ``learns``, ``weigh`` and ``pick`` as in phases.improve_groups; the RL step they get is traced. ConfigError for
-    critics, past policies and a mesh: it has none.
+    critics, past policies, a mesh and invariant generation, whose bits change where it is vmapped: it has none.
     """
-    beyond = {
-        "team.critic": cfg.team.critic != "none",
-        "past.size": bool(cfg.past.size),
-        "mesh": cfg.mesh != MeshConfig(data=1),
-    }
-    for name, asked in beyond.items():
-        if asked:
-            raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
+    _refuse(
+        {
+            "team.critic": cfg.team.critic != "none",
+            "past.size": bool(cfg.past.size),
+            "mesh": cfg.mesh != MeshConfig(data=1),
+            "team.invariant": cfg.team.invariant,
+        }
+    )
     arena = ArrayArena(cfg.env)
     env, team = arena.env, make_team(cfg.team, arena.env.roles)
     roles = [r.name for r in team.roles]
@@ -181,7 +181,9 @@ def make_evaluation(cfg: BaseConfig, sampling: Sampling | None = None) -> Callab
     """(params, seed []) -> {name: []}: mean returns of each component over the held-out tasks, named as in `Program`.
 
     One episode a task, drawn as in training unless ``sampling`` says otherwise. Pure: jit it, vmap it over seeds.
+    ConfigError for invariant generation, as `make_program`.
     """
+    _refuse({"team.invariant": cfg.team.invariant})
     arena = ArrayArena(cfg.env)
     team = make_team(cfg.team, arena.env.roles)
     rollout = make_rollout(team, arena.env, single(), sampling or cfg.sampling)
@@ -192,6 +194,12 @@ def make_evaluation(cfg: BaseConfig, sampling: Sampling | None = None) -> Callab
         return _seen(tree, [r.name for r in team.roles], arena.env.max_turns)
 
     return run
+
+
+def _refuse(beyond: dict[str, bool]) -> None:
+    for name, asked in beyond.items():
+        if asked:
+            raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
 
 
 def _block(tree: Tree, advantage: jax.Array, weights: jax.Array, b: Block, width: int, seats: list[int]) -> Batch:

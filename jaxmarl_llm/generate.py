@@ -299,7 +299,10 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
 
     The collections of its variables named in ``own`` (params, lora) have a leading axis N in every leaf, one entry a
     row; the others are shared. What `sample_completions` needs, no training. A row's numbers are those of ``policy``.
+    Raises ValueError for an `invariant` policy: rows of different variables are one product.
     """
+    if policy.draw is not None:
+        raise ValueError("a policy of invariant generation: expected another where each row has its own variables")
 
     def over_rows(function: Callable) -> Callable:
         """function(variables, *arrays of rows, a batch of one)."""

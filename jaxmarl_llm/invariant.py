@@ -1,16 +1,18 @@
 """Generation in which every number depends on the tokens before it alone: on no batch, bucket, cache or mesh.
 
 XLA's product of a row with weights has other bits among 16 rows than among 64, its sum over 96 keys others than over
-64, so that by default the same sample has the same tokens in every launch and log-probs that differ in the seventh
-digit. `invariant` gives a policy that computes what `qwen.make_policy` does in pieces of one shape: products of `ROWS`
-rows, whatever tokens or samples these are, and attention of each query to one block of `KEYS` keys after another,
-counted from the conversation's first token, whichever cache holds them. A piece is a loop's body, compiled once for its
-shape; how often it runs is data. So a token's keys, its hidden state and its log-prob are the same to the bit,
-prefilled, gone on to or sampled, alone or among others; on a mesh every device does so with its own rows and whole
-weights. (The aim is that of the batch-invariant modes of vLLM and SGLang; He et al., "Defeating Nondeterminism in LLM
-Inference", 2025.)
+64, so that by default the same sample has almost always the same tokens in every launch (float32), and log-probs that
+differ in the seventh digit. `invariant` gives a policy that computes what `qwen.make_policy` does in pieces of one
+shape: products of `ROWS` rows, whatever tokens or samples these are, and attention of each query to one block of `KEYS`
+keys after another, counted from the conversation's first token, whichever cache holds them. A piece is a loop's body,
+compiled once for its shape; how often it runs is data. So a token's keys, its hidden state and its log-prob are the
+same to the bit, prefilled, gone on to or sampled, alone or among others; on a mesh every device does so with its own
+rows and whole weights. (The aim is that of the batch-invariant modes of vLLM and SGLang; He et al., "Defeating
+Nondeterminism in LLM Inference", 2025.)
 
-What it costs: rows *invariant* of docs/performance.md. Training is as it was.
+Equal bits are those of one kind of machine and one version of JAX. They are shown on CPU devices; programs for TPUs are
+compiled and have not run, those for GPUs are lowered, where equal shapes may not suffice (kernels are chosen by
+timing). What it costs: rows *invariant* of docs/performance.md. Training is as it was.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def current() -> Mesh | None:
 
 
 def meshed() -> bool:
-    """Whether what runs here is compiled for a mesh, and not for each of its devices (`by_device`)."""
+    """Whether XLA partitions what runs here over a mesh: not where all axes are manual, as in `by_device`."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and not mesh.are_all_axes_manual
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,14 @@ from test_generate import ENDS, EVERY, FAMILIES, Played, play, prompts, random_p
 from test_lora import trained
 
 from jaxmarl_llm import meshes, sharding
-from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.generate import generate
+from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.compiled import make_evaluation, make_program
+from jaxmarl_llm.generate import by_row, generate
 from jaxmarl_llm.invariant import KEYS, ROWS, attend_to, in_tiles, invariant
 from jaxmarl_llm.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.plans import flat
 from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.rollout import make_rollout
 from jaxmarl_llm.rollout_host import play as play_host
 from jaxmarl_llm.sampling import Sampling
@@ -38,6 +41,7 @@ def bits(got, want):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
 
 
+@functools.cache
 def model_of(name):
     """The policy, its invariant form and parameters; ``lora``: Qwen2 with an adapter that is not zero."""
     base = make_policy(dataclasses.replace(FAMILIES["qwen2" if name == "lora" else name], **WIDE), remat=False)
@@ -47,7 +51,10 @@ def model_of(name):
     return base, invariant(base), variables
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, "lora"])
+MODELS = [*FAMILIES, "lora"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request):
     return model_of(request.param)
 
@@ -58,9 +65,9 @@ def qwen2():
 
 
 @functools.cache
-def said(policy, sampling=EVERY):
-    """By the Qwen2 of this module."""
-    return play((policy, model_of("qwen2")[2]), *prompts(N, P), sample_keys(N, G), max_new=R, sampling=sampling, **ENDS)
+def said(name="qwen2"):
+    _, steady, variables = model_of(name)
+    return play((steady, variables), *prompts(N, P), sample_keys(N, G), max_new=R, **ENDS)
 
 
 @pytest.mark.parametrize("sampling", [EVERY, Sampling(), Sampling(temperature=0.0)], ids=["filters", "plain", "greedy"])
@@ -90,10 +97,11 @@ def test_in_bfloat16():
 # ---------------------------------------------------------------------------------- no bit depends on what is around
 
 
-def test_a_sample_alone(qwen2):
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sample_alone(name):
     """No other prompt, no sibling."""
-    _, steady, variables = qwen2
-    (tokens, length), keys, all_of = prompts(N, P), sample_keys(N, G), said(steady)
+    _, steady, variables = model_of(name)
+    (tokens, length), keys, all_of = prompts(N, P), sample_keys(N, G), said(name)
     for n, g in [(0, 0), (1, 4), (2, 2), (3, 1)]:
         row, one = slice(n, n + 1), slice(g, g + 1)
         out = play((steady, variables), tokens[row], length[row], keys[row, one], max_new=R, **ENDS)
@@ -105,13 +113,13 @@ def test_order_of_rows_and_samples(qwen2):
     (tokens, length), keys = prompts(N, P), sample_keys(N, G)
     rows, samples = np.array([2, 0, 3, 1]), np.array([4, 1, 0, 3, 2])
     out = play((steady, variables), tokens[rows], length[rows], keys[rows][:, samples], max_new=R, **ENDS)
-    bits(out, said(steady).rows((rows[:, None], samples)))
+    bits(out, said().rows((rows[:, None], samples)))
 
 
 def test_buckets(qwen2):
     """Of nodes, of prompts and of tokens: 4 to 6, 80 to 200, 9 to 70, where samples go on alone besides."""
     _, steady, variables = qwen2
-    (tokens, length), keys, all_of = prompts(N, P), sample_keys(N, G), said(steady)
+    (tokens, length), keys, all_of = prompts(N, P), sample_keys(N, G), said()
     wide = np.full((6, 200), 9, np.int32)
     wide[:N, :P] = tokens
     many = jnp.concatenate([keys, keys[:2]])
@@ -129,21 +137,23 @@ def cut(out, r):
     )
 
 
-def test_prefilled_is_sampled_is_gone_on_from(qwen2):
-    """Keys and values of a conversation, whoever computed them: a prompt, a sample, or what goes on behind a cache."""
-    _, steady, variables = qwen2
+@pytest.mark.parametrize("name", MODELS)
+def test_prefilled_is_sampled_is_gone_on_from(name):
+    """Keys, values and hidden states of a conversation, whoever computed them: a prompt, a sample, or what goes on."""
+    _, steady, variables = model_of(name)
     (tokens, length), keys = prompts(N, P), sample_keys(N, G)
     fixed = {"max_new": R, "stop_ids": (), "pad_id": 0, "sampling": Sampling(), "keep": True}
     out, prefix, suffix = generate(steady, variables, tokens, length, keys, np.ones(N, bool), **fixed)
-    node, sample = 1, 3
+    node, sample = 0, 3
     p = int(length[node])
+    assert p > KEYS  # the prompt reaches into a second block of keys
     whole = np.concatenate([tokens[node, :p], out.tokens[node, sample]])[None]
     size = np.array([whole.shape[1]], np.int32)
     hidden, cache = jax.jit(steady.prefill)(variables, whole, size)
     bits(jax.tree.map(lambda x: x[0, :p], cache), jax.tree.map(lambda x: x[node, :p], prefix))
     last = size[0] - 1  # the last token is never read
     bits(jax.tree.map(lambda x: x[0, p:last], cache), jax.tree.map(lambda x: x[node, sample, : R - 1], suffix))
-    for start in (1, 13, p - 1, int(last)):
+    for start in (1, 13, KEYS - 1, KEYS, KEYS + 1, p - 1, int(last)):
         room = jax.tree.map(lambda x, start=start: jnp.pad(x[:, :start], [(0, 0), (0, 120), (0, 0), (0, 0)]), cache)
         rest = np.pad(whole[:, start:], [(0, 0), (0, 30)])
         got, grown = jax.jit(steady.extend)(variables, rest, size - start, np.array([start], np.int32), room)
@@ -151,19 +161,50 @@ def test_prefilled_is_sampled_is_gone_on_from(qwen2):
         bits(jax.tree.map(lambda x: x[:, : size[0]], grown), jax.tree.map(lambda x: x[:, : size[0]], cache))
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=lambda s: "x".join(map(str, s)))
-def test_meshes_of_eight_devices(qwen2, shape):
-    """Three nodes: rows that do not divide are filled up."""
+def test_hidden_states_where_keys_go_from_one_block_to_the_next(qwen2):
+    """Token by token behind prompts of several lengths: those of a prompt that ends there, and the keys as well."""
     _, steady, variables = qwen2
+    whole = np.random.default_rng(4).integers(0, 61, (1, KEYS + 8)).astype(np.int32)
+    prefill = jax.jit(steady.prefill)
+    ends = {p: prefill(variables, whole, np.array([p], np.int32))[0] for p in range(KEYS - 8, KEYS + 9)}
+    layers = steady.unstack(variables)
+    for p in (KEYS - 8, KEYS - 3):
+        size = np.array([p], np.int32)
+        _, prefix = prefill(variables, whole[:, :p], size)
+        suffix = steady.init_suffix(prefix, 2, KEYS + 8 - p)
+        for t in range(KEYS + 8 - p):
+            token = np.array([[whole[0, p + t], 7]], np.int32)  # a sibling says something else
+            hidden, suffix = jax.jit(steady.decode)(layers, token, prefix, size, suffix, t)
+            bits(hidden[:, 0], ends[p + t + 1])
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("name", ["qwen2", "lora"])
+def test_meshes_of_eight_devices(name, shape):
+    """Three nodes, and what is behind their caches: rows that do not divide are filled up."""
+    _, steady, variables = model_of(name)
     mesh = make_mesh(MeshConfig(*shape))
     (tokens, length), keys = prompts(N, P), sample_keys(N, G)
+    fixed = {"max_new": R, "sampling": EVERY, "keep": True, **ENDS}
+
+    def run(variables, put):
+        given = tokens[:3], length[:3], keys[:3], np.ones(3, bool)
+        first, prefix, suffix = generate(steady, variables, *given, **fixed)
+        room = put(jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, 16), (0, 0), (0, 0)]), sharding.to_host(prefix)))
+        then = tokens[1:4, :11], np.full(3, 11, np.int32), keys[1:4], np.ones(3, bool)
+        return sharding.to_host(
+            (first, prefix, suffix, generate(steady, variables, *then, prefix=room, start=length[:3], **fixed)[0])
+        )
+
+    alone = run(variables, lambda tree: tree)
     with meshes.on(mesh):
-        placed = {"params": sharding.place(mesh, variables["params"])}
-        fixed = {"max_new": R, "sampling": EVERY, "keep": True, **ENDS}
-        got = generate(steady, placed, tokens[:3], length[:3], keys[:3], np.ones(3, bool), **fixed)
-        out, prefix, suffix = sharding.to_host(got)
-    bits(Played(out.tokens, out.length, out.logprobs, out.truncated), said(steady).rows(slice(3)))
-    assert prefix[0][0].shape[:2] == (3, P) and suffix[0][0].shape[:3] == (3, G, R - 1)
+        placed = sharding.place(mesh, variables)
+        meshed = run(placed, lambda tree: jax.tree.map(jnp.asarray, tree))
+    bits(meshed[0], alone[0])
+    bits(meshed[3], alone[3])
+    assert meshed[1][0][0].shape[:2] == (3, P) and meshed[2][0][0].shape[:3] == (3, G, R - 1)
+    out = meshed[0]
+    bits(Played(out.tokens, out.length, out.logprobs, out.truncated), said(name).rows(slice(3)))
 
 
 # ------------------------------------------------------------------------------------------------------ whole rollouts
@@ -183,16 +224,19 @@ def logprobs(tree, tasks):
 
 
 def test_a_host_rollout():
-    """Two turns, the second behind what is cached: one task alone, three, and on eight devices, where nothing is."""
-    team = team_of(matrix.ROLES, max_new=3)
+    """Three turns, each behind what is cached: one task alone, three, and on eight devices, where prompts go whole."""
+    team = team_of(("a", "b"), max_new=3)
     params, trees = toys.params(team), []
     for devices, tasks in ((None, [0]), (None, [0, 1, 2]), (8, [0, 1, 2])):
         mesh = None if devices is None else make_mesh(MeshConfig(devices))
-        pool = EnvPool(functools.partial(toys.text_game, matrix.Config(rounds=2)), workers=0)
+        pool = EnvPool(functools.partial(toys.conversation, 3), workers=0)
         placed = params if mesh is None else sharding.place(mesh, params)
+        names = [f"task {i}" for i in tasks]
         with meshes.on(mesh):
-            got = play_host(team, placed, pool, tasks, flat(2), jax.random.key(5), Sampling(), max_prompt=64)
+            got = play_host(team, placed, pool, names, flat(2), jax.random.key(5), Sampling(), max_prompt=512)
         trees.append(got.tree)
+        sent, whole = int(got.tree.counts.prompt_tokens), int(got.tree.nodes.length[got.tree.nodes.valid].sum())
+        assert (sent == whole) == (mesh is not None), (sent, whole)
     one, three, meshed = trees
     bits(logprobs(one, 1), logprobs(three, 1))
     bits(logprobs(three, 3), logprobs(meshed, 3))
@@ -215,6 +259,16 @@ def test_an_array_rollout():
 def test_one_launch_of_several_models_is_a_batch():
     with pytest.raises(ConfigError, match=r"^team\.invariant: expected false with team\.stacked"):
         TeamConfig(invariant=True, stacked=True).check("team")
+    with pytest.raises(ValueError, match="a policy of invariant generation: expected another where each row"):
+        by_row(model_of("lora")[1], ("lora",))
+
+
+def test_what_is_vmapped_over_seeds_has_none():
+    """Its tiles would be one product."""
+    cfg = magrpo.Config(env=EnvConfig("matrix", eval_tasks=4), team=TeamConfig(invariant=True))
+    for make in (lambda: make_program(cfg, flat(2)), lambda: make_evaluation(cfg)):
+        with pytest.raises(ConfigError, match=r"config\.team\.invariant: a run compiled as a whole has none"):
+            make()
 
 
 # ------------------------------------------------------------------------------------------------------------- pieces
@@ -267,4 +321,9 @@ def test_lowers_for_accelerators(qwen2, platform):
     fixed = {"max_new": 4, "sampling": Sampling(), **ENDS}
     run = jax.jit(lambda v, *rows: generate(steady, v, *rows, **fixed).logprobs)
     given = (variables, *prompts(N, P), sample_keys(N, G), np.ones(N, bool))
-    assert "while" in run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
+    text = run.trace(*given).lower(lowering_platforms=(platform,)).as_text()
+    # Every product of hidden states with weights is one of a tile.
+    wide = re.findall(
+        r"stablehlo\.dot_general .*tensor<(\d+(?:x\d+)*)x(?:96|256)xf32>, tensor<(?:96|256)x\d+xf32>", text
+    )
+    assert wide and all(rows in (f"{ROWS}", f"{ROWS}x1") for rows in wide)
