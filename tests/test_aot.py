@@ -281,7 +281,7 @@ def test_invariant_generation_on_four_chips(tiny):
     assert "all-gather" in text and "all-reduce" not in text and "reduce-scatter" not in text
 
 
-def test_what_costs_of_invariant_generation_ask_for():
+def test_what_invariant_generation_costs_is_not_told():
     cfg = cli.load(f"{JOY}:tiny", [("team.invariant", "true")])
     with pytest.raises(
         ConfigError, match=r"^config\.team\.invariant: expected false: its loops .* run as often as lengths ask"

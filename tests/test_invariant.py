@@ -162,7 +162,7 @@ def test_prefilled_is_sampled_is_gone_on_from(name):
 
 
 def test_hidden_states_where_keys_go_from_one_block_to_the_next(qwen2):
-    """Token by token behind prompts of several lengths: those of a prompt that ends there, and the keys as well."""
+    """Token by token behind prompts of two lengths: those of a prompt that ends there."""
     _, steady, variables = qwen2
     whole = np.random.default_rng(4).integers(0, 61, (1, KEYS + 8)).astype(np.int32)
     prefill = jax.jit(steady.prefill)
