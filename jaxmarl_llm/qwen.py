@@ -31,6 +31,7 @@ from jaxmarl_llm.kernels.causal_attention import causal_attention
 from jaxmarl_llm.kernels.group_attention import group_attention
 from jaxmarl_llm.kernels.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.head import Head
+from jaxmarl_llm.kernels.product import product
 from jaxmarl_llm.kernels.tree_attention import tree_attention
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Policy, Unembed
@@ -167,7 +168,7 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.lecun_normal()
-        y = x @ self.param("kernel", init, (x.shape[-1], self.features), self.cfg.dtype)
+        y = product(x, self.param("kernel", init, (x.shape[-1], self.features), self.cfg.dtype))
         if self.has_variable("lora", "a"):
             a: jax.Array = self.get_variable("lora", "a")
             b: jax.Array = self.get_variable("lora", "b")
@@ -206,8 +207,10 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         f = self.cfg.intermediate_size
-        gate = nn.silu(Linear(self.cfg, f, name="gate_proj")(x))
-        return Linear(self.cfg, self.cfg.hidden_size, name="down_proj")(gate * Linear(self.cfg, f, name="up_proj")(x))
+        gate, up = Linear(self.cfg, f, name="gate_proj")(x), Linear(self.cfg, f, name="up_proj")(x)
+        # The backward pass keeps gate, up and their product; without the checkpoint also what silu has in between.
+        gated = jax.checkpoint(lambda gate, up: nn.silu(gate) * up, prevent_cse=False)
+        return Linear(self.cfg, self.cfg.hidden_size, name="down_proj")(gated(gate, up))
 
 
 class Block(nn.Module):
