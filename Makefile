@@ -56,7 +56,7 @@ aot: $(VENV)/.installed-test
 
 # The newest JAX needs Python 3.12. Where that Python is found, what rests on JAX, Flax, Optax and Orbax runs on it too;
 # torch, text environments and recipes, which are compositions of that, are left to the first leg.
-NEWEST := advantages checkpoint cli config generate group_attention invariant kernels layering lora losses memory metrics product rollout sampling \
+NEWEST := advantages checkpoint cli config generate group_attention invariant kernels layering lora losses matmul memory metrics rollout sampling \
 	selection team tokenizer train weights workers
 PY312 := $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python; do command -v $$p >/dev/null 2>&1 && $$p -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
 ifeq ($(PY312),)

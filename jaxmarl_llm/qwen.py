@@ -31,7 +31,7 @@ from jaxmarl_llm.kernels.causal_attention import causal_attention
 from jaxmarl_llm.kernels.group_attention import group_attention
 from jaxmarl_llm.kernels.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.head import Head
-from jaxmarl_llm.kernels.product import product
+from jaxmarl_llm.kernels.matmul import matmul
 from jaxmarl_llm.kernels.tree_attention import tree_attention
 from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Policy, Unembed
@@ -168,7 +168,7 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         init = nn.initializers.lecun_normal()
-        y = product(x, self.param("kernel", init, (x.shape[-1], self.features), self.cfg.dtype))
+        y = matmul(x, self.param("kernel", init, (x.shape[-1], self.features), self.cfg.dtype))
         if self.has_variable("lora", "a"):
             a: jax.Array = self.get_variable("lora", "a")
             b: jax.Array = self.get_variable("lora", "b")

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.impl import choose
-from jaxmarl_llm.kernels.product import product
+from jaxmarl_llm.kernels.matmul import matmul
 
 NEG = -1e30  # finite: no NaN. A row always sees its own slot 0
 PAYS = {"tpu": 1024}  # tokens of [prompt | responses] from which auto takes a form; the gpu form has not been timed yet
@@ -107,8 +107,8 @@ def _by_einsum(
     q = q.reshape(n, g, t, kv, heads // kv, h)
     f32 = {"preferred_element_type": jnp.float32}
     by_head = jnp.transpose(q, (0, 3, 1, 4, 2, 5))  # [N K G R T H]
-    score_p = product(by_head, jnp.transpose(prefix_k, (0, 2, 3, 1)), jnp.float32)
-    score_s = product(by_head, jnp.transpose(own_k, (0, 3, 1, 4, 2)), jnp.float32)
+    score_p = matmul(by_head, jnp.transpose(prefix_k, (0, 2, 3, 1)), jnp.float32)
+    score_s = matmul(by_head, jnp.transpose(own_k, (0, 3, 1, 4, 2)), jnp.float32)
     see_p = (jnp.arange(p) < prefix_length[:, None])[:, None, None, None, None, :]
     see_s = jnp.arange(s) <= jnp.arange(t)[:, None] + offset
     score_p = jnp.where(see_p, score_p, NEG)

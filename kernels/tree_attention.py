@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.group_attention import NEG
 from jaxmarl_llm.kernels.impl import choose
-from jaxmarl_llm.kernels.product import product
+from jaxmarl_llm.kernels.matmul import matmul
 
 CHUNK = 128  # queries
 PAYS = {"tpu": 1024}  # tokens of a row from which auto takes a form; the gpu form has not been timed yet
@@ -91,7 +91,7 @@ def _by_chunks(size: int, q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Arr
         first, rows = part
         query = (first + jnp.arange(size))[:, None]
         see = (key <= query) & (query < end[:, None])  # [B size T]
-        score = product(jnp.transpose(rows, (0, 2, 3, 1, 4)), jnp.transpose(k, (0, 2, 3, 1)), jnp.float32)
+        score = matmul(jnp.transpose(rows, (0, 2, 3, 1, 4)), jnp.transpose(k, (0, 2, 3, 1)), jnp.float32)
         score = jnp.where(see[:, None, None], score, NEG)
         weight = jax.nn.softmax(score, axis=-1).astype(q.dtype)
         return jnp.einsum("bkrts,bskh->btkrh", weight, v, **f32).astype(q.dtype)

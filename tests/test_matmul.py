@@ -1,4 +1,4 @@
-"""`product` against autodiff of the same sum in float64, and what it and the gated activation are there for."""
+"""`matmul` against autodiff of the same sum in float64, and what it and the gated activation are there for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm import qwen
-from jaxmarl_llm.kernels.product import product
+from jaxmarl_llm.kernels.matmul import matmul
 from jaxmarl_llm.types import PyTree
 
 # x [*T K], w [*B K N] and the sum, in letters
@@ -43,7 +43,7 @@ def draw(case, dtype):
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_are_those_of_the_sum(case, dtype, added, gap):
     x, w, g, letters = draw(case, dtype)
-    y, back = jax.vjp(lambda x, w: product(x, w, added), x, w)
+    y, back = jax.vjp(lambda x, w: matmul(x, w, added), x, w)
     assert y.dtype == (added or dtype)
     dx, dw = back(g.astype(y.dtype))
     assert (dx.dtype, dw.dtype) == (x.dtype, w.dtype)
@@ -66,8 +66,8 @@ def test_batched_and_recomputed():
     x, w, g, _ = draw("a batch", "float32")
     loss = lambda form: lambda x, w: (jnp.sin(form(x, w)) * g).sum()
     want = jax.grad(loss(lambda x, w: jnp.einsum("abstk,abkn->abstn", x, w)), (0, 1))(x, w)
-    twice = jax.vmap(jax.vmap(product))
-    for form in (twice, jax.checkpoint(product), jax.jit(product)):
+    twice = jax.vmap(jax.vmap(matmul))
+    for form in (twice, jax.checkpoint(matmul), jax.jit(matmul)):
         for a, b in zip(jax.grad(loss(form), (0, 1))(x, w), want, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -75,7 +75,7 @@ def test_batched_and_recomputed():
 @pytest.mark.parametrize("trained, products", [((0,), 1), ((1,), 1), ((0, 1), 2)])
 def test_what_is_not_differentiated_costs_no_product_and_keeps_nothing(trained, products):
     x, w, _, _ = draw("wide out", "float32")
-    fixed = lambda *free: product(*(free[trained.index(i)] if i in trained else (x, w)[i] for i in (0, 1)))
+    fixed = lambda *free: matmul(*(free[trained.index(i)] if i in trained else (x, w)[i] for i in (0, 1)))
     back = jax.vjp(fixed, *((x, w)[i] for i in trained))[1]
     y = jnp.ones((len(x), w.shape[1]))
     assert str(jax.make_jaxpr(back)(y)).count("dot_general") == products
@@ -84,7 +84,7 @@ def test_what_is_not_differentiated_costs_no_product_and_keeps_nothing(trained, 
 
 def test_operands_of_two_dtypes_are_refused():
     with pytest.raises(TypeError, match="x and w are of one dtype, not float32 and bfloat16"):
-        product(jnp.ones((2, 3)), jnp.ones((3, 4), jnp.bfloat16))
+        matmul(jnp.ones((2, 3)), jnp.ones((3, 4), jnp.bfloat16))
 
 
 TINY = qwen.Config(
@@ -118,6 +118,6 @@ def test_gradients_of_an_mlp_are_those_of_its_formula():
 def test_the_first_operand_of_a_gradient_is_the_narrow_one(wide):
     """The one that XLA's CPU compiler lays out by columns (docs/log.md)."""
     x, w = jnp.zeros((TOKENS, 40 if wide == "in" else 16)), jnp.zeros((40, 16) if wide == "in" else (16, 40))
-    gradient = jax.make_jaxpr(jax.grad(lambda w: jnp.sin(product(x, w)).sum()))(w)
+    gradient = jax.make_jaxpr(jax.grad(lambda w: jnp.sin(matmul(x, w)).sum()))(w)
     dots = [e for e in gradient.eqns if e.primitive is jax.lax.dot_general_p]
     assert dots[-1].invars[0].aval.shape == (TOKENS, 16)

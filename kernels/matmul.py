@@ -18,7 +18,7 @@ import jax
 from jaxtyping import Array, Float
 
 
-def product(x: Float[Array, "*T K"], w: Float[Array, "*B K N"], dtype: Any = None) -> Float[Array, "*T N"]:
+def matmul(x: Float[Array, "*T K"], w: Float[Array, "*B K N"], dtype: Any = None) -> Float[Array, "*T N"]:
     """x W, added up in ``dtype`` (without it as `jax.lax.dot_general` does), which the result has.
 
     Axes B of ``w`` are a batch, and the first ones of T. Reverse mode only. What is not differentiated has no gradient
@@ -26,7 +26,7 @@ def product(x: Float[Array, "*T K"], w: Float[Array, "*B K N"], dtype: Any = Non
     """
     if x.dtype != w.dtype:
         raise TypeError(f"x and w are of one dtype, not {x.dtype} and {w.dtype}")
-    return _product(_Form(w.ndim - 2, dtype), x, w)
+    return _matmul(_Form(w.ndim - 2, dtype), x, w)
 
 
 class _Form(NamedTuple):
@@ -41,14 +41,14 @@ class _Form(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(form: _Form, x: jax.Array, w: jax.Array) -> jax.Array:
+def _matmul(form: _Form, x: jax.Array, w: jax.Array) -> jax.Array:
     return form.dot(x, w, ([x.ndim - 1], [w.ndim - 2]))
 
 
 def _forward(form: _Form, x: Any, w: Any) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array | None]]:
     # Each operand is kept where the other one is differentiated.
     kept = x.value if w.perturbed else None, w.value if x.perturbed else None
-    return _product(form, x.value, w.value), kept
+    return _matmul(form, x.value, w.value), kept
 
 
 def _backward(form: _Form, kept: tuple[jax.Array | None, jax.Array | None], g: Any) -> tuple[Any, Any]:
@@ -65,4 +65,4 @@ def _backward(form: _Form, kept: tuple[jax.Array | None, jax.Array | None], g: A
     return dx, dw
 
 
-_product.defvjp(_forward, _backward, symbolic_zeros=True)
+_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
