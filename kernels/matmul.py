@@ -51,9 +51,8 @@ def _forward(form: _Form, x: Any, w: Any) -> tuple[jax.Array, tuple[jax.Array | 
     return _matmul(form, x.value, w.value), kept
 
 
-def _backward(form: _Form, kept: tuple[jax.Array | None, jax.Array | None], g: Any) -> tuple[Any, Any]:
-    if isinstance(g, jax.custom_derivatives.SymbolicZero):
-        return None, None
+def _backward(form: _Form, kept: tuple[jax.Array | None, jax.Array | None], g: jax.Array) -> tuple[Any, Any]:
+    # g is never a symbolic zero: of an operation with one result, nothing is then transposed.
     (x, w), dx, dw = kept, None, None
     if w is not None:
         dx = form.dot(g, w, ([g.ndim - 1], [w.ndim - 1])).astype(w.dtype)
