@@ -14,7 +14,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from experiments import bench, heap
+from experiments import bench, budget, heap
 from experiments.bench import __main__ as command
 from experiments.bench import peers, torch_forms
 from experiments.bench.apart import apart
@@ -200,8 +200,14 @@ def test_a_table_keeps_what_was_missed_and_says_where_it_is_from(tmp_path):
     origin = {"command": "it", "date": "2026-01-02", "at": "03:04", "commit": "abc", "jax": "1", "cores": 2}
     origin |= {"machine": "a cpu", "minutes": 1.5, "load": 0.1}
     out, page = tmp_path / "bench.json", tmp_path / "page.md"
-    out.write_text(json.dumps({"part, case": {**dataclasses.asdict(row), "origin": origin}}))
+    held = {"part, case": {**dataclasses.asdict(row), "origin": origin}}
+    there = bench.Row("part", "case", {"ours": [1.0, 1.0], "fast": [7.0, 7.0]})
+    held["elsewhere"] = {**dataclasses.asdict(there), "origin": {**origin, "machine": "another"}}
+    out.write_text(json.dumps(held))
     text = command.written(command.read(str(out)))
+    here, elsewhere = text.split("### 2 cores of another")
+    assert here.startswith("### 2 cores of a cpu\n\n| part") and "7.00" not in here
+    assert "| 7 s | 7.00 | 7.00 to 7.00 |" in elsewhere and "missed" not in elsewhere
     assert "| part | case | 1 s | fast | 550 ms | 0.55 | 0.50 to 0.60 |  | 1 | **missed** |" in text
     assert "| part | case | 1 s | slow | 4.5 s | 4.50 | 4.00 to 5.00 | 6 | 3 | met |" in text
     assert "- part, case: n 7" in text and "`it`, 2026-01-02 03:04 UTC, commit abc" in text
@@ -220,12 +226,15 @@ MINE = "update, tiny, G=4, P=16, R=8, PyTorch"
 @pytest.mark.parity
 def test_the_command_adds_what_it_measured_to_a_file(tmp_path):
     out = tmp_path / "bench.json"
-    out.write_text(json.dumps({"another, case": {}, MINE: {"old": True}}))
+    mine = f"{budget.origin()['machine']}, {MINE}"
+    held = {"another, case": {}, f"a machine, {MINE}": {"theirs": True}, mine: {"old": True}}
+    out.write_text(json.dumps(held))
     line = [sys.executable, "-m", "experiments.bench", "--suite=tiny", "--only=update", f"--out={out}"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert "| update | tiny, G=4, P=16, R=8 |" in done.stdout and "| PyTorch |" in done.stdout
     rows = json.loads(out.read_text())
-    mine = rows[MINE]
+    assert rows[f"a machine, {MINE}"] == {"theirs": True}
+    mine = rows[mine]
     assert {"command", "date", "commit", "machine", "load", "cores"} <= set(mine["origin"]) and "old" not in mine
     assert rows["another, case"] == {} and len(mine["values"]["ours"]) == 1
     done = subprocess.run([*line[:4], "--only=decod"], capture_output=True, text=True, check=False)

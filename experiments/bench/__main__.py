@@ -10,8 +10,8 @@ median over rounds, least and largest. The first call of each form compiles and 
 end tokens disabled.
 
 A row is added to ``--out`` as soon as it is measured, with the command, the date and the load of the machine, and
-replaces one of the same comparison: parts may be measured one by one. ``--table`` writes the file as Markdown,
-between the markers of ``--into`` where that is given.
+replaces one of the same comparison on the same machine: parts may be measured one by one, on several machines.
+``--table`` writes the file as Markdown, a table for each machine, between the markers of ``--into`` where that is given.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def table(rows: list[bench.Row]) -> str:
 
 
 def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
-    """The rows of a part as JSON, with where they come from; key: part, case, others."""
+    """The rows of a part as JSON, with where they come from; key: machine, part, case, others."""
     from experiments.budget import origin
 
     clock, load = time.time(), os.getloadavg()[0]
@@ -80,7 +80,7 @@ def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
     for row in importlib.import_module(f"experiments.bench.{part}").run(suite):
         print(table([row]), flush=True)
         yield (
-            ", ".join([row.part, row.case, *row.others()]),
+            ", ".join([where["machine"], row.part, row.case, *row.others()]),
             {**dataclasses.asdict(row), "origin": {**where, "minutes": round((time.time() - clock) / 60, 1)}},
         )
 
@@ -90,17 +90,19 @@ def read(file: str) -> dict[str, dict]:
 
 
 def written(held: dict[str, dict]) -> str:
-    """The table of a JSON file, and which command measured which part, when and where."""
+    """The tables of a JSON file by machine, and which command measured which part and when."""
     names = [f.name for f in dataclasses.fields(bench.Row)]
-    rows = [bench.Row(**{name: row[name] for name in names}) for row in held.values()]
-    said = {}
+    machines: dict[str, tuple[list[bench.Row], dict]] = {}
     for row in held.values():
         o = row["origin"]
+        rows, said = machines.setdefault(f"{o['cores']} cores of {o['machine']}", ([], {}))
+        rows.append(bench.Row(**{name: row[name] for name in names}))
         said[row["part"], o["date"], o["at"]] = (
             f"- {row['part']}: `{o['command']}`, {o['date']} {o['at']} UTC, commit {o['commit']}, JAX {o['jax']}, "
-            f"{o['cores']} cores of {o['machine']}, {o['minutes']} min, load {o['load']} before"
+            f"{o['minutes']} min, load {o['load']} before"
         )
-    return table(rows) + "\n\n" + "\n".join(said.values())
+    parts = (f"### {name}\n\n{table(rows)}\n\n" + "\n".join(said.values()) for name, (rows, said) in machines.items())
+    return "\n\n".join(parts)
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
