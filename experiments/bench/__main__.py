@@ -11,7 +11,7 @@ end tokens disabled.
 
 A row is added to ``--out`` as soon as it is measured, with the command, the date and the load of the machine, and
 replaces one of the same comparison on the same machine: parts may be measured one by one, on several machines.
-``--table`` writes the file as Markdown, a table for each machine, between the markers of ``--into`` where that is given.
+``--table`` writes the file as Markdown, a table for each, between the markers of ``--into`` where that is given.
 """
 
 from __future__ import annotations
