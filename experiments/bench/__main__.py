@@ -75,12 +75,13 @@ def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
     from experiments.budget import origin
 
     clock, load = time.time(), os.getloadavg()[0]
-    where = {**origin(), "suite": suite.name, "cores": os.cpu_count(), "load": round(load, 2)}
+    said = origin()
+    where = {**said, "suite": suite.name, "cores": os.cpu_count(), "load": round(load, 2)}
     where["at"] = time.strftime("%H:%M", time.gmtime(clock))
     for row in importlib.import_module(f"experiments.bench.{part}").run(suite):
         print(table([row]), flush=True)
         yield (
-            ", ".join([where["machine"], row.part, row.case, *row.others()]),
+            ", ".join([said["machine"], row.part, row.case, *row.others()]),
             {**dataclasses.asdict(row), "origin": {**where, "minutes": round((time.time() - clock) / 60, 1)}},
         )
 
