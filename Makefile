@@ -2,17 +2,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
+DEMO ?= runs/demo
 RUN := $(VENV)/bin/python
 CPU := JAX_PLATFORMS=cpu
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test test-one test-312 lint types notebooks aot sandbox weights smollm2 peers install install-test clean help
+.PHONY: demo test check test-slow test-312 lint types notebooks docs aot sandbox weights smollm2 transformers4 peers install install-test clean help
 
 help:
-	@echo "make demo       train JoyAgents-R1 on CPU with tiny models; writes runs/demo/report.png (SEED=0)"
-	@echo "make test       install what the tests need and run them all, on Python 3.12 too where it is found"
+	@echo "make demo       train JoyAgents-R1 on CPU with tiny models, or resume it; writes runs/demo/report.png"
+	@echo "                (another run: make demo SEED=1 DEMO=runs/demo_1)"
+	@echo "make test       install what the tests need; lint, types, and all tests that are not slow"
+	@echo "make check      slow tests, notebooks, compiles for TPUs, and Python 3.12 where it is found"
 	@echo "make lint types notebooks aot"
+	@echo "make docs       the site with the API reference, in build/site; warnings are errors"
 	@echo "make sandbox    install what runs generated code safely: bubblewrap and libseccomp"
+	@echo "make transformers4  an environment with transformers 4, in which a slow test loads exports"
 	@echo "make peers      other systems beside which experiments.bench measures, each in an environment of its own"
 	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
 
@@ -36,35 +41,44 @@ $(VENV)/.installed-parity: $(VENV)/.installed-test
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-parity
 
+# An existing run is resumed, never deleted.
 demo: $(VENV)/.installed
-	rm -rf runs/demo
-	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=runs/demo --config.seed=$(SEED)
-	@$(RUN) -m experiments.summary runs/demo
+	@test ! -d $(DEMO)/checkpoints || echo "$(DEMO) holds a run, which is resumed. A new run: make demo DEMO=runs/NAME"
+	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=$(DEMO) --config.seed=$(SEED)
+	@$(RUN) -m jaxmarl_llm.cli.summary $(DEMO)
 
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
 
-test: test-one notebooks aot test-312
-
-test-one: $(VENV)/.installed-parity lint types sandbox
+# What is not slow. The slow tests, the notebooks, the compiles for TPUs and the second Python are `make check`.
+test: $(VENV)/.installed-parity lint types sandbox
 	@test -f weights/smollm2/config.json || $(MAKE) weights || echo "SmolLM2 was not fetched: its tests skip"
-	$(CPU) $(RUN) -m pytest $(SPREAD)
+	$(CPU) $(RUN) -m pytest $(SPREAD) -m "not slow"
+
+check: test-slow notebooks aot test-312
+
+test-slow: $(VENV)/.installed-parity sandbox
+	@test -f $(TRANSFORMERS4)/.installed || $(MAKE) transformers4 || echo "transformers 4 was not installed: its test skips"
+	$(CPU) $(RUN) -m pytest $(SPREAD) -m slow
 
 # The 3B team on three slices of TPUs: compiled, and fits. Two at a time, as many as there are cores.
-AOT := $(CPU) $(RUN) -m experiments.aot --config=experiments/configs/joyagents_r1.py:qwen2_5_3b
+AOT := $(CPU) $(RUN) -m experiments.tpu.plan_pod --config=experiments/configs/joyagents_r1.py:qwen2_5_3b
 aot: $(VENV)/.installed-test
 	$(AOT) --topology=v6e:16x16 & other=$$!; $(AOT) --topology=v5e:16x16,v5p:8x8x8 && wait $$other
 
 # The newest JAX needs Python 3.12. Where that Python is found, what rests on JAX, Flax, Optax and Orbax runs on it too;
 # torch, text environments and recipes, which are compositions of that, are left to the first leg.
-NEWEST := advantages checkpoint cli config generate group_attention invariant kernels layering lora losses matmul memory metrics rollout sampling \
-	selection team tokenizer train weights workers
+NEWEST := $(addprefix tests/,test_config.py test_layering.py credit generation $(addsuffix .py,agents/test_memory \
+	agents/test_team cli/test_cli kernels/test_group_attention kernels/test_kernels kernels/test_matmul \
+	models/test_batch_invariant models/test_hf_config models/test_hf_weights models/test_lora models/test_rope \
+	models/test_tokenizer rollout/test_array rollout/test_env_pool storage/test_checkpoint telemetry/test_metrics \
+	training/test_learner training/test_losses))
 PY312 := $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python; do command -v $$p >/dev/null 2>&1 && $$p -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
 ifeq ($(PY312),)
 test-312:
 	@echo "python3.12 was not found: the second leg (newest JAX) did not run"
 else
 test-312: .venv-312/.installed-test sandbox
-	$(CPU) .venv-312/bin/python -m pytest $(SPREAD) $(NEWEST:%=tests/test_%.py) -m "not parity and not real_weights and not slow"
+	$(CPU) .venv-312/bin/python -m pytest $(SPREAD) $(NEWEST) -m "not parity and not real_weights and not slow"
 
 .venv-312/.installed-test: setup.cfg pyproject.toml
 	$(MAKE) VENV=.venv-312 PYTHON=$(PY312) .venv-312/.installed
@@ -92,11 +106,28 @@ notebooks: export XLA_FLAGS := --xla_backend_extra_options=xla_cpu_disable_new_f
 notebooks: $(VENV)/.installed-test
 	$(CPU) $(RUN) -m pytest --nbmake --nbmake-timeout=600 --durations=4 notebooks
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(RUN) -m pip install --quiet -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	$(RUN) -m mkdocs build --strict
+
 weights: $(VENV)/.installed-test
-	$(RUN) -m experiments.fetch_weights --out=weights/smollm2
+	$(RUN) -m jaxmarl_llm.cli.fetch_weights --out=weights/smollm2
 
 smollm2: weights
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:smollm2 --workdir=runs/smollm2
+
+# Exports must be the same model in transformers 4 and 5 (tests/models/test_transformers4.py).
+TRANSFORMERS4 := .venv-transformers4
+transformers4: $(TRANSFORMERS4)/.installed
+
+$(TRANSFORMERS4)/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "torch==2.13.0" || $(@D)/bin/python -m pip install --quiet torch
+	$(@D)/bin/python -m pip install --quiet "transformers<5"
+	@touch $@
 
 # What experiments.bench drives: TRL and CoMLRL share an environment, google-tunix pins an older transformers.
 PEERS ?= .venv-peers
@@ -115,4 +146,4 @@ $(PEERS)/tunix/.installed: $(PEER_REQUIREMENTS)/tunix.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-312 $(PEERS) build *.egg-info
+	rm -rf $(VENV) .venv-312 $(TRANSFORMERS4) $(PEERS) build *.egg-info

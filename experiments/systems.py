@@ -1,11 +1,11 @@
 """Every published system in the repository, and what was shown of it:
 
     python -m experiments.systems                       the table, from the last recorded runs
-    python -m experiments.systems --run=dr_mas,rema     run them on --seeds=5 and record it
+    python -m experiments.systems --run=dr_mas,rema     run them and record it
 
 U: golden numbers and slow twins, as tests. L: learns, against a stated control. X: what the paper's own ingredient
-brings, measured by taking it out. A system is a module of `experiments.claims` with ``GOLDEN`` (its test file),
-``STATUS`` and ``run(seeds, say) -> [Finding]``. Records go to docs/systems.json, the table to docs/systems.md.
+brings, measured by taking it out. A system is a module of `experiments.claims`. Its claims have to be committed before
+a run records anything. Records go to docs/results/systems.json, the table to docs/systems.md.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from typing import Any
 
 from absl import flags
 
-from experiments import claims, cli
-from experiments.budget import interval, origin
-
-flags.DEFINE_list("run", [], "Systems to run; all: every one.")
-flags.DEFINE_integer("seeds", 5, "Seeds 0 to N-1.", lower_bound=1)
-flags.DEFINE_string("records", "docs/systems.json", "JSON file of the records; the table is written beside it.")
+from experiments import claims
+from experiments.claims import HOLDS, Claim, Finding, decide
+from experiments.studies.common import interval, origin
+from jaxmarl_llm.cli import config_flags
 
 INTRO = """# Systems
 
-Written by `python -m experiments.systems`; every row by `--run=NAME`, with seeds, date and commit. U: golden numbers
-and slow twins (tests). L: it learns, against a control. X: the paper's own ingredient taken out. Means with 95 %
-intervals over seeds (Student's t). "mechanism implemented": a rule of the paper had to be inferred.
+`python -m experiments.systems` writes this page; `--run=NAME` measures one system anew.
+
+- U: golden numbers and slow references, as tests, and exact counts.
+- L: the system learns, against a control.
+- X: the paper's own ingredient is taken out.
+- Effect: the statistic of a claim, one value a seed. Both arms of a difference have the same seed, tasks and keys.
+- A claim **holds** when the 95 % interval of the mean effect (Student's t over seeds) lies above delta, the smallest
+  effect worth having. Below delta it does not hold. An interval around delta decides nothing.
+- Every claim, with its delta, was committed before its run: the commit is in the first row of a system.
+- Held-out tasks are tasks that no seed trains on. Tasks and demonstrations differ between seeds.
+- "mechanism implemented": a rule of the paper had to be inferred.
 """
 
 
@@ -40,17 +46,39 @@ def known() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(claims.__path__))
 
 
-def record(name: str, seeds: int, say: Any) -> dict[str, Any]:
+def claimed_in(name: str) -> str:
+    """The commit that last changed the claims of a system. ConfigError for claims that are not committed."""
+    from jaxmarl_llm.errors import ConfigError
+
+    file = f"experiments/claims/{name}.py"
+    git = lambda *words: subprocess.run(["git", *words, "--", file], capture_output=True, text=True).stdout.strip()
+    if git("status", "--porcelain"):
+        raise ConfigError(f"--run: {file} has changes that are not committed; claims are committed before a run")
+    return git("log", "-1", "--format=%h")
+
+
+def checked(name: str, module: Any, findings: list[Finding]) -> list[dict[str, Any]]:
+    """The findings beside their claims. ValueError where a claim has no finding, or a finding no claim."""
+    if [f.claim for f in findings] != list(module.CLAIMS):
+        raise ValueError(f"{name}: findings {[f.claim for f in findings]} are not of the claims {list(module.CLAIMS)}")
+    return [
+        {**vars(module.CLAIMS[f.claim]), "values": f.effect, "figures": f.figures, "verdict": decide(claim, f.effect)}
+        for f, claim in zip(findings, module.CLAIMS.values(), strict=True)
+    ]
+
+
+def record(name: str, seeds: int | None, say: Any) -> dict[str, Any]:
     """Run the tests and claims of one system."""
     module = importlib.import_module(f"experiments.claims.{name}")
-    clock = time.time()
+    seeds, stated, clock = seeds or module.SEEDS, claimed_in(name), time.time()
     tested = subprocess.run([sys.executable, "-m", "pytest", "-q", module.GOLDEN], capture_output=True, text=True)
     say(f"{name}: U {tested.stdout.strip().splitlines()[-1] if tested.stdout.strip() else tested.stderr.strip()}")
     findings = module.run(list(range(seeds)), say)
     return {
         "status": module.STATUS,
         "golden": {"file": module.GOLDEN, "holds": tested.returncode == 0},
-        "findings": [f._asdict() for f in findings],
+        "claims_commit": stated,
+        "findings": checked(name, module, findings),
         "seeds": seeds,
         "minutes": round((time.time() - clock) / 60, 1),
         **origin(),
@@ -58,29 +86,34 @@ def record(name: str, seeds: int, say: Any) -> dict[str, Any]:
 
 
 def table(records: dict[str, dict]) -> str:
-    """One row a claim; figures by arm."""
-    mark = lambda holds: "holds" if holds else "**does not hold**"
-    lines = ["| system | | claim | figures | |", "| --- | --- | --- | --- | --- |"]
+    """One row a claim: the effect with its interval beside delta, and figures by arm."""
+    mark = lambda verdict: verdict if verdict == HOLDS else f"**{verdict}**"
+    lines = ["| system | | claim | effect | delta | | figures |", "| --- | --- | --- | --- | --- | --- | --- |"]
     for name in known():
         if name not in records:
-            lines.append(f"| {name} | | not recorded yet | | |")
+            lines.append(f"| {name} | | not recorded yet | | | | |")
             continue
         r = records[name]
-        where = f"{r['seeds']} seeds, {r['minutes']} min, {r['date']}, `{r['commit']}`"
+        where = f"{r['seeds']} seeds, {r['minutes']} min, {r['date']}, `{r['commit']}`; claims `{r['claims_commit']}`"
         golden = r["golden"]
-        lines.append(f"| {name} | U | {r['status']}; `{golden['file']}` | {where} | {mark(golden['holds'])} |")
+        verdict = mark(HOLDS if golden["holds"] else "does not hold")
+        lines.append(f"| {name} | U | {r['status']}; `{golden['file']}` | | | {verdict} | {where} |")
         for f in r["findings"]:
+            claim = Claim(f["kind"], f["text"], f["effect"], f["delta"])
             figures = "; ".join(f"{arm} {interval(values)}" for arm, values in f["figures"].items())
-            lines.append(f"| | {f['kind']} | {f['claim']} | {figures} | {mark(f['holds'])} |")
+            effect = f"{claim.effect}: {interval(f['values'])}"
+            verdict = mark(decide(claim, f["values"]))
+            lines.append(f"| | {claim.kind} | {claim.text} | {effect} | {claim.delta:g} | {verdict} | {figures} |")
     return "\n".join(lines)
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     from jaxmarl_llm.config import nearest
-    from jaxmarl_llm.text import ConfigError
+    from jaxmarl_llm.errors import ConfigError
 
     file = Path(flag_values.records)
-    records = json.loads(file.read_text()) if file.exists() else {}
+    found = json.loads(file.read_text()) if file.exists() else {}
+    records = {name: r for name, r in found.items() if "claims_commit" in r}  # others decided by medians
     names = known() if flag_values.run == ["all"] else flag_values.run
     for name in names:
         if name not in known():
@@ -89,9 +122,13 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         records[name] = record(name, flag_values.seeds, lambda line: print(line, flush=True))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(records, indent=1))
-        file.with_suffix(".md").write_text(f"{INTRO}\n{table(records)}\n")
+        Path(flag_values.page).write_text(f"{INTRO}\n{table(records)}\n")
     print(table(records))
 
 
 if __name__ == "__main__":
-    cli.run(main, required=())
+    flags.DEFINE_list("run", [], "Systems to run; all: every one.")
+    flags.DEFINE_integer("seeds", None, "Seeds 0 to N-1; default: the module's.", lower_bound=2)
+    flags.DEFINE_string("records", "docs/results/systems.json", "JSON file of the records.")
+    flags.DEFINE_string("page", "docs/systems.md", "Markdown file of the table, written after every system.")
+    config_flags.run(main, required=())

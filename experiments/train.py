@@ -1,59 +1,6 @@
-"""Train a recipe: python -m experiments.train --config=FILE.py[:variant] --workdir=DIR [--config.key=value ...]
+"""Train a recipe: `python -m experiments.train` is `jaxmarl-llm train`, see jaxmarl_llm/cli/train.py."""
 
-Run the same command again to resume from the newest checkpoint in the workdir. On several hosts the same command runs
-on each of them: under Slurm, on a TPU slice and in a JobSet the processes find each other; elsewhere each is told:
-
-    --coordinator=HOST:PORT --processes=4 --process=2     (HOST is that of process 0, PORT one that is free there)
-
-On a CPU say so, JAX_PLATFORMS=cpu: the memory of a step that takes up to a third of the machine's is then kept for the
-next one (experiments/heap.py).
-
-Exit codes: 2 wrong input; 75 nothing is wrong, run it again: saved after SIGTERM, or another process is gone.
-"""
-
-import os
-
-from absl import flags, logging
-
-from experiments import cli, heap
-
-flags.DEFINE_list("allow_config_change", [], "Config keys (a.b) that may differ from those the workdir was made with.")
-flags.DEFINE_string("compilation_cache", None, "Folder of compiled programs; default: <workdir>/../.jax_cache.")
-flags.DEFINE_string("coordinator", None, "host:port of process 0, where the processes of a run meet.")
-flags.DEFINE_integer("processes", None, "How many processes; default: as the environment says, 1 where it is silent.")
-flags.DEFINE_integer("process", None, "The number of this one, from 0.")
-flags.DEFINE_float("init_timeout", 300.0, "Seconds that processes wait for each other at the start.", lower_bound=1.0)
-
-
-def main(cfg, workdir, flag_values):
-    logging.set_verbosity(logging.WARNING)  # Orbax tells every detail at INFO
-    import jax  # only now: a bad configuration ends before any device is touched
-    import jaxlib
-
-    from jaxmarl_llm import __version__, meeting, processes
-    from jaxmarl_llm.config import flatten
-
-    where = meeting.place(flag_values.coordinator, flag_values.processes, flag_values.process, flag_values.init_timeout)
-    versions = {"jaxmarl_llm": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    home = workdir if "://" in workdir else os.path.abspath(workdir)
-    facts = {**versions, "--workdir": home, **flatten(cfg)}
-    with processes.joined(where, facts, flag_values.init_timeout):
-        cache = flag_values.compilation_cache or os.path.join(os.path.dirname(home), ".jax_cache")
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        from experiments import room
-        from jaxmarl_llm.loop import fit
-
-        module = cli.recipe_module(cfg.recipe)
-        room.check(cfg, module.make_plan(cfg))
-        recipe = module.make(cfg)
-        try:
-            fit(cfg, recipe, workdir, allow_config_change=flag_values.allow_config_change)
-        finally:
-            recipe.arena.close()
-
+import runpy
 
 if __name__ == "__main__":
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        heap.keep()
-    cli.run(main)
+    runpy.run_module("jaxmarl_llm.cli.train", run_name="__main__")

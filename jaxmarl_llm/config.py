@@ -1,11 +1,18 @@
-"""Configs are frozen dataclasses; this file turns them into plain dictionaries and back, and says what is wrong.
+"""Conversion of configurations, which are frozen dataclasses, to plain dictionaries and back, with checks.
 
-A config class is a (possibly nested) frozen dataclass whose fields are ``int``, ``float``, ``str``, ``bool``,
+A config class is a (possibly nested) frozen dataclass. Its fields are ``int``, ``float``, ``str``, ``bool``,
 ``X | None``, ``Literal[...]``, ``tuple[T, ...]``, ``dict[str, T]`` or another config class. The annotations are the
-schema: there is no second list of keys to keep in step. A class may define ``check(self, path)``, which raises
-``ConfigError`` for values that are well typed but out of range; ``path`` is the dotted name to put in front.
+schema; there is no second list of keys. A config class may define:
 
-Free of JAX: a mistyped key is reported before any device is touched.
+* ``check(self, path: str) -> None``: raises ``ConfigError`` for a value of the right type that is out of range.
+  ``path`` is the dotted key of the object, as ``config.optimizer``. Each message begins with the full dotted key of
+  the field; the helpers `at_least`, `positive`, `in_range` and `one_of` write such messages. ``check`` compares the
+  fields of its own object; nested objects are checked by their own ``check``.
+* ``ALIASES: ClassVar[dict[str, str]]``: old name of a renamed key -> its new name. The old name is accepted for one
+  release, with one line on stderr.
+* ``REMOVED: ClassVar[dict[str, str]]``: name of a removed key -> what to do instead. The key is refused with that text.
+
+This module does not import JAX: a mistyped key is reported before any device is touched.
 """
 
 from __future__ import annotations
@@ -15,6 +22,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import importlib
 import json
 import math
 import re
@@ -24,10 +32,14 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union
 
-from jaxmarl_llm.text import ConfigError
+from absl import logging
+
+from jaxmarl_llm.errors import ConfigError
 
 T = TypeVar("T")
 INT_LIMIT = 2**63  # what JAX and the checkpoint can hold
+COUNT_LIMIT = 2**31 - 1  # largest count, number of steps or seed: arrays of integers are int32
+ROW_LIMIT = 2**24  # largest number of rows that one table of a step holds: tasks, samples, tokens of a prompt
 
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = 60
@@ -55,6 +67,7 @@ def from_dict(cls: type[T], mapping: Any, prefix: str = "config") -> T:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{prefix}: expected {_describe(cls)}, got {_show(mapping)}")
     hints = _hints(typing.cast(Any, cls))
+    mapping = _with_current_names(cls, mapping, prefix)
     for key in mapping:
         if key not in hints:
             raise ConfigError(_unknown_key(prefix, key, hints))
@@ -64,7 +77,10 @@ def from_dict(cls: type[T], mapping: Any, prefix: str = "config") -> T:
             values[field.name] = _convert(hints[field.name], mapping[field.name], f"{prefix}.{field.name}")
         elif _required(field):
             raise ConfigError(f"{prefix}.{field.name}: missing; expected {_describe(hints[field.name])}")
-    cfg = cls(**values)
+    try:
+        cfg = cls(**values)
+    except ConfigError as error:  # an environment's Config checks itself and does not know its own key
+        raise ConfigError(f"{prefix}: {error}") from None
     check = getattr(cfg, "check", None)
     if check is not None:
         check(prefix)
@@ -125,6 +141,45 @@ def one_of(name: str, value: T, choices: Iterable[T]) -> T:
     if any(type(choice) is type(value) and choice == value for choice in choices):
         return value
     raise ConfigError(f"{name}: unknown value {_show(value)}; {nearest(value, choices)}")
+
+
+def at_least(key: str, value: float, minimum: float, maximum: float | None = None) -> None:
+    """Raise a ``ConfigError`` unless ``value`` is a finite number from ``minimum`` to ``maximum``, both included.
+
+    ``key`` is the full dotted key that the message begins with. Without ``maximum`` an int may be as large as
+    COUNT_LIMIT and a float as large as floats are.
+    """
+    finite(key, value)
+    if maximum is None:
+        maximum = COUNT_LIMIT if isinstance(value, int) else value
+    if value < minimum:
+        raise ConfigError(f"{key}: expected >= {minimum}, got {_show(value)}")
+    if value > maximum:
+        raise ConfigError(f"{key}: expected <= {maximum}, got {_show(value)}")
+
+
+def positive(key: str, value: float) -> None:
+    """Raise a ``ConfigError`` unless ``value`` is a finite number above 0. ``key``: as in `at_least`."""
+    finite(key, value)
+    if value <= 0:
+        raise ConfigError(f"{key}: expected > 0, got {_show(value)}")
+
+
+def finite(key: str, value: float) -> None:
+    """Raise a ``ConfigError`` for a ``value`` that is infinite or NaN. ``key``: as in `at_least`."""
+    if not math.isfinite(value):
+        raise ConfigError(f"{key}: expected a finite number, got {_show(value)}")
+
+
+def in_range(key: str, value: float, low: float, high: float, ends: str = "[]") -> None:
+    """Raise a ``ConfigError`` unless ``value`` lies in an interval from ``low`` to ``high``.
+
+    ``ends``: the two brackets of the interval; ``(`` and ``)`` exclude an end. ``key``: as in `at_least`.
+    """
+    above = value > low if ends[0] == "(" else value >= low
+    below = value < high if ends[1] == ")" else value <= high
+    if not (above and below):
+        raise ConfigError(f"{key}: expected in {ends[0]}{low:g}, {high:g}{ends[1]}, got {_show(value)}")
 
 
 def nearest(value: Any, choices: Iterable[Any], noun: str = "choose from") -> str:
@@ -210,7 +265,7 @@ def _parse(kind: Any, text: str, path: str) -> Any:
     if origin is Literal:
         return next((choice for choice in args if str(choice) == text), text)
     if _is_config(kind):
-        raise ConfigError(f"{path}: set one of its keys: {', '.join(f'{path}.{key}' for key in _hints(kind))}")
+        raise ConfigError(f"{path}: set one of its keys as {path}.KEY=VALUE: {', '.join(_hints(kind))}")
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     if kind is int or kind is float:
@@ -237,11 +292,14 @@ def _put(kind: Any, tree: Any, keys: list[str], make: Callable[[Any, str], Any],
     key, rest = keys[0], keys[1:]
     if typing.get_origin(kind) in (Union, types.UnionType):
         members = _members(kind)
-        kind = next((m for m in members if _is_config(m) and key in _hints(m)), members[0])
+        has = lambda m: key in _hints(m) or key in _inherited(m, "ALIASES") or key in _inherited(m, "REMOVED")
+        kind = next((m for m in members if _is_config(m) and has(m)), members[0])
     if _is_config(kind):
         hints = _hints(kind)
+        key = _current_name(kind, key, path)
         if key not in hints:
             raise ConfigError(_unknown_key(path, key, hints))
+        tree = _with_current_names(kind, tree, path) if isinstance(tree, Mapping) else tree
         # The value the field would have had: setting one key of a group must keep the others.
         inner = tree[key] if isinstance(tree, Mapping) and key in tree else _default(kind, key)
         return {**(tree or {}), key: _put(hints[key], inner, rest, make, f"{path}.{key}")}
@@ -264,6 +322,51 @@ def _put(kind: Any, tree: Any, keys: list[str], make: Callable[[Any, str], Any],
 def _hints(cls: type) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in _fields(cls)}
+
+
+@functools.cache
+def _inherited(cls: type, name: str) -> dict[str, str]:
+    """``ALIASES`` or ``REMOVED`` of a config class and of those it inherits from."""
+    merged: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        merged |= vars(base).get(name, {})
+    return merged
+
+
+def _current_name(cls: type, key: Any, path: str) -> Any:
+    """The name that ``key`` has now in the config class ``cls``, which stands at ``path``."""
+    if not isinstance(key, str) or key in _hints(cls):
+        return key
+    if key in _inherited(cls, "REMOVED"):
+        raise ConfigError(f"{path}.{key}: removed; {_inherited(cls, 'REMOVED')[key]}")
+    new = _inherited(cls, "ALIASES").get(key)
+    if new is None:
+        return key
+    _warn_of_alias(f"{path}.{key}", f"{path}.{new}")
+    return new
+
+
+def _with_current_names(cls: Any, mapping: Mapping[Any, Any], path: str) -> dict[Any, Any]:
+    """``mapping``, keys of the config class ``cls``, with renamed keys under their new names."""
+    renamed: dict[Any, Any] = {}
+    old_names: dict[Any, Any] = {}
+    for key, value in mapping.items():
+        new = _current_name(cls, key, path)
+        if new in renamed:
+            old = old_names.get(new, key)
+            raise ConfigError(
+                f"{path}.{old}: the old name of {path}.{new}, which is given too; keep {path}.{new} alone"
+            )
+        renamed[new] = value
+        if new != key:
+            old_names[new] = key
+    return renamed
+
+
+@functools.cache
+def _warn_of_alias(old: str, new: str) -> None:
+    """One line on stderr, once a process, that the key ``old`` is now ``new``."""
+    logging.warning("%s: renamed to %s; the old name is accepted in this release alone", old, new)
 
 
 def _fields(cls: Any) -> list[dataclasses.Field]:
@@ -339,3 +442,41 @@ def _describe(kind: Any) -> str:
     if _is_dict(kind):
         return f"dict of {_describe(args[1])}" if args else "dict"
     return getattr(kind, "__name__", str(kind))
+
+
+def load_module(key: str, name: str) -> types.ModuleType:
+    """Import the module ``name``. Every failure is a ``ConfigError`` of one line that shows the module's own error.
+
+    Args:
+        key: dotted name of the config value, put in front of error messages.
+        name: ``"package.module"``.
+    """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{key}: expected 'package.module', got {_show(name)}")
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # whatever the module does while it is imported
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key}: cannot import module {name!r}: {message}") from error
+
+
+def load_object(key: str, dotted: str) -> Any:
+    """Import the object that ``dotted`` names: ``"package.module:name"`` or ``"package.module:Class.name"``.
+
+    Every failure is a ``ConfigError`` of one line. An error that the module raises is shown with its type and message.
+
+    Args:
+        key: dotted name of the config value, put in front of error messages (``"config.loss.objective"``).
+        dotted: module and attribute, with a colon between.
+    """
+    module_name, colon, names = dotted.partition(":")
+    if not colon or not all(part.isidentifier() for part in names.split(".")):
+        raise ConfigError(f"{key}: expected 'package.module:name', got {_show(dotted)}")
+    found: Any = load_module(key, module_name)
+    owner = f"module {module_name!r}"
+    for name in names.split("."):
+        if not hasattr(found, name):
+            public = [known for known in dir(found) if not known.startswith("_")]
+            raise ConfigError(f"{key}: {owner} has no attribute {name!r}; {nearest(name, public, 'it has')}")
+        found, owner = getattr(found, name), repr(f"{module_name}:{name}")
+    return found

@@ -64,7 +64,3 @@ class HostEnv(NamedTuple):
     observe: Callable[[Any], Mapping[str, Prompt]]
     step: Callable[[int, Any, Mapping[str, Action]], tuple[Any, Rewards, bool]]
     verify: Callable[[Any], Rewards] | None = None
-
-
-class ConfigError(ValueError):
-    """Bad input from the user: one line that names the key, file or role and what would be right. Exit code 2."""

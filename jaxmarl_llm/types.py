@@ -19,19 +19,22 @@ Tables are padded to a bucket; ``valid`` is False on padding and on everything t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from jaxmarl_llm.kernels.head import Head, logits
+from jaxmarl_llm.kernels.head.head import Head, logits
 
 Params = Any  # a tree of arrays
 PyTree = Any
+# A column of a table, or a field of a batch. Compiled programs make JAX arrays; host code makes and reads NumPy arrays.
+Array = jax.Array | np.ndarray
 
 # Who produced a step (``Steps.source``).
 POLICY, FROZEN, SCRIPTED, EXPERT = range(4)
@@ -43,7 +46,7 @@ class Retrieval(struct.PyTreeNode):
     slots: Int[Array, "N X"]  # -1 for none
     similarity: Float[Array, "N X"]
     query: Float[Array, "N D"]  # embedding of the prompt before entries were added
-    added: Int[Array, "N"]  # tokens that memory put in front of the prompt
+    added: Int[Array, " N"]  # tokens that memory put in front of the prompt
 
     @staticmethod
     def empty(n: int) -> Retrieval:
@@ -55,42 +58,41 @@ class Nodes(struct.PyTreeNode):
     """Decision points. Leading axis N."""
 
     tokens: Int[Array, "N P"]  # prompt ids, right-padded
-    length: Int[Array, "N"]
-    role: Int[Array, "N"]  # index into Team.roles
-    model: Int[Array, "N"]  # index into Team.models
-    task: Int[Array, "N"]  # index into the batch of tasks
-    turn: Int[Array, "N"]
-    parent: Int[Array, "N"]  # transition that led here, -1 at a root
-    crn: Int[Array, "N"]  # common-random-number id: nodes of equal crn saw the same environment draws
+    length: Int[Array, " N"]
+    role: Int[Array, " N"]  # index into Team.roles
+    model: Int[Array, " N"]  # index into Team.models
+    task: Int[Array, " N"]  # index into the batch of tasks
+    turn: Int[Array, " N"]
+    parent: Int[Array, " N"]  # transition that led here, -1 at a root
     retrieved: Retrieval  # what memory put into the prompt
-    valid: Bool[Array, "N"]
+    valid: Bool[Array, " N"]
 
 
 class Steps(struct.PyTreeNode):
     """Completions. Leading axis C. Convention: ``logprobs[t]`` scores ``tokens[t]`` given the prompt and tokens[:t]."""
 
-    node: Int[Array, "C"]
+    node: Int[Array, " C"]
     tokens: Int[Array, "C R"]
-    length: Int[Array, "C"]  # sampled tokens, the stop id included
+    length: Int[Array, " C"]  # sampled tokens, the stop id included
     loss_mask: Bool[Array, "C R"]  # True where the policy sampled the token: provenance, never token values
     logprobs: Float[Array, "C R"]  # under the distribution really sampled from
-    truncated: Bool[Array, "C"]  # ended by the length limit, not by a stop id
-    source: Int[Array, "C"]
-    version: Int[Array, "C"]  # optimizer steps the sampling parameters had seen
-    valid: Bool[Array, "C"]
+    truncated: Bool[Array, " C"]  # ended by the length limit, not by a stop id
+    source: Int[Array, " C"]
+    version: Int[Array, " C"]  # optimizer steps the sampling parameters had seen
+    valid: Bool[Array, " C"]
 
 
 class Transitions(struct.PyTreeNode):
     """Joint actions and what they earned. Leading axis J."""
 
     steps: Int[Array, "J W"]  # the step of each seat, -1 for an empty seat
-    parent: Int[Array, "J"]  # transition that led to this state, -1 at a root
-    task: Int[Array, "J"]
-    turn: Int[Array, "J"]
+    parent: Int[Array, " J"]  # transition that led to this state, -1 at a root
+    task: Int[Array, " J"]
+    turn: Int[Array, " J"]
     rewards: Mapping[str, Float[Array, "J A"]]  # by component
-    done: Bool[Array, "J"]
-    played: Bool[Array, "J"]  # the environment was stepped
-    valid: Bool[Array, "J"]  # played, and its reward could be computed
+    done: Bool[Array, " J"]
+    played: Bool[Array, " J"]  # the environment was stepped
+    valid: Bool[Array, " J"]  # played, and its reward could be computed
 
 
 class Counts(struct.PyTreeNode):
@@ -142,7 +144,7 @@ class Policy(NamedTuple):
     extend(variables, tokens [N E], count [N], start [N], prefix) -> (hidden [N D] at the last new token, prefix):
         ``count`` new tokens of each row stand behind ``start`` that are in the cache. None: prompts are prefilled whole
     hidden_tree(variables, tokens [B T], position [B T], end [B T]) -> [B T D]: hidden state at each token of sequences
-        that share their beginnings, laid out depth first as kernels/tree_attention takes them. None: never so packed
+        that share their beginnings, laid out depth first as kernels/attention/tree takes them. None: never so packed
     draw(variables of unstack, hidden [N G D], u [N G], sampling) -> token and log-prob [N G], one uniform number each.
         None: as `sampling` draws from what ``unembed`` gives
     """
@@ -184,14 +186,26 @@ class Model:
 class Role:
     """A part in an episode: its name, the model that plays it, and the most tokens one completion may have.
 
-    ``understudies``: models that may play it instead where a rollout's ``cast`` says so. They share its tokenizer and
-    are not trained on what they play (``FROZEN``).
+    ``opponent_models``: models that may play it instead where a rollout's ``assignment`` says so. They share its
+    tokenizer and are not trained on what they play (``FROZEN``). ``co_players``: models that play the role as often as
+    its own model and learn from what they play.
     """
 
     name: str
     model: str
-    max_new: int
-    understudies: tuple[str, ...] = ()
+    max_new_tokens: int
+    opponent_models: tuple[str, ...] = ()
+    co_players: tuple[str, ...] = ()
+
+    @property
+    def players(self) -> tuple[str, ...]:
+        """Models that may play the role: its own one, other models that learn it, then models that do not learn."""
+        return (self.model, *self.co_players, *self.opponent_models)
+
+    @property
+    def learning(self) -> int:
+        """How many of `players`, from the first one, learn from what they play."""
+        return 1 + len(self.co_players)
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,54 +226,15 @@ class Team:
         return self.players(role)[0]
 
     def players(self, role: int) -> tuple[int, ...]:
-        """Models that may play a role: its own one, then its understudies. A cast counts along them."""
+        """Indices of the models that may play a role, in the order of `Role.players`: an assignment counts them."""
         names = [m.name for m in self.models]
-        return tuple(names.index(name) for name in (self.roles[role].model, *self.roles[role].understudies))
+        return tuple(names.index(name) for name in self.roles[role].players)
 
     def role_index(self, name: str) -> int:
         return [r.name for r in self.roles].index(name)
 
     def model_of(self, role: int) -> Model:
         return self.models[self.model_index(role)]
-
-
-class Observation(struct.PyTreeNode):
-    """What the seats of an array environment see. ``active`` is False for an empty seat."""
-
-    role: Int[Array, "W"]
-    tokens: Int[Array, "W P"]
-    length: Int[Array, "W"]
-    active: Bool[Array, "W"]
-
-
-class ArrayEnv(NamedTuple):
-    """An environment in JAX: whole rollouts compile into one program. States are pytrees of fixed shape.
-
-    reset(key, task) -> state, task a pytree of arrays
-    observe(state) -> Observation
-    step(key, state, tokens [W R], length [W]) -> (state, {component: [A]}, done [])
-    verify(state) -> {component: [A]}, or None: a local verdict on an unfinished state
-    actors[t]: the roles that may act at turn t (indices into ``roles``), so that a program compiles only those; where
-        they are as many as the seats, actors[t][w] is the one that takes seat w, else any of them may take any seat
-    """
-
-    name: str
-    roles: tuple[str, ...]
-    seats: int
-    max_turns: int
-    components: tuple[str, ...]
-    actors: tuple[tuple[int, ...], ...]
-    reset: Callable[[jax.Array, PyTree], PyTree]
-    observe: Callable[[PyTree], Observation]
-    step: Callable[..., tuple[PyTree, Mapping[str, jax.Array], jax.Array]]
-    verify: Callable[[PyTree], Mapping[str, jax.Array]] | None = None
-
-    def seats_of(self, turn: int, roles: Collection[int]) -> list[int]:
-        """The seats that one of ``roles`` may take at a turn."""
-        actors = self.actors[turn]
-        if len(actors) == self.seats:
-            return [seat for seat, role in enumerate(actors) if role in roles]
-        return list(range(self.seats)) if set(actors) & set(roles) else []
 
 
 class TrainState(struct.PyTreeNode):

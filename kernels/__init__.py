@@ -1,1 +1,1 @@
-"""Imported as ``jaxmarl_llm.kernels``. One operation a file: the mathematics, and forms that give the same numbers."""
+"""Kernels, imported as ``jaxmarl_llm.kernels``. Each file has one operation, in forms that give the same numbers."""

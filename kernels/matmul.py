@@ -1,11 +1,11 @@
-"""x W, with a gradient of W that XLA computes well on CPU.
+"""Matrix product x W with a gradient of W that XLA computes fast on CPU.
 
     dx = g W^T        dW = sum over rows of x^T g, or (g^T x)^T
 
-XLA's CPU products of matrices lay out one of x and g anew, by columns, and its compiler does that element by element in
-one loop with whatever computes it. Autodiff writes the second form, so what is laid out is g: behind an activation or a
-softmax the wide one, whose derivative is then computed twice, the second time in the order of columns. Here it is the
-narrower of the two. The sums are the same; on an accelerator the compiler chooses layouts, whatever is written.
+XLA's matrix product on CPU copies one of x and g to column order. Its compiler fuses that copy, element by element,
+with the computation of the operand. Autodiff writes the second form, which copies g. Behind an activation or a softmax
+g is the wider operand, and its derivative is then computed twice, the second time in column order. Here the narrower
+operand is copied. The sums are the same. On an accelerator the compiler chooses layouts, whichever form is written.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from jaxtyping import Array, Float
 
 
 def matmul(x: Float[Array, "*T K"], w: Float[Array, "*B K N"], dtype: Any = None) -> Float[Array, "*T N"]:
-    """x W, added up in ``dtype`` (without it as `jax.lax.dot_general` does), which the result has.
+    """Multiply x by W. Only reverse-mode differentiation is supported.
 
-    Axes B of ``w`` are a batch, and the first ones of T. Reverse mode only. What is not differentiated has no gradient
-    and costs no product. Raises TypeError where x and w are of different dtypes.
+    An operand that is not differentiated gets no gradient and costs no product. Raises TypeError if x and w have
+    different dtypes.
+
+    Args:
+        x: left operand; the first axes of T are the axes B of ``w``.
+        w: right operand; axes B are batch axes.
+        dtype: of the sums and the result; None is as in `jax.lax.dot_general`.
     """
     if x.dtype != w.dtype:
         raise TypeError(f"x and w are of one dtype, not {x.dtype} and {w.dtype}")
@@ -30,7 +35,7 @@ def matmul(x: Float[Array, "*T K"], w: Float[Array, "*B K N"], dtype: Any = None
 
 
 class _Form(NamedTuple):
-    """What is static."""
+    """Static arguments."""
 
     batch: int  # leading axes
     dtype: Any

@@ -1,4 +1,4 @@
-"""``impl=``: which form of an operation runs, the portable one (xla) or one written for a platform (gpu, tpu)."""
+"""Choice of the form of an operation (``impl=``): portable (xla), or written for a platform (gpu, tpu)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ def choose(
     refused: Callable[[str], str | None],
     pays: Collection[str] = (),
 ) -> Any:
-    """The operation on ``args``, in the form that ``impl`` names.
+    """Apply an operation in the form that ``impl`` names.
 
-    auto takes one of the forms ``pays`` where the program is lowered for that platform and the form is not refused,
-    else the portable one: the platform of the program counts, not the backend of the process, so the same trace runs
-    on CPU, goes to an accelerator, or is compiled ahead of time for one that is not there.
+    auto takes a platform's form where the program is lowered for that platform. The platform of the program counts,
+    not the backend of the process. The same trace therefore runs on CPU, runs on an accelerator, or is compiled ahead
+    of time for an absent one. Raises ValueError for an unknown or refused impl.
 
-    pallas: impl -> that form. refused: impl -> why it cannot do what is asked, or None. Raises ValueError for an impl
-    that is none, or refused.
+    Args:
+        impl: auto, xla, gpu or tpu.
+        args: arguments of the operation.
+        portable: the portable form.
+        pallas: function of an impl that returns its form.
+        refused: function of an impl that says why its form cannot be used, or returns None.
+        pays: impls whose forms auto takes, unless refused.
     """
     if impl not in ("auto", "xla", *PLATFORM):
         raise ValueError(f"impl is auto, xla, gpu or tpu, not {impl!r}")

@@ -19,9 +19,11 @@ import jaxtyping
 import pytest
 from hypothesis import settings
 
+from tests.slow import is_slow, listed
+
 # The import hook checks annotated shapes with beartype, in the tests only. Modules that define tables are left out:
 # tables travel as jax and as numpy arrays, and the hook would refuse the second when it checks their constructors.
-CHECKED = ("losses", "sampling", "selection", "lora")
+CHECKED = ("training.losses", "generation.sampling", "credit.selection", "models.lora")
 jaxtyping.install_import_hook([f"jaxmarl_llm.{m}" for m in CHECKED], "beartype.beartype")
 
 settings.register_profile("repository", deadline=None, derandomize=True, max_examples=30)
@@ -49,7 +51,7 @@ def numpy_tables():
 def forget_programs():
     """Between modules, before a worker holds as many memory maps as Linux allows; see loop.release_programs."""
     yield
-    from jaxmarl_llm.loop import release_programs
+    from jaxmarl_llm.runs.loop import release_programs
 
     release_programs(share=0.2)
 
@@ -62,13 +64,17 @@ LONGEST = (
     "magrpo",
     "baselines",
     "assistant_run",
-    "rollout",
-    "rollout_host",
+    "array",
+    "host",
     "sandbox",
     "generate",
 )
 
 
 def pytest_collection_modifyitems(items):
+    known = listed()
+    for item in items:
+        if is_slow(item.nodeid, known):
+            item.add_marker(pytest.mark.slow)
     rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))

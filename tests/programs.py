@@ -1,6 +1,6 @@
 """A task and programs for the tests of the coding environment."""
 
-from jaxmarl_llm.sandbox import Report, Verdict
+from jaxmarl_llm.sandbox.judge import Report, Verdict
 
 TASK = {
     "id": "T/0",

@@ -63,9 +63,11 @@ def step_returns(steps, role_of_step, returns, valid, reduce):
     return np.array(values), np.array([bool(t) for t in terms])
 
 
-def group_advantage(values, group, valid, num_groups, centre, scale, ddof=0, eps=1e-6, singleton="zero", counted=None):
+def group_advantage(
+    values, group, valid, num_groups, baseline, normalise, ddof=0, eps=1e-6, singleton="zero", counted=None
+):
     advantage, stats = np.zeros(len(values)), []
-    centre = "mean" if scale == "std" else centre
+    baseline = "mean" if normalise == "std" else baseline
     for k in range(num_groups):
         members = [i for i in range(len(values)) if valid[i] and group[i] == k]
         x = [float(values[i]) for i in members if counted is None or counted[i]]
@@ -79,14 +81,14 @@ def group_advantage(values, group, valid, num_groups, centre, scale, ddof=0, eps
         equal = min(x) == max(x)
         for i in members:
             v = float(values[i])
-            if n == 1 and centre != "none":
+            if n == 1 and baseline != "none":
                 advantage[i] = v if singleton == "raw" else 0.0
                 continue
             others = (math.fsum(x) - v) / (n - 1) if n > 1 else 0.0
-            centred = v - {"mean": mean, "loo": others, "max": max(x), "none": 0.0}[centre]
-            if equal and centre != "none":
+            centred = v - {"mean": mean, "loo": others, "max": max(x), "none": 0.0}[baseline]
+            if equal and baseline != "none":
                 centred = 0.0
-            if scale == "std" and not equal:
+            if normalise == "std" and not equal:
                 centred /= math.sqrt(squares / (n - ddof)) + eps
             advantage[i] = centred
     return advantage, tuple(np.array(column) for column in zip(*stats, strict=True))
@@ -112,18 +114,9 @@ def step_episodes(steps, parent, num_steps):
     return np.array([c if of[c] is None else of.index(of[c]) for c in range(num_steps)])
 
 
-def aggregation_weights(mask, sequence_weight, kind, constant=None, trajectory=None):
+def aggregation_weights(mask, sequence_weight, kind, constant=None):
     out = np.zeros(mask.shape)
     rows = [i for i in range(len(mask)) if mask[i].any() and sequence_weight[i] != 0]
-    if kind == "trajectory":
-        heaviest = {
-            k: max(sequence_weight[i] for i in rows if trajectory[i] == k) for k in {trajectory[i] for i in rows}
-        }
-        for i in rows:
-            k = trajectory[i]
-            mass = sum(sequence_weight[r] * mask[r].sum() for r in rows if trajectory[r] == k)
-            out[i, mask[i]] = sequence_weight[i] * heaviest[k] / mass / sum(heaviest.values())
-        return out
     sequences = sum(float(sequence_weight[i]) for i in rows)
     tokens = sum(float(sequence_weight[i]) * int(mask[i].sum()) for i in rows)
     for i in rows:
@@ -174,7 +167,7 @@ def policy_loss(
             a = float(advantages[i] if advantages.ndim == 1 else advantages[i, t])
             own = math.exp(logprobs[i, t] - old_logprobs[i, t])
             ratio = own if level == "token" else product ** (1 / len(places))
-            ratio = min(max(ratio, math.exp(-max_log_ratio)), math.exp(max_log_ratio))
+            ratio = min(max(ratio, math.exp(-20.0)), math.exp(max_log_ratio))
             objective = ratio * a
             clipped = False
             if clip is not None and (ratio > 1 + clip[1] if a > 0 else ratio < 1 - clip[0]) and a != 0:

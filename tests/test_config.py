@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import operator
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import absl.logging
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.config import diff, fingerprint, flatten, from_dict, one_of, override, replace_path, to_dict
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm import config
+from jaxmarl_llm.config import (
+    at_least,
+    diff,
+    fingerprint,
+    finite,
+    flatten,
+    from_dict,
+    in_range,
+    one_of,
+    override,
+    positive,
+    replace_path,
+    to_dict,
+)
+from jaxmarl_llm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -150,8 +166,8 @@ def test_override_reads_text_by_annotation(path, text, value):
         ("seed", "eight", "config.seed: expected int, got 'eight'"),
         ("seed", "1e3", "config.seed: expected int, got '1e3'"),
         ("seed.x", "1", "config.seed: expected int, which has no key 'x'"),
-        ("optimizer", "1", "config.optimizer: set one of its keys: config.optimizer.learning_rate, "),
-        ("judge", "1", "config.judge: set one of its keys: "),
+        ("optimizer", "1", "config.optimizer: set one of its keys as config.optimizer.KEY=VALUE: learning_rate, "),
+        ("judge", "1", "config.judge: set one of its keys as config.judge.KEY=VALUE: "),
         ("agents[2].clip", "1", "config.agents: no item '2'; it has 2, counted from 0"),
         ("agents.first.clip", "1", "config.agents: no item 'first'; it has 2"),
         ("agents.².clip", "1", "config.agents: no item '²'; it has 2"),
@@ -210,6 +226,130 @@ def test_one_of():
         one_of("config.plan", "fat", ["flat", "tree"])
     with pytest.raises(ConfigError, match="choose from 1, 2"):
         one_of("config.n", True, [1, 2])
+
+
+# ------------------------------------------------------------------------------------------------------- ranges
+
+
+@pytest.mark.parametrize(
+    ("check", "line"),
+    [
+        (lambda: at_least("config.a", -5, 0), "config.a: expected >= 0, got -5"),
+        (lambda: at_least("config.a", 2**31, 0), "config.a: expected <= 2147483647, got 2147483648"),
+        (lambda: at_least("config.a", 10**9, 1, 2**24), "config.a: expected <= 16777216, got 1000000000"),
+        (lambda: at_least("config.a", math.inf, 0), "config.a: expected a finite number, got inf"),
+        (lambda: at_least("config.a", math.nan, 0), "config.a: expected a finite number, got nan"),
+        (lambda: positive("config.a", 0.0), "config.a: expected > 0, got 0.0"),
+        (lambda: positive("config.a", math.inf), "config.a: expected a finite number, got inf"),
+        (lambda: finite("config.a", -math.inf), "config.a: expected a finite number, got -inf"),
+        (lambda: in_range("config.a", 3.0, 0, 1, "[)"), "config.a: expected in [0, 1), got 3.0"),
+        (lambda: in_range("config.a", 1.0, 0, 1, "[)"), "config.a: expected in [0, 1), got 1.0"),
+        (lambda: in_range("config.a", 0.0, 0, 1, "(]"), "config.a: expected in (0, 1], got 0.0"),
+        (lambda: in_range("config.a", math.nan, 0, 1), "config.a: expected in [0, 1], got nan"),
+    ],
+)
+def test_range_helpers_write_one_line_with_the_key(check, line):
+    with pytest.raises(ConfigError) as caught:
+        check()
+    assert str(caught.value) == line
+
+
+def test_range_helpers_accept_the_ends():
+    at_least("config.a", 0, 0)
+    at_least("config.a", 2**24, 1, 2**24)
+    at_least("config.a", 1e30, 0)
+    positive("config.a", 1e-30)
+    in_range("config.a", 0, 0, 1)
+    in_range("config.a", 1, 0, 1, "(]")
+
+
+# ------------------------------------------------------------------------------------------ renamed and removed keys
+
+
+@dataclass(frozen=True)
+class Rate:
+    peak: float = 1e-3
+    warmup_steps: int = 0
+
+    ALIASES: ClassVar[dict[str, str]] = {"warmup": "warmup_steps"}
+
+    def check(self, path: str) -> None:
+        at_least(f"{path}.warmup_steps", self.warmup_steps, 0)
+
+
+@dataclass(frozen=True)
+class FastRate(Rate):
+    momentum: float = 0.9
+
+    ALIASES: ClassVar[dict[str, str]] = {"beta": "momentum"}
+    REMOVED: ClassVar[dict[str, str]] = {"nesterov": "use momentum"}
+
+
+@dataclass(frozen=True)
+class Renamed:
+    rate: Rate = Rate()
+    fast: FastRate | None = None
+    rates: tuple[FastRate, ...] = (FastRate(),)
+
+
+@pytest.fixture
+def warned(caplog):
+    """Lines that a conversion has logged; each pair of names is logged once a process."""
+    config._warn_of_alias.cache_clear()
+    absl.logging.use_absl_handler()
+    yield lambda: [record.getMessage() for record in caplog.records]
+    config._warn_of_alias.cache_clear()
+
+
+def test_an_old_name_is_read_under_its_new_name_with_one_warning(warned):
+    stored = {"rate": {"peak": 1.0, "warmup": 5}, "rates": [{"beta": 0.5, "warmup": 2}]}
+    cfg = from_dict(Renamed, stored)
+    assert cfg == Renamed(Rate(1.0, 5), rates=(FastRate(warmup_steps=2, momentum=0.5),))
+    assert from_dict(Renamed, stored) == cfg
+    assert warned() == [
+        f"{old}: renamed to {new}; the old name is accepted in this release alone"
+        for old, new in (
+            ("config.rate.warmup", "config.rate.warmup_steps"),
+            ("config.rates.0.beta", "config.rates.0.momentum"),
+            ("config.rates.0.warmup", "config.rates.0.warmup_steps"),  # of the class that it inherits from
+        )
+    ]
+
+
+def test_overrides_accept_old_names(warned):
+    full = to_dict(Renamed(Rate(warmup_steps=1), FastRate()))
+    assert from_dict(Renamed, override(Renamed, full, "rate.warmup", "7")).rate == Rate(warmup_steps=7)
+    assert from_dict(Renamed, override(Renamed, full, "fast.beta", "0.5")).fast == FastRate(momentum=0.5)
+    assert from_dict(Renamed, override(Renamed, {}, "fast.beta", "0.5")).fast == FastRate(momentum=0.5)
+    stored = {"rate": {"warmup": 3, "peak": 1.0}}  # the new name over a stored old one
+    assert from_dict(Renamed, override(Renamed, stored, "rate.warmup_steps", "7")).rate == Rate(1.0, 7)
+    assert replace_path(Renamed(), "rates[0].beta", 0.1).rates == (FastRate(momentum=0.1),)
+    assert len(warned()) == 3
+
+
+@pytest.mark.parametrize("keys", [["warmup", "warmup_steps"], ["warmup_steps", "warmup"]])
+def test_an_old_and_a_new_name_together_are_refused(keys, warned):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(Renamed, {"rate": dict.fromkeys(keys, 1)})
+    assert str(caught.value) == (
+        "config.rate.warmup: the old name of config.rate.warmup_steps, which is given too; keep "
+        "config.rate.warmup_steps alone"
+    )
+
+
+def test_a_removed_key_says_what_to_do(warned):
+    line = r"^config\.fast\.nesterov: removed; use momentum$"
+    with pytest.raises(ConfigError, match=line):
+        from_dict(Renamed, {"fast": {"nesterov": True}})
+    with pytest.raises(ConfigError, match=line):
+        override(Renamed, {}, "fast.nesterov", "true")
+    with pytest.raises(ConfigError, match=line):
+        replace_path(Renamed(), "fast.nesterov", True)
+
+
+def test_a_message_about_a_value_under_its_old_name_has_the_new_name(warned):
+    with pytest.raises(ConfigError, match=r"^config\.rate\.warmup_steps: expected >= 0, got -1$"):
+        from_dict(Renamed, {"rate": {"warmup": -1}})
 
 
 leaves = st.one_of(

@@ -1,4 +1,4 @@
-"""A module imports only from lower layers, recipes import no recipe, and nothing imports an experiment."""
+"""A module imports only from its own room and from rooms before it; recipes import no recipe."""
 
 import ast
 from pathlib import Path
@@ -6,59 +6,44 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = {
-    0: ["text", "types", "_version", "kernels"],
-    1: [
-        "config",
-        "advantages",
-        "selection",
-        "losses",
-        "sampling",
-        "memory",
-        "lora",
-        "tokenizer",
-        "plans",
-        "credit",
-        "past",
-        "sandbox",
-        "sharding",
-        "meshes",
-        "optimizers",
-        "deadlines",
-        "meeting",
-        "processes",
-    ],
-    2: ["qwen", "invariant", "tabular", "generate", "envs", "data"],
-    3: [
-        "rollout",
-        "rollout_host",
-        "speakers",
-        "prefixes",
-        "host_tables",
-        "workers",
-        "train",
-        "packing",
-        "checkpoint",
-        "offline",
-        "weights",
-        "weight_files",
-        "metrics",
-        "workdir",
-        "report",
-        "value",
-        "complexity",
-        "costs",
-    ],
-    4: ["team", "arena"],
-    5: ["workload", "stages", "diagnose", "phases", "loop", "compiled"],
-    6: ["recipes"],
-}
-LAYER = {name: layer for layer, names in LAYERS.items() for name in names}
+# Modules and folders of jaxmarl_llm in the order of imports, which is the order to read them in.
+ROOMS = (
+    "_lazy",
+    "_version",
+    "errors",
+    "messages",
+    "kernels",
+    "types",
+    "config",
+    "sandbox",
+    "data",
+    "credit",
+    "distributed",
+    "generation",
+    "storage",
+    "telemetry",
+    "models",
+    "agents",
+    "envs",
+    "rollout",
+    "training",
+    "costs",
+    "runs",
+    "recipes",
+    "cli",
+)
+FACE = ("__init__", "__main__")  # what a user imports or runs: may import anything
+
+
+def files() -> list[Path]:
+    """Every module of the package once: kernels/ by its own name and not through the link in the package."""
+    inside = (p for p in ROOT.glob("jaxmarl_llm/**/*.py") if p.relative_to(ROOT).parts[1] != "kernels")
+    return sorted([*inside, *ROOT.glob("kernels/**/*.py")])
 
 
 def room(path: Path) -> str:
-    relative = path.relative_to(ROOT)
-    return "kernels" if relative.parts[0] == "kernels" else relative.with_suffix("").parts[1]
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "kernels" if parts[0] == "kernels" else parts[1]
 
 
 def imported(path: Path) -> set[str]:
@@ -69,57 +54,58 @@ def imported(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return {name for name in found if name.split(".")[0] in ("jaxmarl_llm", "experiments", "tests", "kernels")}
 
 
-FILES = sorted([*ROOT.glob("jaxmarl_llm/**/*.py"), *ROOT.glob("kernels/*.py")])
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_only_from_lower_layers(path):
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_module_imports_only_from_rooms_before_its_own(path):
     here = room(path)
-    if here == "__init__":
-        assert imported(path) <= {"jaxmarl_llm._version", "jaxmarl_llm._version.__version__"}
-        return
     for name in imported(path):
         parts = name.split(".")
-        assert parts[0] == "jaxmarl_llm", f"{path} imports {name}"
-        if len(parts) < 2 or parts[1] in ("__version__",):
-            continue
-        if parts[1] == here and here in ("kernels", "envs", "data"):
-            continue
-        low = LAYER[parts[1]] < LAYER[here]
-        same = LAYER[parts[1]] == LAYER[here] and here != "recipes"
-        assert low or same, f"{path} (layer {LAYER[here]}) imports {name} (layer {LAYER[parts[1]]})"
+        assert parts[0] == "jaxmarl_llm" and len(parts) > 1, f"{path} imports {name}"
+        there = "_version" if parts[1] == "__version__" else parts[1]
+        if here not in FACE:
+            assert there == here or ROOMS.index(there) < ROOMS.index(here), f"{path} imports {name}, of a later room"
 
 
-def test_layers_have_no_cycle_inside():
-    """Modules of one layer may use each other, in one direction."""
-    graph = {p: {n.split(".")[1] for n in imported(p) if n.count(".")} for p in FILES}
-    rooms: dict[str, set[str]] = {}
-    for path, names in graph.items():
-        rooms.setdefault(room(path), set()).update(names - {room(path)})
+def test_every_module_is_in_a_room():
+    assert {room(p) for p in files()} == {*ROOMS, *FACE}
+
+
+def test_every_room_says_what_lives_there():
+    for folder in [*ROOT.glob("jaxmarl_llm/*/"), ROOT / "kernels"]:
+        if folder.name != "__pycache__":
+            text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+            assert len(text.split()) >= 8, f"{folder}/__init__.py: expected two sentences about what lives here"
+
+
+def test_no_circle_of_imports_within_a_room():
+    """Modules of one room may use each other, in one direction."""
+    names = {}
+    for path in files():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts if parts[0] == "jaxmarl_llm" else ("jaxmarl_llm", *parts)).removesuffix(".__init__")] = (
+            path
+        )
+    graph = {}
+    for name, path in names.items():
+        found = imported(path)
+        graph[name] = {n if n in names else n.rpartition(".")[0] for n in found} & set(names) - {name}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
         assert name not in trail, f"import cycle: {' -> '.join((*trail, name))}"
-        if name in done:
-            return
-        for other in rooms.get(name, ()):
-            visit(other, (*trail, name))
-        done.add(name)
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*trail, name))
+            done.add(name)
 
-    for name in rooms:
+    for name in graph:
         visit(name, ())
 
 
-def test_every_module_has_a_layer():
-    assert {room(p) for p in FILES} - {"__init__"} <= set(LAYER)
-
-
 def test_recipes_are_short_and_import_no_recipe():
-    for path in ROOT.glob("jaxmarl_llm/recipes/*.py"):
+    for path in set(ROOT.glob("jaxmarl_llm/recipes/*.py")) - {ROOT / "jaxmarl_llm/recipes/__init__.py"}:
         assert len(path.read_text().splitlines()) <= 250, f"{path} is longer than a recipe may be"
         assert not [n for n in imported(path) if n.startswith("jaxmarl_llm.recipes")], path

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.text import HostEnv, Message
-from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team
+from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
+from jaxmarl_llm.envs.matrix import array as matrix
+from jaxmarl_llm.messages import HostEnv, Message
+from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from jaxmarl_llm.types import Model, Role, Team
 
 TOKENIZER = ByteTokenizer()
 
@@ -37,11 +38,11 @@ def policy(family="qwen2", hidden=16, layers=1, **extra):
 
 
 @functools.cache
-def team(roles=("a", "b"), max_new=3, shared=False):
+def team(roles=("a", "b"), max_new_tokens=3, shared=False):
     p = policy()
     names = ["team" if shared else r for r in roles]
     models = tuple(Model(n, p, TOKENIZER) for n in dict.fromkeys(names))
-    return Team(tuple(Role(r, n, max_new) for r, n in zip(roles, names)), models)
+    return Team(tuple(Role(r, n, max_new_tokens) for r, n in zip(roles, names)), models)
 
 
 def params(t, seed=0):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmarl_llm.qwen import Config
+from jaxmarl_llm.models.decoder import Config
 
 # Shapes by name: random weights of a model's true shape take the time that the real ones do.
 SHAPES = {

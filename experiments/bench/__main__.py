@@ -1,7 +1,7 @@
 """Speed and memory against what people use today, as ratios measured in turns in one process tree:
 
     python -m experiments.bench [--suite=cpu] [--only=decode,update] [--repeats=5] [--peers=DIR] [--out=FILE.json]
-    python -m experiments.bench --table=FILE.json [--into=docs/performance.md]
+    python -m experiments.bench --table=FILE.json [--into=docs/bench/cpu.md]
 
 Suites: cpu (naive JAX, transformers, PyTorch; TRL, CoMLRL and google-tunix in environments of their own, which
 `make peers` makes) and accelerator (naive JAX, PyTorch and transformers on the same device, beside its measured
@@ -29,7 +29,8 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import bench, cli
+from experiments import bench
+from jaxmarl_llm.cli import config_flags
 
 # Other entry points, imported in the same process by tests, have flags of these names.
 flags.DEFINE_string("suite", "cpu", f"One of {', '.join(bench.SUITES)}.", allow_override=True)
@@ -72,7 +73,7 @@ def table(rows: list[bench.Row]) -> str:
 
 def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
     """The rows of a part as JSON, with where they come from; key: machine, part, case, others."""
-    from experiments.budget import origin
+    from experiments.studies.common import origin
 
     clock, load = time.time(), os.getloadavg()[0]
     said = origin()
@@ -108,7 +109,7 @@ def written(held: dict[str, dict]) -> str:
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     from jaxmarl_llm.config import one_of
-    from jaxmarl_llm.text import ConfigError
+    from jaxmarl_llm.errors import ConfigError
 
     if flag_values.table:
         held = read(flag_values.table)
@@ -141,4 +142,4 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, required=())
+    config_flags.run(main, required=())

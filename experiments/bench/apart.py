@@ -1,6 +1,6 @@
-"""Runs one of the forms that are measured in a process of its own, a call at a time.
+"""Measured functions in separate processes, one call at a time.
 
-On a CPU what one form keeps of freed memory, or cuts it into, is then not another's.
+On a CPU, retained or fragmented memory of one function then does not affect another one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from experiments import heap
 from experiments.bench import Suite
+from jaxmarl_llm.runs import allocator
 
 _form: Callable[[], Any]
 
@@ -23,7 +23,7 @@ _form: Callable[[], Any]
 def _begin(keep: bool, make: Callable[..., Callable[[], Any]], given: tuple[Any, ...]) -> None:
     global _form
     if keep:
-        heap.keep()
+        allocator.retain()
     jax.config.update("jax_platforms", "cpu")
     _form = make(*given)
 
@@ -36,9 +36,9 @@ def _step() -> None:
 def apart(
     suite: Suite, make: Callable[..., Callable[[], Any]], *given: Any, keep: bool = True
 ) -> Iterator[Callable[[], Any]]:
-    """``make(*given)``, on a CPU in a new process, which ends with the context: an accelerator has memory for one.
-
-    make: a function of a module. keep: with freed memory kept, as `experiments.train` does on a CPU.
+    """Context manager for ``make(*given)``. On a CPU it runs in a new process, which ends with the context. On an
+    accelerator it runs in this process. make: a function of a module. keep: retain freed memory, as `cli.train` does
+    on a CPU.
     """
     if suite.accelerator:
         yield make(*given)

@@ -1,21 +1,23 @@
-"""Generation of G samples of one prompt: ours (prompt once, shared), naive JAX (prompt repeated), transformers,
-google-tunix's sampler.
+"""Generation of G samples of one prompt: this project (shared prompt), plain JAX (repeated prompt), transformers, and
+the sampler of google-tunix.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import SHAPES, Row, Suite, machine, measure, peers, torch_forms, trunk_ratio
-from jaxmarl_llm.generate import generate
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.generation.generate import generate
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.decoder import Config, make_policy
 
 # Shape, samples, prompt, response, others, targets.
 Case = tuple[str, int, int, int, tuple[str, ...], dict[str, float]]
@@ -41,14 +43,14 @@ def run(suite: Suite) -> Iterator[Row]:
 
 
 def sampler(cfg: Config, tokens: np.ndarray, group: int, response: int, *, repeat: int = 1) -> Any:
-    """``group`` samples of each of ``repeat`` copies of the prompt [1 P]."""
+    """Function that draws ``group`` samples for each of ``repeat`` copies of the prompt [1 P], and waits for them."""
     policy = make_policy(cfg)
     params = {"params": jax.jit(policy.init)(jax.random.key(0))}
-    prompts = np.repeat(tokens, repeat, 0)
+    prompts = jnp.repeat(tokens, repeat, 0)
     keys = jax.random.split(jax.random.key(1), (repeat, group))
-    length, active = np.full(repeat, tokens.shape[1], np.int32), np.ones(repeat, bool)
-    fixed = {"max_new": response, "stop_ids": (), "pad_id": 0, "sampling": Sampling()}
-    return lambda: jax.block_until_ready(generate(policy, params, prompts, length, keys, active, **fixed))
+    length, active = jnp.full(repeat, tokens.shape[1], jnp.int32), jnp.ones(repeat, bool)
+    draw = functools.partial(generate, max_new_tokens=response, stop_ids=(), pad_id=0, sampling=Sampling())
+    return lambda: jax.block_until_ready(draw(policy, params, prompts, length, keys, active))
 
 
 def case(

@@ -1,7 +1,6 @@
-"""The head kernels against what they replace: a token loss and its gradient, sampling, the greedy token; and memory.
-
-Bytes are XLA's own count for loss and gradient at 4096 tokens, of which the dense logits are one array; compiled, not
-run.
+"""Head kernels and their alternatives: a token loss and its gradient, sampling, the greedy token, and memory. The bytes
+are XLA's own count for loss and gradient at 4096 tokens, with one array of dense logits. These programs are compiled
+but not run.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import SHAPES, Row, Suite, measure, temporary
-from jaxmarl_llm.kernels.head import Head, logits
-from jaxmarl_llm.kernels.head_loss import head_logprob, head_loss
-from jaxmarl_llm.kernels.head_sample import argmax, head_sample, sample_logits
-from jaxmarl_llm.sampling import Sampling, score
+from jaxmarl_llm.generation.sampling import Sampling, score
+from jaxmarl_llm.kernels.head.head import Head, logits
+from jaxmarl_llm.kernels.head.loss import head_logprob, head_loss
+from jaxmarl_llm.kernels.head.sample import argmax, head_sample, sample_logits
 
 # Tokens of a timed loss (16 samples of 64), rows sampled at once, tokens of the loss whose memory is told.
 SIZES = {"cpu": (1024, 8, 4096), "accelerator": (1024, 8, 4096), "tiny": (64, 8, 256), "tiny_accelerator": (64, 8, 256)}
@@ -24,7 +23,7 @@ DENSE, DRAW = "dense", "jax.random.categorical"
 
 
 def token_loss(logprob: jax.Array, entropy: jax.Array, data: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """PPO's clipped objective with an entropy bonus, summed over tokens."""
+    """Clipped objective of PPO with an entropy bonus, summed over tokens."""
     old, advantage = data
     ratio = jnp.exp(logprob - old)
     objective = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
@@ -80,7 +79,7 @@ def _call(form: Callable, *args: Any) -> Callable[[], Any]:
 
 
 def loss(suite: Suite, tokens: int, many: int, vocab: int, dim: int, by_id: bool) -> Iterator[Row]:
-    """Time of loss and gradient, how far the gradients are from the dense ones, and bytes."""
+    """Rows of loss and gradient: time, distance of the gradients from dense ones, and bytes."""
     time, share = ({}, {}) if "machine" in suite.parts else ({DENSE: 1.0}, {DENSE: 1 / 0.03})
     given = inputs(tokens, vocab, dim, by_id, suite.dtype)
     forms = losses(by_id)

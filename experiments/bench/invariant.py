@@ -1,5 +1,5 @@
-"""What generation of equal bits (`jaxmarl_llm.invariant`) costs, and how far a sample's log-probs are the same without
-it and with it where it is generated alone and among others.
+"""Cost of batch-invariant generation (`models.batch_invariant`), and differences in a sample's log-probabilities when
+it is generated alone or among others, with and without it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import SHAPES, Row, Suite, measure
-from jaxmarl_llm.generate import generate
-from jaxmarl_llm.invariant import invariant
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.sampling import Sampling
+from jaxmarl_llm.generation.generate import generate
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.batch_invariant import invariant
+from jaxmarl_llm.models.decoder import Config, make_policy
 from jaxmarl_llm.types import Params, Policy
 
 # Shape, samples, prompt, response.
@@ -31,11 +32,22 @@ def run(suite: Suite) -> Iterator[Row]:
 def said(
     policy: Policy, params: Params, cfg: Config, group: int, p: int, r: int, nodes: slice, samples: slice
 ) -> Params:
-    """Completions of some samples of some of four prompts."""
+    """Completions of a slice of samples, for a slice of four prompts."""
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (4, p)).astype(np.int32)[nodes]
     keys = jax.random.split(jax.random.key(1), (4, group))[nodes, samples]
-    given = tokens, np.full(len(tokens), p, np.int32), keys, np.ones(len(tokens), bool)
-    out = generate(policy, params, *given, max_new=r, stop_ids=(), pad_id=0, sampling=Sampling())
+    length, active = jnp.full(len(tokens), p, jnp.int32), jnp.ones(len(tokens), bool)
+    out = generate(
+        policy,
+        params,
+        jnp.asarray(tokens),
+        length,
+        keys,
+        active,
+        max_new_tokens=r,
+        stop_ids=(),
+        pad_id=0,
+        sampling=Sampling(),
+    )
     return jax.block_until_ready(out)
 
 

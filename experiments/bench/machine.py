@@ -1,5 +1,5 @@
-"""What the device can do at most: bytes copied a second and FLOPs of a bfloat16 matmul, measured; and how near decoding
-comes to reading what it must.
+"""Measured limits of the device: bytes copied per second, and FLOPs of a bfloat16 matrix product. Also the distance of
+decoding from the bytes that it must read.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import Row, Suite
-from jaxmarl_llm.qwen import Config
+from jaxmarl_llm.models.decoder import Config
 
 
 def best(form: Callable[[], Any], repeats: int) -> float:
-    """The shortest of ``repeats`` times, after a first call."""
+    """Shortest of ``repeats`` times, after a first call."""
     jax.block_until_ready(form())
     times = []
     for _ in range(repeats):
@@ -29,7 +29,7 @@ def best(form: Callable[[], Any], repeats: int) -> float:
 
 @functools.cache
 def bandwidth(size: int) -> float:
-    """Bytes a second, read and written, of a copy of ``size`` bytes."""
+    """Bytes per second, read and written, of a copy of ``size`` bytes."""
     x = jnp.zeros(size // 4, jnp.float32)
     twice = jax.jit(lambda x: x * 2)
     return 2 * size / best(lambda: twice(x), 20)
@@ -37,14 +37,14 @@ def bandwidth(size: int) -> float:
 
 @functools.cache
 def matmul_peak(n: int) -> float:
-    """FLOPs a second of an [n n] product in bfloat16."""
+    """FLOPs per second of an [n n] matrix product in bfloat16."""
     x = jnp.ones((n, n), jnp.bfloat16)
     product = jax.jit(lambda x: x @ x)
     return 2 * n**3 / best(lambda: product(x), 20)
 
 
 def sizes() -> tuple[int, int]:
-    """Of the copy and the matmul: large on an accelerator, small where this is only tried."""
+    """Sizes of the copy and the matrix product: large on an accelerator, small in tests."""
     return (64 << 20, 256) if jax.default_backend() == "cpu" else (4 << 30, 8192)
 
 
@@ -59,8 +59,9 @@ def run(suite: Suite) -> list[Row]:
 
 
 def roofline(cfg: Config, group: int, prompt: int, response: int, seconds: float) -> dict[str, str]:
-    """Of a generation of ``seconds``: bytes that every token must read (weights once, keys and values of the prompt
-    once and of each sample's own tokens), against the measured bandwidth. The prompt's own pass counts as one token.
+    """Facts about a generation of ``seconds``: the bytes that every token must read, relative to the measured
+    bandwidth. These are the weights, the keys and values of the prompt, and those of each sample's own tokens. The
+    pass over the prompt counts as one token.
     """
     item = jnp.dtype(cfg.dtype).itemsize
     d, f, h = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim

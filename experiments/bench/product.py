@@ -1,5 +1,6 @@
-"""What XLA's products of few rows with a model's weights cost, the bulk of a generated token on a CPU: as generation
-takes them, in other layouts, and whether a row's bits depend on how many rows there are.
+"""Products of few rows with a model's weights in XLA, which take most of the time of a generated token on a CPU. The
+weights have the layout of generation, or other layouts. The module also tests whether the bits of a row depend on
+the number of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import SHAPES, Row, Suite, measure
-from jaxmarl_llm.qwen import Config
+from jaxmarl_llm.models.decoder import Config
 
 ROWS = (1, 4, 16)
 BITS = (1, 2, 4, 16, 48, 64, 128, 512)
@@ -23,7 +24,7 @@ JOINED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down"
 
 
 def kernels(cfg: Config) -> list[Layer]:
-    """A layer's seven kernels [in, out], for every layer."""
+    """The seven kernels [in, out] of each layer."""
     d, f, q, kv = cfg.hidden_size, cfg.intermediate_size, cfg.num_heads, cfg.num_kv_heads
     shapes = {"q": (d, q * cfg.head_dim), "k": (d, kv * cfg.head_dim), "v": (d, kv * cfg.head_dim)}
     shapes |= {"o": (q * cfg.head_dim, d), "gate": (d, f), "up": (d, f), "down": (f, d)}
@@ -33,7 +34,7 @@ def kernels(cfg: Config) -> list[Layer]:
 
 
 def through(product: Callable[[jax.Array, jax.Array], jax.Array], joined: bool = False) -> Callable:
-    """(x [M D], layers) -> [M D]: every product of the layers; instead of attention the sum of q, k and v."""
+    """Function (x [M D], layers) -> [M D] of all products of the layers. The sum of q, k and v replaces attention."""
 
     def call(x: jax.Array, layers: list[Layer]) -> jax.Array:
         for w in layers:
@@ -51,12 +52,17 @@ def through(product: Callable[[jax.Array, jax.Array], jax.Array], joined: bool =
     return jax.jit(call)
 
 
+def ready(function: Callable, *args: Any) -> Callable[[], Any]:
+    """Function without arguments that calls ``function(*args)`` and waits for its arrays."""
+    return lambda: jax.block_until_ready(function(*args))
+
+
 def one_by_one(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.concatenate([x[i : i + 1] @ w for i in range(len(x))])
 
 
 def same_bits(x: jax.Array, w: jax.Array, product: Callable) -> str:
-    """For which numbers of rows the first row of ``x w`` is that of all rows, bit for bit."""
+    """Numbers of rows for which the first row of ``x w`` has the same bits as among all rows."""
     form = jax.jit(product)
     of_all = np.asarray(form(x, w))[0]
     said = [m for m in BITS if m <= len(x) and (np.asarray(form(x[:m], w))[0] == of_all).all()]
@@ -80,7 +86,7 @@ def run(suite: Suite) -> Iterator[Row]:
         }
         for m in ROWS:
             some = {n: f for n, f in forms.items() if 1 < m <= 4 or n != "a row at a time"}
-            calls = {n: lambda f=f, w=w: jax.block_until_ready(f(x[:m], w)) for n, (f, w) in some.items()}
+            calls = {n: ready(f, x[:m], w) for n, (f, w) in some.items()}
             row = measure("product", f"{shape}, {m} rows through the weights of its layers", calls, suite.repeats)
             row.facts["GB/s of weights"] = f"{size / np.median(row.values['ours']) / 1e9:.1f}"
             if m == ROWS[-1]:
@@ -92,7 +98,7 @@ def run(suite: Suite) -> Iterator[Row]:
         own = [jax.tree.map(lambda w, i=i: w[i], both) for i in range(2)]
         vmapped, few = jax.jit(jax.vmap(single)), jnp.stack([x[:4], x[:4]])
         pair = {
-            "ours": lambda: jax.block_until_ready([single(few[i], own[i]) for i in range(2)]),
-            "vmapped": lambda: jax.block_until_ready(vmapped(few, both)),
+            "ours": ready(lambda single, few, own: [single(few[i], own[i]) for i in range(2)], single, few, own),
+            "vmapped": ready(vmapped, few, both),
         }
         yield measure("product", f"{shape}, 4 rows through the weights of each of two models", pair, suite.repeats)

@@ -20,19 +20,22 @@ import numpy as np
 from experiments.bench import SHAPES, Row, Suite, measure, peers, torch_forms, trunk_ratio, update
 from experiments.bench.apart import apart
 from experiments.bench.decode import sampler
-from jaxmarl_llm import phases, qwen
-from jaxmarl_llm.arena import EnvConfig, make_arena
-from jaxmarl_llm.diagnose import diagnose
-from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models.tokenizer import Tokenizer
 from jaxmarl_llm.recipes import grpo, magrpo
-from jaxmarl_llm.stages import Run
-from jaxmarl_llm.tokenizer import Tokenizer
-from jaxmarl_llm.train import make_learner
-from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team, TrainState
+from jaxmarl_llm.rollout.env_runner import make_env_runner
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.learner import make_learner
+from jaxmarl_llm.training.step_metrics import diagnose
+from jaxmarl_llm.training.train_step import StepResult, TrainStep
+from jaxmarl_llm.types import Model, Role, Team
 
 TRL, TUNIX, COMLRL = "TRL", "google-tunix", "CoMLRL"
 SIMPLE = "naive JAX", "PyTorch"
-STACKED = "agents in one launch"  # also ours: `TeamConfig.stacked`
+STACKED = "agents in one launch"  # also ours: `TeamConfig.batch_models`
 # Shape, agents, samples, prompt, response, others, targets.
 CASES: dict[str, tuple[tuple[str, int, int, int, int, tuple[str, ...], dict[str, float]], ...]] = {
     "cpu": (
@@ -48,7 +51,7 @@ CASES: dict[str, tuple[tuple[str, int, int, int, int, tuple[str, ...], dict[str,
 
 
 class Endless(Tokenizer):
-    """Ids without text; none of them ends a completion."""
+    """Tokenizer whose ids have no text, and none ends a completion."""
 
     name, pad_id, stop_ids = "ids", 0, ()
 
@@ -78,7 +81,9 @@ class Config:
 
 
 def make(config: Config) -> ArrayEnv:
-    """Every agent reads the task's prompt, all speak at once, and the share of even tokens pays everybody."""
+    """Environment in which every agent reads the task's prompt and all act at the same time. The reward of all agents
+    is the share of even tokens.
+    """
     roles = tuple(f"agent{i}" for i in range(config.agents))
     n = len(roles)
 
@@ -93,9 +98,11 @@ def make(config: Config) -> ArrayEnv:
     return ArrayEnv("bench", roles, n, 1, ("pay",), (tuple(range(n)),), reset, observe, step)
 
 
-def make_tasks(config: Config, seed: int = 0, n: int | None = None) -> dict[str, np.ndarray]:
+def make_tasks(
+    config: Config, seed: int | None = None, n: int | None = None, *, held_out: bool = False
+) -> dict[str, np.ndarray]:
     shape = (config.tasks if n is None else n, config.prompt)
-    return {"prompt": np.random.default_rng(seed).integers(0, config.vocab, shape).astype(np.int32)}
+    return {"prompt": np.random.default_rng([seed or 0, held_out]).integers(0, config.vocab, shape).astype(np.int32)}
 
 
 def entry_length(config: Config) -> int:
@@ -119,37 +126,32 @@ class Here(EnvConfig):
 
 
 def recipe(
-    shape: qwen.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
+    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
 ) -> phases.Recipe:
-    """GRPO of one agent or MAGRPO of several, one task a step; the team's models are of ``shape``."""
+    """GRPO of one agent, or MAGRPO of several, with one task in a step. All models have the same ``shape``."""
     kind = grpo if agents == 1 else magrpo
     optimizer = dataclasses.replace(update.OPTIMIZER, max_grad_norm=1.0 if agents == 1 else 0.0)
     env = Here("bench", {"agents": agents, "prompt": prompt, "vocab": shape.vocab_size})
     cfg: Any = kind.Config(steps=1_000_000, batch=1, group=group, env=env, reward={"pay": 1.0}, optimizer=optimizer)
-    arena = make_arena(cfg.env)
-    policy, tokenizer = qwen.make_policy(shape, remat=False), Endless(shape.vocab_size)
-    names = arena.env.roles
+    env_runner = make_env_runner(cfg.env)
+    policy, tokenizer = decoder.make_policy(shape, remat=False), Endless(shape.vocab_size)
+    names = env_runner.env.roles
     models = tuple(Model(name, policy, tokenizer) for name in names)
     team = Team(tuple(Role(name, name, response) for name in names), models, stacked=stacked)
     learners = {name: make_learner(policy, cfg.loss, cfg.optimizer, cfg.sampling) for name in names}
-    improve, plan = phases.improve_groups(cfg, drop_equal=agents == 1), kind.make_plan(cfg)
+    step = TrainStep(cfg, team, env_runner, kind.make_plan(cfg), learners, kind.algorithm(cfg))
 
-    def step(state: TrainState, i: int, logger: Logger) -> tuple[TrainState, dict[str, float]]:
-        with logger.stage("rollout"):
-            key = jax.random.fold_in(state.key, i)
-            tasks = [i % arena.size]
-            played = arena.play(team, state.params, state.memory, tasks, plan, key, cfg.sampling, None, version=i)
-        done = improve(Run(team, arena, learners), state, played, 1, logger)
-        return done.state, diagnose(cfg, team, arena, played, done.credited, done.selected, done.updated)
+    def metrics(done: StepResult) -> dict[str, float]:
+        return diagnose(cfg, team, env_runner, done.played, done.credited, np.asarray(done.selected), done.updated)
 
-    phase = phases.Phase(cfg.steps, learners, step)
-    return phases.make_phases(cfg, team, arena, [phase], evaluate=lambda state: {})
+    phase = phases.Phase(cfg.steps, learners, step, metrics)
+    return phases.make_phases(cfg, team, env_runner, [phase], evaluate=lambda state: {})
 
 
 def stepper(
-    shape: qwen.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
+    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
 ) -> Callable[[], None]:
-    """Takes the recipe's state one step on, as `loop.fit` does."""
+    """Function that runs one step of the recipe, as `runs.loop.fit` does."""
     made = recipe(shape, agents, group, prompt, response, stacked)
     logger = Logger(".", resume_step=None, total_steps=0, primary=False)
     held = [made.init(0)]
@@ -200,8 +202,8 @@ def case(
         return measure("step", title, forms, suite.repeats, targets=targets, limits=limits, facts=facts)
 
 
-def simple(other: str, shape: qwen.Config, device: str, group: int, p: int, r: int) -> Callable[[], None]:
-    """Generation and then an update, on random completions: what takes the time of a step where nothing is shared."""
+def simple(other: str, shape: decoder.Config, device: str, group: int, p: int, r: int) -> Callable[[], None]:
+    """Function of a generation and an update on random completions: the main work of a step without sharing."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, shape.vocab_size, (1, p)).astype(np.int32)
     said = rng.integers(0, shape.vocab_size, (1, group, r)).astype(np.int32)

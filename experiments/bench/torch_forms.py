@@ -1,4 +1,4 @@
-"""The same work in PyTorch and transformers, as people write it today. All threads, end tokens disabled."""
+"""The same work in PyTorch and transformers, in their usual form. It uses all threads and disables end tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmarl_llm.qwen import Config
+from jaxmarl_llm.models.decoder import Config
 
 
 def available() -> bool:
@@ -34,7 +34,7 @@ def model(cfg: Config, device: str = "cpu") -> Any:
 
 
 def _wait(net: Any) -> None:
-    """A GPU works on when Python goes on."""
+    """Wait for the GPU, which runs asynchronously."""
     import torch
 
     if net.device.type == "cuda":
@@ -67,8 +67,8 @@ def sampler(net: Any, tokens: np.ndarray, group: int, response: int) -> Callable
 def updater(
     net: Any, tokens: np.ndarray, completions: np.ndarray, advantages: np.ndarray, micro_batches: int
 ) -> Callable[[], Any]:
-    """One policy-gradient step of AdamW on [N P] prompts with [N G R] completions, every prompt repeated G times, the
-    gradient added up over ``micro_batches``.
+    """Function of one policy-gradient step of AdamW on prompts [N P] with completions [N G R]. Every prompt is repeated
+    G times, and the gradient is summed over ``micro_batches``.
     """
     import torch
 

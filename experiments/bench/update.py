@@ -21,11 +21,11 @@ import optax
 
 from experiments.bench import SHAPES, Row, Suite, held, measure, torch_forms, trunk_ratio
 from experiments.bench.apart import apart
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.train import Batch, make_learner
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.training.learner import Batch, make_learner
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.types import Policy
 
 # Shape, samples, prompt, response, micro-batches of the others, targets.
@@ -37,7 +37,7 @@ CASES = {
     "tiny_accelerator": ("tiny", 4, 16, 8, 1, {}),
 }
 # Without float32 masters, which the others do not keep either.
-OPTIMIZER = Optimizer(learning_rate=1e-6, weight_decay=0.01, b2=0.999, masters=False)
+OPTIMIZER = Optimizer(learning_rate=1e-6, weight_decay=0.01, b2=0.999, float32_master_weights=False)
 
 
 def run(suite: Suite) -> Iterator[Row]:
@@ -81,14 +81,14 @@ def _learner(policy: Policy) -> Any:
 
 
 def _batch(tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> Batch:
-    weights = np.full(said.shape, 1 / said.size, np.float32)
-    length = np.full(len(tokens), tokens.shape[1], np.int32)
-    spread = np.broadcast_to(gain[..., None], said.shape).astype(np.float32)
-    return Batch(tokens, length, said, weights, spread, np.zeros_like(weights))
+    weights = jnp.full(said.shape, 1 / said.size, jnp.float32)
+    length = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+    spread = jnp.broadcast_to(gain[..., None], said.shape).astype(jnp.float32)
+    return Batch(jnp.asarray(tokens), length, jnp.asarray(said), weights, spread, jnp.zeros_like(weights))
 
 
 def ours(cfg: Config, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> Callable[[], None]:
-    """The learner's own functions, on one micro-batch."""
+    """Function of one update by the learner's own functions, on one micro-batch."""
     policy = make_policy(cfg, remat=False)
     learner, batch = _learner(policy), _batch(tokens, said, gain)
     own = {"params": jax.jit(policy.init)(jax.random.key(0))}
@@ -104,7 +104,7 @@ def ours(cfg: Config, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) ->
 
 
 def _repeated(tokens: np.ndarray, said: np.ndarray, gain: np.ndarray) -> tuple[np.ndarray, ...]:
-    """[N P] prompts and [N G R] completions as N G prompts with one completion each."""
+    """Prompts [N P] and completions [N G R] as N G prompts with one completion each."""
     n, g, r = said.shape
     rows, length = np.repeat(tokens, g, 0), np.full(n * g, tokens.shape[1], np.int32)
     return rows, length, said.reshape(n * g, 1, r), gain.reshape(n * g, 1, 1)
@@ -123,7 +123,7 @@ def _naive_loss(policy: Policy) -> Callable[..., jax.Array]:
 def naive(
     cfg: Config, tokens: np.ndarray, said: np.ndarray, gain: np.ndarray, micro_batches: int
 ) -> Callable[[], None]:
-    """As it is usually written in JAX: every prompt repeated, the logits of all tokens of a micro-batch in memory."""
+    """Function of one update in plain JAX: every prompt repeated, logits of all tokens of a micro-batch in memory."""
     policy = make_policy(cfg, remat=False)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-6, weight_decay=0.01))
     parts = list(zip(*(np.split(x, micro_batches) for x in _repeated(tokens, said, gain))))

@@ -19,16 +19,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.claims import Finding
+from experiments.claims import Claim, Finding, minus
 from experiments.configs.advantage_alignment import tiny
-from jaxmarl_llm.compiled import make_program
-from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.envs.matrix import GAMES
-from jaxmarl_llm.recipes.advantage_alignment import Config, make_plan
+from jaxmarl_llm.credit.assign import assign
+from jaxmarl_llm.credit.rules import CreditRule, Sizes
+from jaxmarl_llm.envs.matrix.array import GAMES
+from jaxmarl_llm.recipes.advantage_alignment import Config, algorithm, make
+from jaxmarl_llm.runs.compiled import make_program, task_data
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
-GOLDEN = "tests/test_advantage_alignment.py"
+GOLDEN = "tests/recipes/test_advantage_alignment.py"
 STATUS = "reproduced"
+SEEDS = 10
+CLAIMS = {
+    "cooperates": Claim(
+        "L", "tabular players with beta 2 cooperate in at least 0.6 of moves", "share of C minus 0.6", 0.0
+    ),
+    "defects": Claim(
+        "X", "tabular players with beta 0 cooperate in at most 0.05 of moves", "0.05 minus the share of C", 0.0
+    ),
+    "transformer": Claim(
+        "X",
+        "a transformer cooperates in at least 0.3 of moves more with beta 2 than with beta 0",
+        "share of C, beta 2 minus beta 0",
+        0.3,
+    ),
+}
 
 ROUNDS, GROUP, TASKS, UPDATES, RATE = 10, 8, 16, 600, 0.05
 MATCHES = GROUP * TASKS
@@ -47,7 +63,7 @@ def tree_of(payoff: jax.Array) -> Tree:
     role, grid = jnp.tile(jnp.arange(2), j), jnp.zeros((2 * j, 1))
     task = match // GROUP
     nodes = Nodes(
-        grid.astype(int), zeros, role, zeros, each(task), each(turn), each(parent), zeros, Retrieval.empty(2 * j), yes
+        grid.astype(int), zeros, role, zeros, each(task), each(turn), each(parent), Retrieval.empty(2 * j), yes
     )
     steps = Steps(jnp.arange(2 * j), grid.astype(int), zeros, grid > 0, grid, ~yes, zeros, zeros, yes)
     seats, done = jnp.arange(2 * j).reshape(j, 2), turn == turns - 1
@@ -75,7 +91,7 @@ def play(logits: jax.Array, key: jax.Array, opponent: jax.Array | None = None) -
 
 @functools.partial(jax.jit, static_argnames=("rule",))
 @functools.partial(jax.vmap, in_axes=(0, None))
-def tabular(seed: jax.Array, rule: Credit) -> dict[str, jax.Array]:
+def tabular(seed: jax.Array, rule: CreditRule) -> dict[str, jax.Array]:
     """The share of C over the LATE last updates, payoff a round, final P(C) by memory [5], payoffs against always D."""
     tx = optax.adam(RATE)
 
@@ -83,9 +99,7 @@ def tabular(seed: jax.Array, rule: Credit) -> dict[str, jax.Array]:
         logits, opt_state = carry
         memory, move = play(logits, key)
         payoff = PAYOFF[move[..., 0], move[..., 1]]
-        credited = assign(
-            rule, tree_of(payoff), weights=(("payoff", 0.2),), max_turns=ROUNDS, num_tasks=TASKS, num_roles=2
-        )
+        credited = assign(rule, tree_of(payoff), weights=(("payoff", 0.2),), sizes=Sizes(ROUNDS, TASKS, 2))
 
         def loss(logits: jax.Array) -> jax.Array:
             sign = 1.0 - 2.0 * move
@@ -103,36 +117,36 @@ def tabular(seed: jax.Array, rule: Credit) -> dict[str, jax.Array]:
     return dict(cooperation=late(cooperation), payoff=late(payoff), policy=jax.nn.sigmoid(logits), against=against)
 
 
-def transformer(seeds: list[int], coupling: float, steps: int | None = None) -> np.ndarray:
+def transformer(seeds: list[int], beta: float, steps: int | None = None) -> np.ndarray:
     """Share of C in the last LATE steps of the recipe's tiny configuration, by seed."""
     cfg = tiny()
     cfg = dataclasses.replace(
         cfg,
         steps=steps or cfg.steps,
-        credit=dataclasses.replace(cfg.credit, coupling=coupling),
+        beta=beta,
     )
-    run = jax.jit(jax.vmap(make_program(cfg, make_plan(cfg)).run))
-    return np.asarray(run(jnp.array(seeds))[1]["cooperation"][:, -LATE:].mean(1))
+    recipe = make(cfg)
+    run = jax.jit(jax.vmap(make_program(recipe).run))
+    return np.asarray(run(jnp.array(seeds), task_data(recipe, seeds))[1]["cooperation"][:, -LATE:].mean(1))
 
 
 def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
-    on = Config().credit
-    off = dataclasses.replace(on, coupling=0.0)
+    on = Config()
+    off = dataclasses.replace(on, beta=0.0)
     shown = lambda x: " ".join(f"{v:.2f}" for v in x)
-    arms = {f"beta={rule.coupling:g}": jax.device_get(tabular(jnp.array(seeds), rule)) for rule in (on, off)}
+    rules = {f"beta={cfg.beta:g}": algorithm(cfg).credit for cfg in (on, off)}
+    arms = {name: jax.device_get(tabular(jnp.array(seeds), rule)) for name, rule in rules.items()}
     for name, got in arms.items():
         say(f"tabular, {name}: cooperation {shown(got['cooperation'])}, payoff {shown(got['payoff'])}")
         say(f"  P(C) at the start, after CC, CD, DC, DD: {'; '.join(map(shown, got['policy']))}")
         say(f"  payoff against always D {shown(got['against'][:, 0])}, and of always D {shown(got['against'][:, 1])}")
     table = {name: got["cooperation"].tolist() for name, got in arms.items()}
     with_it, without = table.values()
-    tokens = {f"beta={beta:g}": transformer(seeds, beta).tolist() for beta in (on.coupling, 0.0)}
+    tokens = {f"beta={beta:g}": transformer(seeds, beta).tolist() for beta in (on.beta, 0.0)}
     for name, values in tokens.items():
         say(f"transformer, {name}: cooperation {shown(values)}")
-    gain = [a - b for a, b in zip(*tokens.values(), strict=True)]
     return [
-        Finding("L", "tabular players with beta 2 cooperate in at least 0.6 of moves", table, min(with_it) >= 0.6),
-        Finding("X", "tabular players with beta 0 cooperate in at most 0.05 of moves", table, max(without) <= 0.05),
-        Finding("X", "a transformer cooperates more with beta 2 than 0 in every seed", tokens, min(gain) > 0),
-        Finding("X", "a transformer cooperates in 0.3 of moves more in every seed", tokens, min(gain) >= 0.3),
+        Finding("cooperates", [c - 0.6 for c in with_it], table),
+        Finding("defects", [0.05 - c for c in without], table),
+        Finding("transformer", minus(*tokens.values()), tokens),
     ]

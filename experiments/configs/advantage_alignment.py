@@ -5,6 +5,7 @@ tiny        `dilemma`, the iterated prisoner's dilemma for 5 rounds: one random 
 split       `dilemma`, Trust-and-Split with one-byte messages
 past        as tiny, half of the tasks against one of 30 snapshots of itself
 naive       as tiny with beta 0, the control: independent learners
+shipped     as tiny with what the authors ship for this game: discount 0.9, beta 0.5, entropy bonus, one more discount
 text        as tiny through chat prompts (`dilemma_text`): what an instruct model plays, see team.backbone.path
 
     python -m experiments.train --config=experiments/configs/advantage_alignment.py:tiny --workdir=runs/alignment
@@ -14,15 +15,15 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.agents.snapshots import Past
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.config import one_of, to_dict
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.past import Past
+from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.recipes.advantage_alignment import Config
-from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import Backbone, TeamConfig
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.optimizers import Optimizer
 
-VARIANTS = ("tiny", "split", "past", "naive", "text")
+VARIANTS = ("tiny", "split", "past", "naive", "shipped", "text")
 TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
 
 
@@ -35,7 +36,7 @@ def tiny() -> Config:
     return Config(
         steps=200,
         batch=8,
-        team=TeamConfig(share="shared", backbone=TINY, max_new=1, remat=False),
+        team=TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=1, remat=False),
         # Stage 0 teaches legal moves, mostly C: from an even start a policy falls to D before it tells histories apart.
         env=EnvConfig("dilemma", {"rounds": 5, "cooperate": 0.9}),
         optimizer=Optimizer(learning_rate=1e-3),
@@ -47,7 +48,7 @@ def tiny() -> Config:
 def split() -> Config:
     return dataclasses.replace(
         tiny(),
-        team=TeamConfig(share="shared", max_new=1, remat=False),
+        team=TeamConfig(parameter_sharing="shared", max_new_tokens=1, remat=False),
         env=EnvConfig("dilemma", {"game": "split", "rounds": 4}),
         reward={"payoff": 0.01},
     )
@@ -58,9 +59,20 @@ def past() -> Config:
 
 
 def naive() -> Config:
-    return dataclasses.replace(tiny(), credit=dataclasses.replace(tiny().credit, coupling=0.0))
+    return dataclasses.replace(tiny(), beta=0.0)
+
+
+def shipped() -> Config:
+    base = tiny()
+    return dataclasses.replace(
+        base,
+        beta=0.5,
+        extra_discount=True,
+        credit=dataclasses.replace(base.credit, discount=0.9),
+        loss=dataclasses.replace(base.loss, entropy_coef=0.01),
+    )
 
 
 def text() -> Config:
-    team = TeamConfig(share="shared", backbone=TINY, max_new=2, remat=False)
+    team = TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=2, remat=False)
     return dataclasses.replace(tiny(), team=team, env=dataclasses.replace(tiny().env, name="dilemma_text"))

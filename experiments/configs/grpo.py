@@ -7,12 +7,12 @@ tiny   one random model of 0.1 M parameters answers `dispatch_solo` queries; CPU
 
 from ml_collections import ConfigDict
 
-from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.agents.team import TeamConfig
 from jaxmarl_llm.config import one_of, to_dict
-from jaxmarl_llm.optimizers import Optimizer
+from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.recipes.grpo import Config
-from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import TeamConfig
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = ("tiny",)
 
@@ -26,9 +26,9 @@ def tiny() -> Config:
     return Config(
         steps=400,
         batch=32,
-        team=TeamConfig(max_new=7, remat=False),
+        team=TeamConfig(max_new_tokens=7, remat=False),
         env=EnvConfig("dispatch_solo", {"efficiency": 0.05, "wrong_product": 0.25}),
-        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", steps=700),
+        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", total_steps=700),
         sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )

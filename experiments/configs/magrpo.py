@@ -22,15 +22,15 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.config import one_of, to_dict
-from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.meshes import MeshConfig
-from jaxmarl_llm.optimizers import Optimizer
+from jaxmarl_llm.credit.assign import Credit
+from jaxmarl_llm.distributed.meshes import MeshConfig
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.recipes.magrpo import Config
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import Backbone, TeamConfig
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = (
     *("tiny", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text"),
@@ -47,7 +47,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 
 def tiny() -> Config:
-    return dataclasses.replace(paper(), mode="tree", joint="cross", credit=Credit(group="node", scale="std"))
+    return dataclasses.replace(paper(), mode="tree", joint="cross", credit=Credit(group="node", normalise="std"))
 
 
 def sparse() -> Config:
@@ -59,7 +59,7 @@ def paper() -> Config:
         steps=300,
         batch=16,
         group=8,
-        team=TeamConfig(max_new=10, remat=False),
+        team=TeamConfig(max_new_tokens=10, remat=False),
         env=EnvConfig("duet"),
         reward=DUET,
         optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=1.0),
@@ -75,10 +75,10 @@ def tree() -> Config:
         group=3,
         mode="tree",
         joint="cross",
-        team=TeamConfig(max_new=1, remat=False),
+        team=TeamConfig(max_new_tokens=1, remat=False),
         env=EnvConfig("matrix", {"game": "chicken", "rounds": 2}),
         reward={"payoff": 1.0},
-        credit=Credit(discount=0.9, group="node", scale="none"),
+        credit=Credit(discount=0.9, group="node", normalise="none"),
         optimizer=Optimizer(learning_rate=1e-3),
         sft=SFT(steps=60, batch=32, samples=256, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
@@ -94,7 +94,7 @@ def maze() -> Config:
         steps=300,
         batch=16,
         group=8,
-        team=TeamConfig(share="shared", backbone=small, max_new=1, remat=False),
+        team=TeamConfig(parameter_sharing="shared", backbone=small, max_new_tokens=1, remat=False),
         env=EnvConfig("maze", MAZE, eval_tasks=512),
         reward={"accuracy": 1.0, "progress": 1.0},
         optimizer=Optimizer(learning_rate=3e-3, max_grad_norm=1.0),
@@ -111,7 +111,9 @@ def maze_text() -> Config:
     return Config(
         steps=500,
         batch=16,
-        team=TeamConfig(share="shared", backbone=Backbone(path="Qwen/Qwen2.5-0.5B-Instruct"), max_new=128),
+        team=TeamConfig(
+            parameter_sharing="shared", backbone=Backbone(path="Qwen/Qwen2.5-0.5B-Instruct"), max_new_tokens=128
+        ),
         env=EnvConfig("maze_text", workers=8, max_prompt=1024, eval_tasks=128),
         reward={"accuracy": 1.0, "progress": 1.0},
         sampling=Sampling(temperature=0.8),
@@ -126,9 +128,16 @@ def smollm2() -> Config:
         steps=60,
         batch=2,
         group=4,
-        team=TeamConfig(share="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new=48),
-        # 48 new tokens are some 35 words; the official least number is 8.
-        env=EnvConfig("writing", {"task": "tldr", "min_source": 60, "max_source": 170}, max_prompt=320, eval_tasks=16),
+        team=TeamConfig(
+            parameter_sharing="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new_tokens=128
+        ),
+        # 128 new tokens are some 95 words: the strict reward pays nothing for a text that the limit ends.
+        env=EnvConfig(
+            "writing",
+            {"task": "tldr", "reward": "strict", "min_source": 60, "max_source": 170},
+            max_prompt=320,
+            eval_tasks=16,
+        ),
         reward=WRITING,
         sampling=Sampling(temperature=0.8),
         micro_tokens=1536,
@@ -141,7 +150,7 @@ def tldr() -> Config:
     return Config(
         steps=1000,
         batch=16,
-        team=TeamConfig(backbone=Backbone(path="Qwen/Qwen3-1.7B", dtype="bfloat16"), max_new=256),
+        team=TeamConfig(backbone=Backbone(path="Qwen/Qwen3-1.7B", dtype="bfloat16"), max_new_tokens=256),
         env=EnvConfig("writing", {"task": "tldr", "reward": "parity", "data": "trl-lib/tldr"}, max_prompt=1024),
         reward=WRITING,
         sampling=Sampling(temperature=0.7, top_p=0.9),
@@ -159,7 +168,7 @@ def coding() -> Config:
     return Config(
         steps=1000,
         batch=16,
-        team=TeamConfig(backbone=Backbone(path="Qwen/Qwen2.5-Coder-3B", dtype="bfloat16"), max_new=256),
+        team=TeamConfig(backbone=Backbone(path="Qwen/Qwen2.5-Coder-3B", dtype="bfloat16"), max_new_tokens=256),
         env=EnvConfig("coding", {"benchmark": "humaneval"}, workers=16, timeout=120.0, max_prompt=1024),
         reward=CODING,
         sampling=Sampling(temperature=0.8, top_p=0.95),

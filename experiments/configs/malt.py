@@ -11,13 +11,13 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.agents.team import TeamConfig
 from jaxmarl_llm.config import one_of, to_dict
-from jaxmarl_llm.optimizers import Optimizer
+from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.recipes import grpo
 from jaxmarl_llm.recipes.malt import Config
-from jaxmarl_llm.stages import SFT, Offline, RunConfig
-from jaxmarl_llm.team import TeamConfig
+from jaxmarl_llm.training.config import SFT, Offline, RunConfig
+from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = ("tiny", "random", "solo")
 # Sums and differences of two digits; most differences are taken for sums, verdicts are right in 9 of 10;
@@ -35,7 +35,7 @@ def tiny() -> Config:
         steps=100,
         batch=64,
         tasks=512,
-        team=TeamConfig(max_new=2, remat=False),
+        team=TeamConfig(max_new_tokens=2, remat=False),
         env=EnvConfig("chain", {"protocol": "refine", **QUESTIONS}, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-4),
         sft=SFT(steps=500, batch=64, samples=8192, optimizer=Optimizer(learning_rate=3e-3)),

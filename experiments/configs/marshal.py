@@ -15,12 +15,12 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.config import one_of, to_dict
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.recipes.marshal import CODE, Config
-from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import Backbone, TeamConfig
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.recipes.marshal import Config
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = ("tiny", "code", "tic_tac_toe", "hanabi", "games")
 TINY = Backbone(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
@@ -37,9 +37,9 @@ def tiny() -> Config:
     return Config(
         steps=1000,
         batch=64,
-        team=TeamConfig(share="shared", backbone=TINY, max_new=1, remat=False),
+        team=TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=1, remat=False),
         env=EnvConfig("games", {"games": ("kuhn_poker",)}),
-        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", steps=1000),
+        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", total_steps=1000),
         # At 1e-2 one seed in five came out of stage 0 blind to its card.
         sft=SFT(steps=150, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=250, checkpoint_every=250),
@@ -47,7 +47,7 @@ def tiny() -> Config:
 
 
 def code() -> Config:
-    return dataclasses.replace(tiny(), credit=CODE)
+    return dataclasses.replace(tiny(), form="code")
 
 
 def tic_tac_toe() -> Config:
@@ -56,9 +56,9 @@ def tic_tac_toe() -> Config:
         cfg,
         steps=1500,
         batch=128,
-        team=TeamConfig(share="shared", backbone=BOARD, max_new=1, remat=False),
+        team=TeamConfig(parameter_sharing="shared", backbone=BOARD, max_new_tokens=1, remat=False),
         env=EnvConfig("games", {"games": ("tic_tac_toe",)}),
-        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", steps=1500),
+        optimizer=Optimizer(learning_rate=3e-3, schedule="linear", total_steps=1500),
         # A team that has forgotten how others play is lost off its own line of play.
         loss=dataclasses.replace(cfg.loss, kl_coef=0.05),
         # The rules: after 300 steps one game in five ends with a move on a taken cell.
@@ -75,7 +75,7 @@ def games() -> Config:
     return dataclasses.replace(
         tiny(),
         batch=96,
-        team=TeamConfig(share="shared", max_new=1, remat=False),
+        team=TeamConfig(parameter_sharing="shared", max_new_tokens=1, remat=False),
         env=EnvConfig("games", {"games": ("kuhn_poker", "tic_tac_toe", "hanabi"), "tasks": 96}),
         optimizer=Optimizer(learning_rate=1e-3),
         sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),

@@ -11,12 +11,12 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from jaxmarl_llm.arena import EnvConfig
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.config import one_of, to_dict
-from jaxmarl_llm.optimizers import Optimizer
+from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.recipes.waltzrl import Config
-from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import Backbone, TeamConfig
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = ("tiny", "no_dir", "judge")
 TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
@@ -32,7 +32,7 @@ def tiny() -> Config:
         steps=80,
         stage_one=50,
         batch=32,
-        team=TeamConfig(backbone=TINY, max_new=4, remat=False),
+        team=TeamConfig(backbone=TINY, max_new_tokens=4, remat=False),
         env=EnvConfig("safety", eval_tasks=1024),
         optimizer=Optimizer(learning_rate=1e-3),
         sft=SFT(steps=300, batch=64, samples=4096, optimizer=Optimizer(learning_rate=3e-3)),

@@ -1,9 +1,9 @@
-"""Cuts the package's small data samples from a directory with the full files. Deterministic: same input, same bytes.
+"""Create the data samples of the package from a directory with the full files. Equal input gives equal bytes.
 
-    python experiments/make_fixtures.py --data_dir=DIR [--out=jaxmarl_llm/data/fixtures]
+    python -m experiments.data.make_fixtures --data_dir=DIR [--out=jaxmarl_llm/data/fixtures]
 
-DIR holds gsm8k/ bfcl/ hotpotqa/ taubench_retail/ scitldr/ as described in jaxmarl_llm/data/loaders.py, and
-humaneval/ mbpp/ as described in jaxmarl_llm/data/code_tasks.py.
+DIR holds gsm8k/ bfcl/ hotpotqa/ taubench_retail/ scitldr/ as described in jaxmarl_llm/data/loaders.py, and humaneval/
+mbpp/ as described in jaxmarl_llm/data/code_tasks.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from jaxmarl_llm.data import code_tasks
 from jaxmarl_llm.data.loaders import FIXTURES
-from jaxmarl_llm.envs import assistant, coding
+from jaxmarl_llm.envs.assistant import env as assistant
+from jaxmarl_llm.envs.coding import env as coding
 
 CC_BY_SA = """HotpotQA by Zhilin Yang, Peng Qi, Saizheng Zhang, Yoshua Bengio, William W. Cohen, Ruslan Salakhutdinov
 and Christopher D. Manning (2018), https://hotpotqa.github.io, and the Wikipedia text in it, are distributed under the
@@ -41,7 +42,7 @@ NOTICES = {"hotpotqa": CC_BY_SA, "mbpp": CC_BY}  # of the sets without a LICENSE
 
 
 def pick(rows: list[Any], count: int) -> list[Any]:
-    """``count`` rows in their old order, drawn by a fixed seed."""
+    """Sample of ``count`` rows in their original order, drawn with a fixed seed."""
     return [rows[i] for i in sorted(random.Random(0).sample(range(len(rows)), count))]
 
 
@@ -126,7 +127,9 @@ def mbpp(source: Path, out: Path) -> str:
 
 
 def code_sample(benchmark: str, data: Path, counts: dict[str, int]) -> set[str]:
-    """Ids of problems: half of each split's share from those whose solution gives a helper, if there are as many."""
+    """Ids of a sample of problems. Half of each split's share has solutions with a helper function, if there are
+    enough.
+    """
     chosen: set[str] = set()
     for split, count in counts.items():
         tasks, _ = code_tasks.load_code(benchmark, data_dir=data, split=split)
@@ -137,12 +140,12 @@ def code_sample(benchmark: str, data: Path, counts: dict[str, int]) -> set[str]:
 
 
 def size(*texts: str) -> int:
-    """Words."""
+    """Number of words."""
     return sum(len(text.split()) for text in texts)
 
 
 def usable(config: assistant.Config, row: dict) -> bool:
-    """Does the environment's reference script solve it?"""
+    """Whether the reference script of the environment solves a task."""
     return assistant.solvable(config, assistant.as_task("shop", row | {"id": ""}))
 
 

@@ -1,11 +1,13 @@
-"""Check of the sandbox: are its verdicts right, and the same every time, also on a machine that is too busy?
+"""Check whether the verdicts of the sandbox are correct and repeatable, also on an overloaded machine.
 
-    python -m experiments.sandbox_check --data=DIR [--repeats=5] [--oversubscribe=4] [--workers=0] [--limit=N]
+    python -m experiments.sandbox.check --data=DIR [--repeats=5] [--oversubscribe=4] [--workers=0] [--limit=N]
 
-Runs the reference solutions of HumanEval and MBPP (sanitized) found beneath DIR and the hostile programs of `hostile`,
-``--repeats`` times, with ``--oversubscribe`` busy processes a processor beside it (``--workers`` judges at once; 0: one
-a processor). Prints counts, times, and every program whose verdict is wrong or differs between repeats. Exit code 1
-when there is one.
+It runs the reference solutions of HumanEval and MBPP (sanitised) below DIR, and the programs of `hostile_programs`,
+``--repeats`` times. At the same time it runs ``--oversubscribe`` busy processes for each processor. ``--workers`` is
+the number of parallel judges; 0 means one for each processor.
+
+It prints counts, times, and every program with a wrong verdict or with different verdicts. The exit code is 1 if there
+is such a program.
 """
 
 from __future__ import annotations
@@ -28,22 +30,24 @@ from pathlib import Path
 
 from absl import app, flags
 
-from experiments import hostile
-from jaxmarl_llm import sandbox
-from jaxmarl_llm.sandbox import Limits, Test
-from jaxmarl_llm.text import ConfigError
+from experiments.sandbox import hostile_programs
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.sandbox import judge as sandbox
+from jaxmarl_llm.sandbox.judge import Limits, Test
 
 FLAGS = flags.FLAGS
 HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, memory_mb=256)
 REFERENCE_LIMITS = Limits(cpu=30.0, total=90.0)  # whether they are right is the question: MBPP/123 takes 5 s
 # Verdicts of these depend on which of two limits is met first, so only that they do not pass is compared.
-RACES = {name for name, program in hostile.EVERYTHING.items() if len(program.verdicts.split()) > 1}
+RACES = {name for name, program in hostile_programs.EVERYTHING.items() if len(program.verdicts.split()) > 1}
 
 Case = tuple[str, str, list[Test]]  # name, program, tests
 
 
 def humaneval(folder: Path) -> Iterator[Case]:
-    """The 164 tasks with their reference solutions. The helpers in a prompt are trusted, as the test calls them."""
+    """The 164 tasks with their reference solutions. The helper functions in a prompt are trusted, because the test
+    calls them.
+    """
     path = next(Path(folder).glob("humaneval/*.jsonl.gz"))
     for line in gzip.decompress(path.read_bytes()).splitlines():
         task = json.loads(line)
@@ -53,7 +57,7 @@ def humaneval(folder: Path) -> Iterator[Case]:
 
 
 def mbpp(folder: Path) -> Iterator[Case]:
-    """The 427 tasks of MBPP sanitized with their reference solutions, a test for each assertion."""
+    """The 427 tasks of sanitised MBPP with their reference solutions, with one test for each assertion."""
     for task in json.loads(Path(folder, "mbpp/sanitized-mbpp.json").read_text("utf-8")):
         defined = set(re.findall(r"^def (\w+)", task["code"], re.MULTILINE))
         names = tuple(sorted(defined & set(re.findall(r"\w+", " ".join(task["test_list"])))))
@@ -62,15 +66,15 @@ def mbpp(folder: Path) -> Iterator[Case]:
 
 
 def attacks(outside: str, port: int) -> Iterator[Case]:
-    for name in hostile.EVERYTHING:
-        yield f"hostile: {name}", name, [Test(hostile.TEST, ("f",))]
+    for name in hostile_programs.EVERYTHING:
+        yield f"hostile: {name}", name, [Test(hostile_programs.TEST, ("f",))]
 
 
 def _judge(case: Case, outside: str, port: int) -> tuple[str, tuple[str, ...], str, float]:
     name, program, tests = case
     attack = name.startswith("hostile: ")
     if attack:  # aimed here, because the judge is this process
-        program = hostile.prepare(program, outside, port, os.getpid())
+        program = hostile_programs.prepare(program, outside, port, os.getpid())
     report = sandbox.judge(program, tests, HOSTILE_LIMITS if attack else REFERENCE_LIMITS)
     return name, tuple(map(str, report.tests)), next(filter(None, report.details), ""), report.seconds
 
@@ -80,7 +84,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError("--data: name the folder that holds humaneval/ and mbpp/")
     cores = len(os.sched_getaffinity(0))
     print(sandbox.describe())
-    before = set(hostile.survivors(os.getpid()))  # orphans of others
+    before = set(hostile_programs.survivors(os.getpid()))  # orphans of others
     busy = [
         subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(FLAGS.oversubscribe * cores)
     ]
@@ -111,7 +115,7 @@ def main(argv: list[str]) -> None:
             if os.listdir(outside) != ["secret"]:
                 harm.append(f"files outside: {os.listdir(outside)}")
             time.sleep(1)
-            if left := set(hostile.survivors(os.getpid())) - before:
+            if left := set(hostile_programs.survivors(os.getpid())) - before:
                 harm.append(f"processes left: {left}")
     finally:
         for process in busy:

@@ -1,8 +1,8 @@
-"""Programs that try to pass a test they do not solve, to leave their jail, or to keep their judge from a verdict.
+"""Programs that try to pass a test without solving it, to leave their jail, or to prevent a verdict.
 
-Every one stands against the test `TEST`, whose answer no program can know, so PASS is a forgery. ``@OUTSIDE@`` stands
-for a folder of the host (which holds ``secret``), ``@PORT@`` for a listening port on the host's loopback, ``@PID@`` for
-the judge. Used by the tests of the sandbox and by `experiments.sandbox_check`.
+All of them run against the test `TEST`, whose answer no program can know, so PASS is a forgery. ``@OUTSIDE@`` stands
+for a folder of the host, which contains ``secret``. ``@PORT@`` stands for a listening port on the loopback interface,
+``@PID@`` for the process of the judge. The tests of the sandbox and `experiments.sandbox.check` use them.
 """
 
 from __future__ import annotations
@@ -582,7 +582,7 @@ EVERYTHING |= {
 
 
 def prepare(name: str, outside: str, port: int, pid: int) -> str:
-    """The program's text, aimed at this host."""
+    """Text of a program with the values of this host."""
     text = EVERYTHING[name].program
     marks = {**PIECES, "@OUTSIDE@": outside, "@PORT@": port, "@PID@": pid}
     for mark, value in marks.items():
@@ -591,7 +591,7 @@ def prepare(name: str, outside: str, port: int, pid: int) -> str:
 
 
 def survivors(judge: int) -> list[int]:
-    """Processes of jails that descend from process ``judge``, or from nobody: their ancestors have died."""
+    """Processes of jails that descend from the process ``judge``, or whose parents have died."""
     parents, jails = {}, []
     for entry in os.listdir("/proc"):
         try:

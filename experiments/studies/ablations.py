@@ -1,11 +1,13 @@
-"""Ablations of JoyAgents-R1 on `dispatch` at equal sampled tokens:
+"""Ablations of JoyAgents-R1 on `dispatch` at equal numbers of sampled tokens:
 
-    python -m experiments.ablations --out=docs/ablations.json [--seeds=5] [--steps=200]
+    python -m experiments.studies.ablations --out=docs/results/ablations.json [--seeds=5] [--steps=200]
 
-For each seed stage 0 runs once, and every variant starts from its parameters (the single agent has its own stage 0 of
-equal length). A variant trains until it has decoded as many tokens as the reference did in ``--steps`` steps, then both
-are evaluated on the same 256 held-out tasks. Prints a table of means with 95 % intervals (Student's t over seeds) and
-writes every figure. Resumes: variants already in the file are not run again.
+For each seed, stage 0 runs once, and every variant starts from its parameters. The single agent has its own stage 0 of
+equal length. A variant trains until it has decoded as many tokens as the reference in ``--steps`` steps. Both are
+evaluated on the same 256 held-out tasks.
+
+The command prints a table of means with 95 % intervals (Student's t over seeds) and writes every figure. A second call
+runs only the variants that are not in the file.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from experiments.budget import interval, origin, train
+from experiments.studies.common import interval, origin, train
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("out", "docs/ablations.json", "Where the figures go.")
+flags.DEFINE_string("out", "docs/results/ablations.json", "Where the figures go.")
 flags.DEFINE_integer("seeds", 5, "Seeds 0 to N-1.")
 flags.DEFINE_integer("steps", 200, "RL steps of the reference; they set the token budget.")
 
@@ -31,18 +33,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "node-wise, top-2 groups of a task": {"top_k": 2},
     "node-wise, no memory": {"use_memory": False},
     "flat (groups by role and turn)": {"plan": "flat", "group": 8, "credit.group": "task_role_turn"},
-    "node-wise, advantages / std": {"credit.scale": "std"},
+    "node-wise, advantages / std": {"credit.normalise": "std"},
 }
 # One model that answers alone (`dispatch_solo`): GRPO as published, and without its division by the std.
 SOLO: dict[str, dict[str, Any]] = {
     "single agent, GRPO": {},
-    "single agent, GRPO without / std": {"credit.scale": "none"},
+    "single agent, GRPO without / std": {"credit.normalise": "none"},
 }
 REFERENCE = next(iter(VARIANTS))
 
 
 def figures(got: dict) -> dict:
-    """What is kept of a variant's training: counts, seconds of RL, and success before and after it."""
+    """Figures of a variant's training: counts, seconds of RL, and success before and after RL."""
     row = {k: got[k] for k in ("tokens", "steps", "sequences", "model_updates", "seconds")}
     success = ("eval/success", "eval/success_greedy")
     return row | {f"{k}/{when}": got[when][k] for when in ("before", "after") for k in success}
@@ -76,16 +78,16 @@ def main(argv) -> None:
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     logging.set_verbosity(logging.WARNING)
-    from experiments import cli
+    from jaxmarl_llm.cli import config_flags
     from jaxmarl_llm.config import replace_path
 
     out = Path(FLAGS.out)
     data = json.loads(out.read_text()) if out.exists() else {"results": {}}
     results = data["results"]
     for seed in range(FLAGS.seeds):
-        base = cli.load("experiments/configs/joyagents_r1.py:tiny", [("seed", str(seed))])
+        base = config_flags.load("experiments/configs/joyagents_r1.py:tiny", [("seed", str(seed))])
         solo = dataclasses.replace(
-            cli.load("experiments/configs/grpo.py:tiny", [("seed", str(seed))]), steps=FLAGS.steps
+            config_flags.load("experiments/configs/grpo.py:tiny", [("seed", str(seed))]), steps=FLAGS.steps
         )
         missing = [n for n in [*VARIANTS, *SOLO] if str(seed) not in results.get(n, {})]
         if not missing:
@@ -99,7 +101,7 @@ def main(argv) -> None:
                 for path, value in {**VARIANTS, **SOLO}[name].items():
                     cfg = replace_path(cfg, path, value)
                 got = train(cfg, start, reference["tokens"], 0)
-            got["recipe"].arena.close()
+            got["recipe"].env_runner.close()
             row = results.setdefault(name, {})[str(seed)] = figures(got)
             print(
                 f"seed {seed} {name}: {row['eval/success/before']:.3f} -> {row['eval/success/after']:.3f} "

@@ -1,4 +1,4 @@
-"""What `experiments.baselines` is made of: protocols at equal budgets, the majority vote, the table and the plot."""
+"""Parts of `experiments.studies.baselines`: protocols at equal token budgets, majority vote, table and plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.budget import bootstrap, task_returns
+from experiments.studies.common import bootstrap, task_returns
 
 SOLO, SOLO_TRAINED = "one model alone", "one model alone, GRPO"
 CONCAT, SEQUENTIAL, DISCUSSION = "naive concatenation", "sequential pipeline", "one-round discussion"
@@ -15,18 +15,18 @@ VOTE, OURS = "majority vote of {}", "MAGRPO"
 
 
 def under(cfg: Any, protocol: str) -> Any:
-    """The same configuration with its environment under another protocol; the solo one writes longer completions."""
+    """Copy of a configuration with another protocol. The protocol `solo` allows longer completions."""
     env = cfg.env
     made = env.build()
     if hasattr(made, "protocol"):  # an array environment has its own
         env = dataclasses.replace(env, args={**env.args, "protocol": protocol})
-        team = dataclasses.replace(cfg.team, max_new=env.build().max_new)
+        team = dataclasses.replace(cfg.team, max_new_tokens=env.build().max_new_tokens)
         return dataclasses.replace(cfg, env=env, team=team)
     return dataclasses.replace(cfg, env=dataclasses.replace(env, protocol=protocol))
 
 
 def alone(cfg: Any) -> Any:
-    """GRPO of one model: the advantage over the std of its group, PPO's clip (idle on fresh samples)."""
+    """GRPO configuration of one model: advantage over the standard deviation of its group, and PPO clipping."""
     from jaxmarl_llm.recipes import grpo
 
     base = under(cfg, "solo")
@@ -35,18 +35,20 @@ def alone(cfg: Any) -> Any:
 
 
 def vote(cfg: Any, recipe: Any, state: Any, votes: int) -> tuple[np.ndarray, int]:
-    """Return of each held-out task when every writer's most frequent text of ``votes`` is taken. One-turn tasks."""
+    """Return of each held-out task for the most frequent of ``votes`` texts of every writer. Only for tasks of one
+    turn.
+    """
     import jax
 
-    from jaxmarl_llm.diagnose import most_frequent
-    from jaxmarl_llm.plans import flat
-    from jaxmarl_llm.text import ConfigError
-    from jaxmarl_llm.workers import Failure
+    from jaxmarl_llm.errors import ConfigError
+    from jaxmarl_llm.rollout.env_pool import Failure
+    from jaxmarl_llm.rollout.plans import flat
+    from jaxmarl_llm.training.evaluation import most_frequent
 
-    if recipe.arena.env.max_turns != 1:
+    if recipe.env_runner.env.max_turns != 1:
         raise ConfigError("majority vote: expected an environment of one turn")
     _, tokens, played = task_returns(cfg, recipe, state, flat(votes))
-    tree, arena = played.tree, recipe.arena
+    tree, env_runner = played.tree, recipe.env_runner
     moves = tree.transitions
     count = int(moves.task[moves.played].max()) + 1
     chosen = []  # of each task: the step of every seat
@@ -54,19 +56,19 @@ def vote(cfg: Any, recipe: Any, state: Any, votes: int) -> tuple[np.ndarray, int
         rows = moves.steps[moves.played & (moves.task == task)]
         said = lambda s: tuple(tree.steps.tokens[s, : tree.steps.length[s]])
         chosen.append([int(rows[most_frequent([said(s) for s in seat]), w]) for w, seat in enumerate(rows.T)])
-    if arena.array:
-        tasks = jax.tree.map(lambda x: x[:count], arena.held_out)
+    if env_runner.array:
+        tasks = jax.tree.map(lambda x: x[:count], env_runner.held_out)
         steps = np.array(chosen)
-        one = lambda task, said, size: arena.env.step(
-            jax.random.key(0), arena.env.reset(jax.random.key(0), task), said, size
+        one = lambda task, said, size: env_runner.env.step(
+            jax.random.key(0), env_runner.env.reset(jax.random.key(0), task), said, size
         )[1]
         rewards = jax.vmap(one)(tasks, tree.steps.tokens[steps], tree.steps.length[steps])
         return np.asarray(sum(w * rewards[c].mean(1) for c, w in cfg.reward.items())), tokens
-    states = arena.pool().map("reset", [(0, task) for task in arena.held_out[:count]])
+    states = env_runner.pool().map("reset", [(0, task) for task in env_runner.held_out[:count]])
     action = lambda s: (played.records.records[s].role, played.records.records[s].action)
     calls = [(0, state, dict(action(s) for s in seats)) for state, seats in zip(states, chosen)]
     out = np.full(count, np.nan)
-    for i, result in enumerate(arena.pool().map("step", calls)):
+    for i, result in enumerate(env_runner.pool().map("step", calls)):
         if not isinstance(result, Failure):
             by_role = list(result[1].values())
             out[i] = np.mean([sum(w * r.get(c, 0.0) for c, w in cfg.reward.items()) for r in by_role])

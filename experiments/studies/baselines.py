@@ -1,13 +1,17 @@
-"""MAGRPO and its baselines at equal sampled tokens, one table:
+"""MAGRPO and its baselines at equal numbers of sampled tokens, in one table:
 
-    python -m experiments.baselines --config=experiments/configs/magrpo.py:tiny [--seeds=3] [--out=F.json --plot=F.png]
+    python -m experiments.studies.baselines --config=experiments/configs/magrpo.py:tiny \\
+        [--seeds=3] [--out=F.json --plot=F.png]
 
-`--config` is any MAGRPO configuration. The team is trained as it says, and one model alone (GRPO, the protocol `solo`)
-until it has sampled as many tokens. Untrained (after stage 0, if there is one): one model alone, the naive
-concatenation (the team as it starts), a sequential pipeline, one round of discussion, and the majority vote of
-`--votes` concatenations (each writer's most frequent text; ties to the first). Returns are means over held-out tasks
-and seeds with 95 % bootstrap intervals over both; tokens and seconds are those of playing one task. Resumes: what is in
---out is not run again.
+`--config` is any MAGRPO configuration. The team trains as configured. One model alone (GRPO, protocol `solo`) trains
+until it has sampled as many tokens.
+
+Untrained baselines start after stage 0, if the configuration has one. They are: one model alone; concatenation (the
+untrained team); a sequential pipeline; one round of discussion; and the majority vote of `--votes` concatenations. The
+vote takes the most frequent text of each writer, the first one in a tie.
+
+Returns are means over held-out tasks and seeds with 95 % bootstrap intervals over both. Tokens and seconds are those of
+one task. A second call runs only what is not in --out.
 """
 
 from __future__ import annotations
@@ -21,9 +25,7 @@ from typing import Any
 import numpy as np
 from absl import flags, logging
 
-from experiments import cli
-from experiments.budget import origin, task_returns, train
-from experiments.compare import (
+from experiments.studies.baseline_protocols import (
     CONCAT,
     DISCUSSION,
     OURS,
@@ -37,6 +39,8 @@ from experiments.compare import (
     under,
     vote,
 )
+from experiments.studies.common import origin, task_returns, train
+from jaxmarl_llm.cli import config_flags
 
 flags.DEFINE_integer("seeds", 3, "Seeds: the configuration's, and those after it.", lower_bound=1)
 flags.DEFINE_integer("votes", 5, "Samples of each writer in the majority vote.", lower_bound=1)
@@ -64,7 +68,7 @@ def main(cfg, workdir, flag_values):
         print(f"seed {cfg.seed} {name}: {np.nanmean(returns):.3f}", flush=True)
 
     def started(cfg: Any) -> tuple[Any, Any]:
-        """The recipe and its state after stage 0."""
+        """Recipe of a configuration, and its state after stage 0."""
         got = train(cfg, None, None, 0)
         return got["recipe"], got["state"]
 
@@ -78,21 +82,21 @@ def main(cfg, workdir, flag_values):
             chosen = under(seeded, protocol)
             recipe, state = started(chosen)
             measured(name, chosen, recipe, state, 0)
-            recipe.arena.close()
+            recipe.env_runner.close()
         recipe, state = started(seeded)
         measured(CONCAT, seeded, recipe, state, 0)
         measured(VOTE.format(flag_values.votes), seeded, recipe, state, 0, flag_values.votes)
-        recipe.arena.close()
+        recipe.env_runner.close()
         ours = train(seeded, state.params, None, seeded.steps)
         single = alone(seeded)
         recipe, state = started(single)
         measured(SOLO, single, recipe, state, 0)
-        recipe.arena.close()
+        recipe.env_runner.close()
         theirs = train(single, state.params, ours["tokens"], 0)
         measured(SOLO_TRAINED, single, theirs["recipe"], theirs["state"], theirs["tokens"])
         measured(OURS, seeded, ours["recipe"], ours["state"], ours["tokens"])
         for got in (ours, theirs):
-            got["recipe"].arena.close()
+            got["recipe"].env_runner.close()
         if out:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps({**origin(), "results": results}))
@@ -103,4 +107,4 @@ def main(cfg, workdir, flag_values):
 
 
 if __name__ == "__main__":
-    cli.run(main, required=("config",))
+    config_flags.run(main, required=("config",))

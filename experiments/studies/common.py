@@ -1,4 +1,4 @@
-"""What experiments that compare systems share: training to a token budget, returns by task, intervals."""
+"""Shared parts of experiments that compare systems: training to a token budget, returns of tasks, intervals."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments import cli
+from jaxmarl_llm.cli import config_flags
 
 
 def make(cfg: Any) -> Any:
-    return cli.recipe_module(cfg.recipe).make(cfg)
+    return config_flags.recipe_module(cfg.recipe).make(cfg)
 
 
 def origin() -> dict[str, str]:
-    """Where figures come from: the command, date, commit, JAX and machine."""
+    """Origin of figures: command, date, commit, version of JAX, and machine."""
     import jax
 
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
@@ -34,7 +34,7 @@ def origin() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The model of this machine's processor, as Linux knows it."""
+    """Model name of this machine's processor, from Linux."""
     listed = Path("/proc/cpuinfo")
     lines = listed.read_text().splitlines() if listed.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -42,15 +42,15 @@ def processor() -> str:
 
 
 def train(cfg: Any, params: Any, budget: int | None, steps: int, say: Any = None) -> dict:
-    """RL from ``params`` (None: stage 0 first) for ``steps`` steps, or until ``budget`` tokens were decoded.
+    """Train by RL for ``steps`` steps, or until ``budget`` tokens were decoded.
 
-    Gives the recipe, its last state, the parameters at the start of RL, counts, seconds of RL and evaluations before
-    and after it. Close ``recipe.arena`` when done.
+    params: initial parameters; None runs stage 0 first. Returns the recipe, its last state, the parameters at the start
+    of RL, counts, seconds of RL, and evaluations before and after RL. The caller closes ``recipe.env_runner``.
     """
     import jax
     import jax.numpy as jnp
 
-    from jaxmarl_llm.metrics import Logger
+    from jaxmarl_llm.telemetry.logger import Logger
 
     recipe = make(cfg)
     state = recipe.init(0)
@@ -104,16 +104,25 @@ def interval(values: list[float]) -> str:
 
 
 def replace_section(text: str, begin: str, end: str, lines: str) -> str:
-    """``text`` with ``lines`` in place of what stands between two marks. ConfigError without the marks."""
-    from jaxmarl_llm.text import ConfigError
+    """Copy of ``text`` with ``lines`` between two marks. Raises ConfigError without the marks."""
+    from jaxmarl_llm.errors import ConfigError
 
     if begin not in text or end not in text:
         raise ConfigError(f"no section between {begin} and {end} to write to")
     return text[: text.index(begin)] + "\n".join([begin, lines, end]) + text[text.index(end) + len(end) :]
 
 
+def figure_beside(doc: Path) -> tuple[Path, str]:
+    """The picture of a page: results/PAGE.png beside the page (its folder is made), and its link from the page."""
+    figure = doc.parent / "results" / f"{doc.stem}.png"
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    return figure, f"results/{figure.name}"
+
+
 def bootstrap(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[float, float, float]:
-    """Mean and 95 % interval of values [seeds, tasks], both resampled (percentile bootstrap). NaN: no value there."""
+    """Mean and 95 % interval of values [seeds, tasks] by a percentile bootstrap over both axes. NaN marks a missing
+    value.
+    """
     rng = np.random.default_rng(seed)
     seeds, tasks = values.shape
     means = np.empty(draws)
@@ -125,19 +134,21 @@ def bootstrap(values: np.ndarray, seed: int = 0, draws: int = 2000) -> tuple[flo
 
 
 def task_returns(cfg: Any, recipe: Any, state: Any, plan: Any = None, count: int = 256) -> tuple[np.ndarray, int, Any]:
-    """Return of each held-out task, averaged over its episodes (NaN where none could be scored), the tokens decoded,
-    and what was played. ``plan``: one episode a task unless given.
+    """Return of each held-out task, number of decoded tokens, and the rollouts.
+
+    A return is the mean over the task's episodes, NaN without a scored episode. plan: sampling plan; by default one
+    episode a task.
     """
     import jax
 
-    from jaxmarl_llm.diagnose import episode_values
-    from jaxmarl_llm.plans import single
+    from jaxmarl_llm.rollout.plans import single
+    from jaxmarl_llm.training.step_metrics import episode_values
 
-    arena = recipe.arena
-    size = len(jax.tree.leaves(arena.held_out)[0]) if arena.array else len(arena.held_out)
+    env_runner = recipe.env_runner
+    size = len(jax.tree.leaves(env_runner.held_out)[0]) if env_runner.array else len(env_runner.held_out)
     indices = range(min(size, count))
     key = jax.random.fold_in(jax.random.key(cfg.seed), 2**31 - 1)
-    played = arena.play(
+    played = env_runner.play(
         recipe.team, state.params, state.memory, indices, plan or single(), key, cfg.sampling, None, held_out=True
     )
     moves = played.tree.transitions

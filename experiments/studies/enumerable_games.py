@@ -1,12 +1,14 @@
-"""Games small enough to enumerate, and their exact policy gradients. Used by `experiments.study`.
+"""Games that are small enough to enumerate, with exact policy gradients, for `experiments.studies.gradient_quality`.
 
-    line     three roles move in turn, each sees all moves so far (0>, 1a>, 2ac>); a move is a, b or c
-    matrix   two rounds of chicken, both at once (envs/matrix.py), paid the social sum
+    line     three roles act in turn and see all earlier moves (0>, 1a>, 2ac>); a move is a, b or c
+    matrix   two rounds of the game chicken with simultaneous moves (`envs.matrix`), rewarded by the social sum
 
-In ``line`` the last move pays ``payoff[moves]``, drawn for each joint trajectory, or `graded`: a sum over moves. The
-local verifier judges a move by the best payoff that it still allows: right about what a perfect team would do, not
-about what this one does. Verdicts and payoff can be noisy. The exact objective and gradient are sums over all joint
-trajectories in float64 numpy; nothing of the rollout, credit or loss is used.
+In ``line``, the last move is rewarded by ``payoff[moves]``, drawn for each joint trajectory, or by `graded`, a sum over
+moves. The local verifier scores a move by the best payoff that remains possible. So it is correct for a perfect team,
+but not for the current one. Verdicts and payoffs can be noisy.
+
+The exact objective and gradient are sums over all joint trajectories in float64 NumPy. They use none of the project's
+code for rollout, credit or loss.
 """
 
 from __future__ import annotations
@@ -21,21 +23,22 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm import tabular
-from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.types import ArrayEnv, Model, Observation, PyTree, Role, Team
+from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
+from jaxmarl_llm.envs.matrix import array as matrix
+from jaxmarl_llm.models import tabular
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from jaxmarl_llm.types import Model, PyTree, Role, Team
 
 BYTES = ByteTokenizer()
 LETTERS = "abc"
 
 
 class Game(NamedTuple):
-    """An enumerable game. A history is a tuple of joint actions, each a tuple of move indices, one a seat.
+    """An enumerable game. A history is a tuple of joint actions; each is a tuple of move indices, one for each seat.
 
-    prompt(history, seat): what a seat is shown. pay(task, history): team reward of the last joint action of a history.
-    judge(task, history): the local verdict on the last joint action. tasks(rng): arrays of one task. component: the
-    reward that counts.
+    prompt(history, seat): the prompt of a seat. pay(task, history): team reward of the last joint action of a history.
+    judge(task, history): local verdict on the last joint action. tasks(rng): arrays of one task. component: the reward
+    that counts.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Game(NamedTuple):
 
     @property
     def prompts(self) -> list[str]:
-        """The rows of the table: by turn, history and seat."""
+        """Prompts of the table's rows, by turn, history and seat."""
         return [
             self.prompt(history, seat)
             for t in range(self.turns)
@@ -67,7 +70,7 @@ class Game(NamedTuple):
 class Exact(NamedTuple):
     value: float  # expected return
     gradient: Float[np.ndarray, "K D"]  # of the value to the logits
-    turn: Int[np.ndarray, "K"]  # the turn at which each row is asked
+    turn: Int[np.ndarray, " K"]  # the turn at which each row is asked
 
 
 def exact(
@@ -78,8 +81,8 @@ def exact(
 ) -> Exact:
     """Expected return and its gradient: ``sum_h p(h) R(h) sum_t grad log pi(a_t | s_t)`` over all trajectories h.
 
-    local: what each move is paid for itself, by the history up to it; then R(h) is that, and the "gradient" is the sum
-    of what every move can do for its own pay, which is the gradient of no objective in general.
+    local: R(h) is the reward of each move itself, given the history up to it. The "gradient" is then a sum of
+    gradients, one for each move's own reward. In general it is not the gradient of any objective.
     """
     logits = np.asarray(logits, np.float64)
     row = {text: i for i, text in enumerate(game.prompts)}
@@ -103,7 +106,7 @@ def exact(
 
 
 def team(env: ArrayEnv, prompts: list[str], letters: str) -> Team:
-    """All roles are one table: the gradient is one vector, averaged once."""
+    """Team in which all roles share one table, so the gradient is one vector."""
     rows = tuple(tuple(text.encode()) for text in prompts)
     policy = tabular.make_policy(tabular.Config(rows, tuple(letters.encode()), BYTES.vocab_size))
     return Team(tuple(Role(r, "table", 1) for r in env.roles), (Model("table", policy, BYTES),))
@@ -116,7 +119,7 @@ def params(logits: Array) -> PyTree:
 @struct.dataclass
 class Line:
     task: dict[str, Array]  # payoff [moves^turns], noise [turns]
-    said: Int[Array, "M"]  # moves; those from ``turn`` on are not made yet
+    said: Int[Array, " M"]  # moves; those from ``turn`` on are not made yet
     turn: Int[Array, ""]
     error: Float[Array, ""]  # of the last verdict or payoff
 
@@ -128,7 +131,7 @@ def line(turns: int = 3, moves: int = 3) -> Game:
         return f"{len(history)}{''.join(LETTERS[a] for (a,) in history)}>"
 
     def index(said: Array, count: int) -> Array:
-        """Of the first ``count`` moves, in base ``moves``."""
+        """Index of the first ``count`` moves, as digits in base ``moves``."""
         return sum((said[t] * moves ** (count - 1 - t) for t in range(count)), start=jnp.int32(0))
 
     def reset(key: Array, task: dict[str, Array]) -> Line:
@@ -141,7 +144,7 @@ def line(turns: int = 3, moves: int = 3) -> Game:
         row = jnp.where(at < end, row[:size], jnp.where(at == end, ord(">"), BYTES.pad_id))
         return Observation(state.turn[None], row[None].astype(jnp.int32), (end + 1)[None], jnp.array([True]))
 
-    def step(key: Array, state: Line, tokens: Int[Array, "W R"], length: Int[Array, "W"]):
+    def step(key: Array, state: Line, tokens: Int[Array, "W R"], length: Int[Array, " W"]):
         here = jnp.arange(turns) == state.turn
         after = Line(
             state.task,
@@ -175,9 +178,9 @@ def line(turns: int = 3, moves: int = 3) -> Game:
 
 
 def graded(rng: np.random.Generator, turns: int = 3, moves: int = 3) -> PyTree:
-    """A task of ``line`` whose payoff is a sum over moves of what each is worth after those before it.
+    """Task of ``line`` whose payoff is a sum of one part for each move, which depends on earlier moves.
 
-    Every part is uniform; divided by sqrt(turns) the payoffs spread as those of ``line`` do.
+    Every part is uniform and divided by sqrt(turns), so that the payoffs have the spread of ``line``.
     """
     parts = (rng.random((moves,) * (t + 1)).reshape((moves,) * (t + 1) + (1,) * (turns - t - 1)) for t in range(turns))
     payoff = sum(parts, start=np.zeros((moves,) * turns)) / turns**0.5

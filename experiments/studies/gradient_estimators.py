@@ -1,5 +1,5 @@
-"""What `experiments.study` measures: gradients of the project's own rollout, credit, selection and loss on enumerable
-games, many batches in one program, and their bias, noise and cosine against the exact gradient.
+"""Gradient estimates of the project's own rollout, credit, selection and loss on enumerable games. Many batches run in
+one program; the results are bias, noise and cosine relative to the exact gradient.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from experiments.study_games import Exact, Game, chicken, exact, line, params
-from jaxmarl_llm import plans
-from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.losses import Loss, aggregation_weights
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.rollout import layout, make_rollout
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.selection import top_k_variance
-from jaxmarl_llm.train import Batch, make_learner
-from jaxmarl_llm.types import PyTree
+from experiments.studies.enumerable_games import Exact, Game, chicken, exact, line, params
+from jaxmarl_llm.credit.assign import Credit, assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.credit.selection import top_k_variance
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.rollout import plans
+from jaxmarl_llm.rollout.array import layout, make_rollout
+from jaxmarl_llm.training.learner import Batch, make_learner
+from jaxmarl_llm.training.losses import Loss, aggregation_weights
+from jaxmarl_llm.training.optimizers import Optimizer
+from jaxmarl_llm.types import Array, PyTree
 
 TOKENS = 256  # sampled tokens of a batch; as many tasks as come nearest
 CHUNK = 64  # batches played at once
-LOSS = Loss(clip_low=None, aggregate="sum")  # with one token a completion every kind of average is this one
+LOSS = Loss(clip_low=None, aggregation="sum")  # with one token a completion every kind of average is this one
 
 
 class Arm(NamedTuple):
-    """One way to turn a tree into a gradient."""
+    """A rule that computes a gradient from a rollout tree."""
 
     name: str
     credit: Credit
@@ -39,7 +40,7 @@ class Arm(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One game under one plan. ``batch`` tasks are one batch of ``tokens`` sampled tokens."""
+    """One game under one plan. A batch has ``batch`` tasks and ``tokens`` sampled tokens."""
 
     name: str
     game: Game
@@ -64,7 +65,8 @@ class Cell(NamedTuple):
         seats = self.game.env.seats
         flat = self.plan.name.startswith("flat")
         states = [
-            sum(b.nodes // seats for b in blocks if b.branch.turn == t and b.group > 1) for t in range(self.game.turns)
+            sum(b.nodes // len(b.turns) // seats for b in blocks if t in b.turns and b.group > 1)
+            for t in range(self.game.turns)
         ]
         found = exact(self.game, logits, task, local)
         weight = np.array([1 if flat else n for n in states]) * (self.group - 1) / (self.tokens / self.batch)
@@ -77,14 +79,14 @@ def cell(name: str, game: Game, plan: plans.Plan, group: int, more: tuple[Arm, .
     base = Credit(
         discount=0.0 if immediate else 1.0,
         group="task_role_turn" if plan.name.startswith("flat") else "node",
-        scale="none",
+        normalise="none",
     )
     of = lambda **changes: dataclasses.replace(base, **changes)
-    arms = [Arm("mean", base), Arm("std", of(scale="std"))]
+    arms = [Arm("mean", base), Arm("std", of(normalise="std"))]
     if plan.name.startswith("flat"):
-        arms.append(Arm("none", of(centre="none")))
+        arms.append(Arm("none", of(baseline="none")))
     for arm in more:
-        arms.append(arm._replace(credit=of(scale=arm.credit.scale)))
+        arms.append(arm._replace(credit=of(normalise=arm.credit.normalise)))
     each = sum(b.nodes * b.group for b in layout(plan, game.env, 1))
     batch = max(1, round(TOKENS / each))
     return Cell(f"{game.name}/{name}/{group}", game, plan, group, tuple(arms), batch, batch * each)
@@ -94,7 +96,7 @@ def cell(name: str, game: Game, plan: plans.Plan, group: int, more: tuple[Arm, .
 def cells() -> tuple[Cell, ...]:
     one, two = line(), chicken()
     top = tuple(
-        Arm(f"{scale} top {k}", Credit(scale=scale if scale == "std" else "none"), k)
+        Arm(f"{scale} top {k}", Credit(normalise=scale if scale == "std" else "none"), k)
         for scale in ("mean", "std")
         for k in range(1, one.turns + 1)
     )
@@ -121,7 +123,7 @@ def cells() -> tuple[Cell, ...]:
 
 class Seen(NamedTuple):
     """Of n batches: the ascent direction of each arm; of each group its variance, size, turn and what a step on it
-    alone is worth (`experiments.study`), for arms mean and std.
+    alone is worth (`experiments.studies.gradient_quality`), for arms mean and std.
     """
 
     gradient: Float[Array, "n E K D"]
@@ -152,9 +154,7 @@ def sampler(c: Cell, count: int) -> Callable[..., Seen]:
                     arm.credit,
                     tree,
                     weights={game.component: 1.0},
-                    max_turns=game.turns,
-                    num_tasks=c.batch,
-                    num_roles=len(game.env.roles),
+                    sizes=Sizes(game.turns, c.batch, len(game.env.roles)),
                 )
         advantages, weights = [], []
         for arm in c.arms:
@@ -165,7 +165,7 @@ def sampler(c: Cell, count: int) -> Callable[..., Seen]:
                     got.stats.variance, got.stats.count >= 2, arm.top_k, scope=got.group_task, num_scopes=c.batch
                 )
                 trained &= chosen[got.group]
-            weights.append(aggregation_weights(steps.loss_mask, trained.astype(jnp.float32), LOSS.aggregate))
+            weights.append(aggregation_weights(steps.loss_mask, trained.astype(jnp.float32), LOSS.aggregation))
             advantages.append(got.advantage)
         own = {"params": {"logits": logits}}
         row = lambda x: x[:, None]
@@ -198,12 +198,14 @@ def sampler(c: Cell, count: int) -> Callable[..., Seen]:
     return jax.jit(many)
 
 
-def direction(g: Float[np.ndarray, "n D"], aim: Float[np.ndarray, "D"]) -> dict[str, float]:
-    """How the mean of ``g`` lies to ``aim``: scale ``<E g, aim> / |aim|^2`` and squared bias across it, relative to
-    what lies along it, ``|E g_across|^2 / (E g_along)^2`` (the tangent of the angle, squared), with standard errors.
+def direction(g: Float[np.ndarray, "n D"], aim: Float[np.ndarray, " D"]) -> dict[str, float]:
+    """Direction of the mean of ``g`` relative to ``aim``, with standard errors.
 
-    The squared norm of a mean is estimated without the noise of the mean (products of different batches alone), so that
-    it is negative as often as positive where there is no bias.
+    scale is ``<E g, aim> / |aim|^2``. The squared bias is that of the orthogonal part relative to the parallel part,
+    ``|E g_across|^2 / (E g_along)^2``, a squared tangent.
+
+    Products of different batches estimate the squared norm of a mean, without the noise of the mean. So without bias,
+    the estimate is negative as often as positive.
     """
     n, norm = len(g), np.linalg.norm(aim)
     along = g @ (aim / norm)
@@ -222,7 +224,7 @@ def direction(g: Float[np.ndarray, "n D"], aim: Float[np.ndarray, "D"]) -> dict[
     }
 
 
-def quality(g: Float[np.ndarray, "n D"], aim: Float[np.ndarray, "D"], tokens: int) -> dict[str, float]:
+def quality(g: Float[np.ndarray, "n D"], aim: Float[np.ndarray, " D"], tokens: int) -> dict[str, float]:
     """`direction`, and ``noise``: sampled tokens at which the standard deviation of the gradient is as long as its
     component along ``aim`` (variance times tokens, in units of the gradient); ``cosine`` of one batch to ``aim``,
     0 for a batch without a gradient, of which there is a share ``empty``.
@@ -240,7 +242,9 @@ def quality(g: Float[np.ndarray, "n D"], aim: Float[np.ndarray, "D"], tokens: in
 
 
 def measured(c: Cell, logits: np.ndarray, task: PyTree, key: Any, count: int) -> dict[str, dict[str, float]]:
-    """By arm: `quality` against the exact gradient of the return; for ``mean`` also ``own_*`` against `Cell.own`."""
+    """`quality` of each arm relative to the exact gradient of the return; for ``mean`` also ``own_*`` relative to
+    `Cell.own`.
+    """
     aim = exact(c.game, logits, task).gradient
     seen = jax.device_get(sampler(c, count)(jnp.float32(logits), task, jnp.float32(aim), key))
     out = {}

@@ -1,21 +1,24 @@
-"""How good the gradients of sampling plans are, not only what they cost:
+"""Quality of the gradients of sampling plans:
 
-    python -m experiments.study [--seeds=10] [--out=docs/study.json]
+    python -m experiments.studies.gradient_quality [--seeds=10] [--out=docs/results/study.json]
 
-On games small enough to enumerate, tabular policies drawn N(0, 1) and their exact policy gradient (`study_games`); the
-gradients are those of the project's own rollout, credit, selection and loss (`estimators`). For each plan: bias,
-variance at equal sampled tokens, cosine; selection of the K groups of largest variance; the share of groups without a
-variance; and how far selection by variance finds the groups worth most when verdicts are noisy. Resumes: seeds that
---out holds are not run again (delete it to measure anew). Writes --out, a figure beside it, and the section of
+It uses games that are small enough to enumerate, tabular policies drawn from N(0, 1), and their exact policy gradients
+(`enumerable_games`). The estimated gradients come from the project's own rollout, credit, selection and loss
+(`gradient_estimators`).
+
+For each plan it measures bias, variance at equal sampled tokens, and cosine; selection of the K groups of largest
+variance; the share of groups without a variance; and how well selection by variance finds the best groups when verdicts
+are noisy. A second call runs only seeds that are not in --out. It writes --out, a figure beside it, and a section of
 docs/complexity.md.
 
-Worth of a group: the derivative of the exact objective along the gradient of that group's own term,
-``<1/G sum_g A_g grad log pi(a_g), grad J>``: what a small step on this group alone brings, with the advantages it got.
+The worth of a group is the derivative of the exact objective along the gradient of this group's own term, ``<1/G sum_g
+A_g grad log pi(a_g), grad J>``. That is the gain of a small step on this group alone, with its advantages.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,10 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from experiments import cli
+from jaxmarl_llm.cli import config_flags
 
 flags.DEFINE_integer("seeds", 10, "Seeds 0 to N-1.", lower_bound=2)
-flags.DEFINE_string("out", "docs/study.json", "JSON file of every figure; resumed from.")
+flags.DEFINE_string("out", "docs/results/study.json", "JSON file of every figure; resumed from.")
 
 DOC = Path("docs/complexity.md")
 BEGIN, END = "<!-- study -->", "<!-- /study -->"
@@ -39,15 +42,15 @@ SUCCESS, GROUPS, TASKS = (0.05, 0.1, 0.3, 0.5), (2, 4, 8, 16), 2048
 
 
 def run_seed(seed: int, say: Any) -> dict[str, Any]:
-    """Every figure of one seed: policies, payoffs and samples are its own."""
+    """All figures of one seed, which has its own policies, payoffs and samples."""
     import jax
 
-    from experiments import estimators
-    from experiments.study_games import graded, line
+    from experiments.studies import gradient_estimators
+    from experiments.studies.enumerable_games import graded, line
 
     out: dict[str, Any] = {"seed": seed, "plans": {}, "noise": {}, "equal": {}}
     root = jax.random.key(seed)
-    cells = estimators.cells()
+    cells = gradient_estimators.cells()
     for i, c in enumerate(cells):
         rng = np.random.default_rng([seed, c.game.turns])
         logits, task = rng.normal(size=(len(c.game.prompts), c.game.moves)), c.game.tasks(rng)
@@ -55,27 +58,27 @@ def run_seed(seed: int, say: Any) -> dict[str, Any]:
         if c.name in GRADED:
             kinds[c.name.replace("line", "graded")] = graded(rng)
         for name, task in kinds.items():
-            found = out["plans"][name] = estimators.measured(c, logits, task, key, BATCHES)
-            say(f"seed {seed} {name}: {estimators.shown(found['mean'])}")
+            found = out["plans"][name] = gradient_estimators.measured(c, logits, task, key, BATCHES)
+            say(f"seed {seed} {name}: {gradient_estimators.shown(found['mean'])}")
             for pattern, turns in NOISY.items() if name in RANKED else ():
                 if pattern == "one" and not c.plan.local:  # only the end is judged: there is one verifier
                     continue
                 for sigma in SIGMAS:
                     noisy = {**task, "noise": np.float32(sigma) * np.array(turns, np.float32)}
-                    found = estimators.ranking(c, logits, noisy, jax.random.fold_in(key, 1), BATCHES)
+                    found = gradient_estimators.ranking(c, logits, noisy, jax.random.fold_in(key, 1), BATCHES)
                     out["noise"].setdefault(f"{name} {pattern}", {})[str(sigma)] = found
     game = line(turns=1, moves=2)
     for g in GROUPS:
         for i, p in enumerate(SUCCESS):
             key = jax.random.fold_in(root, 1000 + 10 * g + i)
-            out["equal"][f"{p} {g}"] = estimators.equal_groups(game, g, p, key, TASKS)
+            out["equal"][f"{p} {g}"] = gradient_estimators.equal_groups(game, g, p, key, TASKS)
     return out
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     import jax
 
-    from experiments.budget import origin, replace_section
+    from experiments.studies.common import origin, replace_section
 
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -93,14 +96,15 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         record = {**origin(), "minutes": minutes, "batches": BATCHES, "seeds": seeds}
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(record, indent=1))
-    from experiments import study_report
+    from experiments.studies import gradient_report
 
     figure = out.with_suffix(".png")
-    study_report.draw(record["seeds"], figure)
-    lines = "\n".join(study_report.section(record, figure))
+    gradient_report.draw(record["seeds"], figure)
+    link = Path(os.path.relpath(figure, DOC.parent)).as_posix()
+    lines = "\n".join(gradient_report.section(record, link))
     DOC.write_text(replace_section(DOC.read_text(), BEGIN, END, lines))
     print(lines)
 
 
 if __name__ == "__main__":
-    cli.run(main, required=())
+    config_flags.run(main, required=())

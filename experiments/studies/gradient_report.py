@@ -1,4 +1,4 @@
-"""What `experiments.study` writes of its records: one table, one figure."""
+"""Table and figure of the records of `experiments.studies.gradient_quality`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.budget import student
+from experiments.studies.common import student
 
 Row = dict[str, Any]
 COLOURS = {
@@ -38,23 +38,24 @@ def shown(seeds: Sequence[Row], of: Callable[[Row], float], digits: int = 3) -> 
 
 
 def across(found: dict[str, float], which: str = "bias") -> float:
-    """Share of the mean gradient's squared length that lies across the aim: the squared sine of the angle."""
+    """Share of the mean gradient's squared length that is orthogonal to the exact gradient: a squared sine."""
     return found[which] / (1 + found[which])
 
 
 def noise(found: dict[str, float]) -> float:
-    """Sampled tokens at which the standard deviation of the gradient is as long as its mean."""
+    """Number of sampled tokens at which the standard deviation of the gradient equals its mean."""
     return found["noise"] / (1 + found["bias"])
 
 
-def section(record: Row, figure: Path) -> list[str]:
+def section(record: Row, figure: str) -> list[str]:
+    """Lines of the section. ``figure``: link from the page to the picture."""
     seeds = record["seeds"]
     head = (
         f"`{record['command']}`, {record['date']}, commit `{record['commit']}`, {record['machine']}, "
         f"{len(seeds)} seeds of {record['batches']} batches, {record['minutes']} min. "
         "Means over seeds ± 95 % (Student's t)."
     )
-    picture = f"![estimators of sampling plans]({figure.name})"
+    picture = f"![estimators of sampling plans]({figure})"
     return [head, "", *_plans(seeds), "", *_top_k(seeds), "", *_equal(seeds), "", *_noisy(seeds), "", picture]
 
 
@@ -141,7 +142,9 @@ def _noisy(seeds: Sequence[Row]) -> list[str]:
 
 
 def draw(seeds: Sequence[Row], path: Path) -> None:
-    """Noise and cosine by plan and G, selection by K, and selection under noise; bars are 95 % intervals over seeds."""
+    """Draw noise and cosine by plan and G, selection by K, and selection under noise. Bars are 95 % intervals over
+    seeds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -169,7 +172,8 @@ def draw(seeds: Sequence[Row], path: Path) -> None:
             axes[2].errorbar((1, 2, 3), y[:, 0], y[:, 1], fmt=style, color=COLOURS[plan], label=label, capsize=3)
     axes[2].set(xlabel="K of 3 groups of a task, by variance", ylabel="cosine", xticks=(1, 2, 3))
     for i, (name, sigmas) in enumerate(seeds[0]["noise"].items()):
-        captured = [over(seeds, lambda row: row["noise"][name][s]["mean"]["captured"]) for s in sigmas]
+        noise = [row["noise"][name] for row in seeds]
+        captured = [student([row[s]["mean"]["captured"] for row in noise]) for s in sigmas]
         y, x = np.array(captured), [float(s) for s in sigmas]
         axes[3].errorbar(x, y[:, 0], y[:, 1], fmt="o-", color=f"C{i}", label=name.replace("/4", ","), capsize=3)
     axes[3].axhline(0, color="grey", lw=0.8)

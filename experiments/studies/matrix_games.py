@@ -1,10 +1,10 @@
-"""Joint against individual returns on 2x2 games, several seeds in one compiled program:
+"""Joint and individual returns on 2x2 games, with several seeds in one compiled program:
 
-    python -m experiments.matrix_games [--game=chicken] [--seeds=8] [--steps=150] [--out=FILE.json]
+    python -m experiments.studies.matrix_games [--game=chicken] [--seeds=8] [--steps=150] [--out=FILE.json]
 
-Two tiny random models are taught legal moves (any of the two, half and half) and then trained with MAGRPO, once on the
-joint return (the social sum, a Dec-POMDP) and once each on its own payoff. Prints the social sum of every seed at the
-end (mean of the last 10 steps).
+Stage 0 teaches two tiny random models legal moves, each with probability one half. Then MAGRPO trains them, once on the
+joint return (the social sum, a Dec-POMDP) and once on each model's own payoff. The command prints the social sum of
+every seed at the end, a mean over the last 10 steps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ flags.DEFINE_string("out", None, "Also write every curve to this JSON file.")
 
 
 def get_config(game: str, rewards: str, steps: int):
-    from jaxmarl_llm.arena import EnvConfig
-    from jaxmarl_llm.optimizers import Optimizer
+    from jaxmarl_llm.agents.team import Backbone, TeamConfig
+    from jaxmarl_llm.envs.registry import EnvConfig
     from jaxmarl_llm.recipes.magrpo import Config
-    from jaxmarl_llm.stages import SFT
-    from jaxmarl_llm.team import Backbone, TeamConfig
+    from jaxmarl_llm.training.config import SFT
+    from jaxmarl_llm.training.optimizers import Optimizer
 
     tiny = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
     return Config(
@@ -35,7 +35,7 @@ def get_config(game: str, rewards: str, steps: int):
         batch=8,
         group=8,
         env=EnvConfig("matrix", {"game": game, "rewards": rewards}),
-        team=TeamConfig(backbone=tiny, max_new=1, remat=False),
+        team=TeamConfig(backbone=tiny, max_new_tokens=1, remat=False),
         reward={"payoff": 1.0},
         optimizer=Optimizer(learning_rate=3e-3, max_grad_norm=0.0),
         sft=SFT(steps=60, batch=32, samples=256, optimizer=Optimizer(learning_rate=1e-2)),
@@ -47,14 +47,14 @@ def main(argv) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxmarl_llm.compiled import make_program
-    from jaxmarl_llm.recipes.magrpo import make_plan
+    from jaxmarl_llm.recipes import magrpo
+    from jaxmarl_llm.runs.compiled import make_program
 
     out = {}
     for rewards in ("joint", "individual"):
         cfg = get_config(FLAGS.game, rewards, FLAGS.steps)
         cfg.check("config")
-        run = jax.jit(jax.vmap(make_program(cfg, make_plan(cfg)).run))
+        run = jax.jit(jax.vmap(make_program(magrpo.make(cfg)).run))
         clock = time.time()
         compiled = run.lower(jnp.arange(FLAGS.seeds)).compile()
         built, clock = time.time() - clock, time.time()

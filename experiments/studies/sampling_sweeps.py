@@ -1,8 +1,9 @@
-"""What `experiments.complexity` measures: sweeps over turns, samples and agents, the calibration, table and figure.
+"""Measurements of `experiments.studies.complexity`: sweeps over turns, samples and agents, calibration, table, figure.
 
-Turns and samples are swept on a host environment in which two agents alternate and answer prompts of 16 tokens with
-exactly 8 (no stop id can be sampled), through the engine that training uses. Agents are swept in one compiled program:
-N of them act at once in an array environment, each with parameters of its own over one base, a rollout and an update.
+Sweeps over turns and samples use a host environment, through the engine of training. Two agents alternate, and answer
+prompts of 16 tokens with exactly 8 tokens, because no stop id can be sampled. The sweep over agents is one compiled
+program. N agents act at the same time in an array environment, each with its own parameters over one base, with a
+rollout and an update.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.budget import replace_section
-from jaxmarl_llm import complexity as cx
-from jaxmarl_llm import costs, plans
-from jaxmarl_llm.advantages import scalarise
+from experiments.studies.common import figure_beside, replace_section
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.generate import generate
-from jaxmarl_llm.lora import init_lora
-from jaxmarl_llm.losses import Loss, aggregation_weights
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.rollout import make_rollout
-from jaxmarl_llm.rollout_host import play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import ConfigError, HostEnv, Message, Prompt
-from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.train import Batch, make_learner
-from jaxmarl_llm.types import ArrayEnv, Model, Observation, Role, Team
-from jaxmarl_llm.workers import EnvPool
+from jaxmarl_llm.costs import counts as cx
+from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.credit.returns import scalarise
+from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.generate import generate
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.messages import HostEnv, Message, Prompt
+from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from jaxmarl_llm.rollout import plans
+from jaxmarl_llm.rollout.array import make_rollout
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostSettings, play
+from jaxmarl_llm.training.learner import Batch, make_learner
+from jaxmarl_llm.training.losses import Loss, aggregation_weights
+from jaxmarl_llm.training.optimizers import Optimizer
+from jaxmarl_llm.types import Array, Model, Role, Team
 
 SWEEPS = ("k", "group", "agents")
 PROMPT, RESPONSE = 16, 8
@@ -68,7 +72,7 @@ CALIBRATION = (
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One row of a file of measurements; its fields are its key."""
+    """One row of a file of measurements. Its fields are its key."""
 
     sweep: str  # k, group, agents or calibration
     plan: str
@@ -85,7 +89,9 @@ class Setting:
 
 
 def settings(f: flags.FlagValues) -> Iterator[Setting]:
-    """Calibration first, then the sweeps by size; rounds outermost, so that a slow minute does not hit one setting."""
+    """All settings: calibration first, then the sweeps by size. Rounds are the outer loop, so that a slow minute
+    affects many settings.
+    """
     for name in f.sweeps:
         one_of("--sweeps", name, SWEEPS)
     for name in f.plans:
@@ -118,25 +124,25 @@ def numbers(flag: str, given: Sequence[str], least: int) -> list[int]:
 def workload(s: Setting) -> tuple[plans.Plan, cx.Workload]:
     if s.sweep == "agents":
         models, width = 1 if s.share == "shared" else s.agents, 4
-        weights = cx.Weights(AGENT, 2 if s.share == "lora" else 0)
-        speakers = tuple(cx.Speaker(i % models, ({width: 1.0},), {4: 1.0}, 4) for i in range(s.agents))
+        weights = cx.ModelSize(AGENT, 2 if s.share == "lora" else 0)
+        speakers = tuple(cx.RoleLengths(i % models, ({width: 1.0},), {4: 1.0}, 4) for i in range(s.agents))
         at_once = (cx.Turn(tuple({i: 1.0} for i in range(s.agents))),)
         stacked = s.share != "shared"
         return plans.flat(s.group), cx.Workload(
             at_once, speakers, (weights,) * models, s.tasks, "array", width, s.agents, stacked
         )
-    speaker = cx.Speaker(0, ({PROMPT: 1.0},), {RESPONSE: 1.0}, RESPONSE)
+    speaker = cx.RoleLengths(0, ({PROMPT: 1.0},), {RESPONSE: 1.0}, RESPONSE)
     turns = tuple(cx.Turn(({t % s.agents: 1.0},)) for t in range(s.turns))
-    return PLANS[s.plan](s.group), cx.Workload(turns, (speaker,) * s.agents, (cx.Weights(TINY),), s.tasks)
+    return PLANS[s.plan](s.group), cx.Workload(turns, (speaker,) * s.agents, (cx.ModelSize(TINY),), s.tasks)
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
 def ring(agents: int, turns: int) -> HostEnv:
-    """Agents speak in turn and are paid for the first byte of what they say.
+    """Environment in which agents act in turn. The reward depends on the first byte of a completion.
 
-    A prompt begins with the state's seed: were two alike, the engine would prefill what they share once.
+    A prompt starts with the seed of the state. With equal prompts, the engine would prefill the shared part once.
     """
     names = tuple(f"a{i}" for i in range(agents))
 
@@ -155,21 +161,22 @@ def ring(agents: int, turns: int) -> HostEnv:
 
 
 def measure_host(s: Setting) -> Callable[[], dict[str, int]]:
-    """A function that plays once and gives the engine's counters. What it needs is made, not compiled, here."""
+    """Function that runs one rollout and returns the counters of the engine. It is prepared here, but not compiled."""
     policy, env = make_policy(TINY), ring(s.agents, s.turns)
     team = Team(tuple(Role(r, "team", RESPONSE) for r in env.roles), (Model("team", policy, BYTES),))
     params = {"shared": {}, "agents": {"team": {"params": jax.jit(policy.init)(jax.random.key(0))}}}
     pool, plan = EnvPool(lambda: env, workers=0), PLANS[s.plan](s.group)
 
     def once() -> dict[str, int]:
-        got = play(team, params, pool, range(s.tasks), plan, jax.random.key(1), Sampling(), max_prompt=64)
+        settings = HostSettings(plan, Sampling(), max_prompt=64)
+        got = play(team, params, pool, range(s.tasks), jax.random.key(1), settings)
         return {name: int(value) for name, value in vars(got.tree.counts).items()}
 
     return once
 
 
 def crowd(agents: int) -> ArrayEnv:
-    """One turn at which all agents act; each is paid for the parity of its first token."""
+    """Environment of one turn in which all agents act. Each agent's reward is the parity of its first token."""
     seat = jnp.arange(agents)
 
     def observe(state: jax.Array) -> Observation:
@@ -184,8 +191,9 @@ def crowd(agents: int) -> ArrayEnv:
 
 
 def many_agents(s: Setting) -> tuple[Callable, Any]:
-    """(step, state): one step of all agents, rollout and update, and what it starts from. step(state, key) -> state,
-    counts. ``own`` and the optimizer's state have the leading axis of models.
+    """Functions and initial state of one step of all agents: (step, state). step(state, key) -> (state, counts).
+
+    The step is a rollout and an update. Its arrays of parameters and optimizer states have a leading axis of models.
     """
     policy, env = make_policy(AGENT, remat=False), crowd(s.agents)
     plan, work = workload(s)
@@ -212,8 +220,8 @@ def many_agents(s: Setting) -> tuple[Callable, Any]:
         advantage = earned - earned.mean(-1, keepdims=True)  # [B, N, G]: each node's samples against their siblings
         weights = jax.vmap(lambda m: aggregation_weights(m, jnp.ones(m.shape[0]), "token"))
 
-        def mine(x: jax.Array, *shape: int) -> jax.Array:
-            """[B N ...] or [B N G ...] -> [models, nodes of each, ...]."""
+        def mine(x: Array, *shape: int) -> Array:
+            """Nodes of each model: [B N ...] or [B N G ...] -> [models, nodes of each, ...]."""
             x = x.reshape(s.tasks, models, s.agents // models, *shape)
             return x.swapaxes(0, 1).reshape(models, -1, *shape)
 
@@ -250,11 +258,15 @@ def measure_agents(s: Setting) -> Callable[[], dict[str, int]]:
 
 
 def measure(s: Setting, repeats: int) -> dict[str, Any]:
-    """One row: predicted, counted, seconds of each repeat after a first run that compiles."""
+    """One row: predictions, counts, and seconds of each repeat after a first run that compiles."""
     plan, work = workload(s)
     once = measure_agents(s) if s.sweep == "agents" else measure_host(s)
     compiled: list[str] = []
-    listen = lambda event, duration, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
     jax.monitoring.register_event_duration_secs_listener(listen)
     clock = time.perf_counter()
     counted = once()
@@ -280,7 +292,7 @@ def measure(s: Setting, repeats: int) -> dict[str, Any]:
 
 
 def read(path: Path) -> list[dict]:
-    """Rows of a file of measurements; a last line that a kill cut short is taken off the file."""
+    """Rows of a file of measurements. An incomplete last line, left by a killed process, is removed from the file."""
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -301,7 +313,7 @@ def key_of(row: dict) -> str:
 
 
 def run(f: flags.FlagValues, room: int) -> None:
-    """Every setting that the file does not hold yet; those larger than ``room`` bytes are noted as refused."""
+    """Measure every setting that is not in the file. A setting larger than ``room`` bytes is recorded as refused."""
     from rich.progress import track
 
     path = Path(f.out)
@@ -311,7 +323,7 @@ def run(f: flags.FlagValues, room: int) -> None:
     print(f"{len(done)} settings in {path}, {len(todo)} to run", flush=True)
     for s in track(todo, description="sweeps"):
         plan, work = workload(s)
-        need, sequences = costs.memory(plan, work).least, cx.counts(plan, work).sequences
+        need, sequences = costs.memory(plan, work).peak_lower_bound, cx.counts(plan, work).sequences
         row = dataclasses.asdict(s) | {"predicted": cx.counts(plan, work)._asdict(), "bytes": {"least": need}}
         if need > room:
             row["refused"] = f"needs at least {need} bytes of {room}"
@@ -328,7 +340,7 @@ def run(f: flags.FlagValues, room: int) -> None:
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
-def calibrate_generation(weights: cx.Weights, repeats: int = 5) -> costs.Calibration:
+def calibrate_generation(weights: cx.ModelSize, repeats: int = 5) -> costs.Calibration:
     """Seconds of generation on this machine, from small launches of one model with random weights."""
     policy = make_policy(weights.config)
     params = {"params": jax.jit(policy.init)(jax.random.key(0))}
@@ -336,13 +348,13 @@ def calibrate_generation(weights: cx.Weights, repeats: int = 5) -> costs.Calibra
         params["lora"] = init_lora(jax.random.key(1), params["params"], weights.rank, weights.targets)
     parts, seconds = [], []
     for n, g, p, r in ((1, 1, 16, 2), (4, 1, 16, 8), (4, 8, 16, 8), (4, 2, 64, 4), (16, 4, 32, 8), (2, 4, 128, 16)):
-        launch = cx.Launch(0, 0, n, g, p, r, ((n * g, {r: 1.0}),))
-        w = costs.work_of(launch, weights)
+        launch = cx.Launch(0, 0, n, g, p, r, (cx.LaunchRows(n, n, {p: 1.0}, {r: 1.0}, n),), n)
+        w = costs.launch_work(launch, weights)
         parts.append([1.0, w.steps, n * g, w.prefill, w.decode])
         keys = jax.random.split(jax.random.key(2), (n, g))
         tokens, length, active = np.full((n, p), 65, np.int32), np.full((n,), p, np.int32), np.ones((n,), bool)
         once = lambda args=(params, tokens, length, keys, active), r=r: jax.block_until_ready(
-            generate(policy, *args, max_new=r, stop_ids=(), pad_id=0, sampling=Sampling()).tokens
+            generate(policy, *args, max_new_tokens=r, stop_ids=(), pad_id=0, sampling=Sampling()).tokens
         )
         once()
         times = []
@@ -375,7 +387,7 @@ def agree(row: dict) -> bool:
 
 
 def joined(rows: Sequence[dict]) -> list[dict]:
-    """One row a setting: the repeats of all its rounds, and in ``rounds`` the shortest of each."""
+    """One row for each setting, with the repeats of all rounds; ``rounds`` has the shortest repeat of each round."""
     out: dict[tuple, dict] = {}
     names = [f.name for f in dataclasses.fields(Setting) if f.name != "round"]
     for row in rows:
@@ -388,7 +400,9 @@ def joined(rows: Sequence[dict]) -> list[dict]:
 def report(f: flags.FlagValues) -> None:
     rows = read(Path(f.out))
     if not rows:
-        raise ConfigError(f"--out: {f.out} holds no measurements; run `python -m experiments.complexity run` first")
+        raise ConfigError(
+            f"--out: {f.out} holds no measurements; run `python -m experiments.studies.complexity run` first"
+        )
     measured = [r for r in rows if "seconds" in r]
     ran = joined(measured)
     best = lambda r: min(r["seconds"])  # other programs only add time
@@ -437,9 +451,9 @@ def report(f: flags.FlagValues) -> None:
             ms = 1000 * best(r)
             lines.append(f"| {r['agents']} | {r['share']} | {r['compiled']} | {ms:.1f} | {ms / r['agents']:.2f} |")
     doc = Path(f.doc)
-    figure = doc.with_suffix(".png")
+    figure, link = figure_beside(doc)
     draw(ran, found, figure)
-    lines += ["", f"![measured and predicted]({figure.name})"]
+    lines += ["", f"![measured and predicted]({link})"]
     text = doc.read_text() if doc.exists() else f"# What sampling costs\n\n{BEGIN}\n{END}\n"
     doc.write_text(replace_section(text, BEGIN, END, "\n".join(lines)))
     print("\n".join(lines))

@@ -22,16 +22,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from experiments import hlo
-from jaxmarl_llm import costs, meshes, sharding
-from jaxmarl_llm.complexity import Launch, Weights, Workload, launches, levels
-from jaxmarl_llm.generate import sample_completions, up_to
-from jaxmarl_llm.lora import init_lora
-from jaxmarl_llm.plans import Plan
-from jaxmarl_llm.qwen import make_policy
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, Learner, make_learner
+from jaxmarl_llm.costs import hlo
+from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, launches, turn_states
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.buckets import up_to
+from jaxmarl_llm.generation.generate import sample_completions
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.rollout.plans import Plan
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.learner import Batch, Learner, make_learner
 from jaxmarl_llm.types import Params, Policy, PyTree
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -87,7 +89,7 @@ def shape_of(cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int 
     """``rows``: nodes of each part of the mesh's rows, in place of what the configuration comes to."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     top = largest(plan, work)
-    group = max(level.group for level in levels(plan, work))
+    group = max(level.group for level in turn_states(plan, work))
     tokens = top.prompt + group * top.response
     micro = 1 << max(0, (cfg.micro_tokens // tokens).bit_length() - 1)
     if rows is not None:
@@ -127,19 +129,19 @@ def chip_bytes(tree: PyTree) -> int:
     return int(sum(sizes))
 
 
-def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[Weights], copies: int, engine: str) -> Team:
+def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[ModelSize], copies: int, engine: str) -> Team:
     """ConfigError where heads or a dimension cannot be cut as the mesh asks, or costs cannot be known.
 
-    In a host rollout one model at a time has copies to play with (`speakers.Playing`), in an array rollout all.
+    In a host rollout one model at a time has copies to play with (`launches.RolloutWeights`), in an array rollout all.
     """
-    if cfg.team.invariant:
+    if cfg.team.batch_invariant:
         raise ConfigError(
-            "config.team.invariant: expected false: its loops over tiles and keys run as often as lengths ask, so the "
-            "compiled program does not tell what it costs"
+            "config.team.batch_invariant: expected false: its loops over tiles and keys run as often as lengths ask, "
+            "so the compiled program does not tell what it costs"
         )
     largest_first = sorted(set(models), key=lambda w: -costs.parameters(w.config))
     learner = learner_of(cfg, largest_first[0])
-    trees: dict[Weights, tuple[Params, Params | None, PyTree]] = {}
+    trees: dict[ModelSize, tuple[Params, Params | None, PyTree]] = {}
     for weights in largest_first:
         c = weights.config
         sharding.check_heads(mesh, f"a {costs.parameters(c) / 1e9:.1f}B model", c.num_heads, c.num_kv_heads)
@@ -179,11 +181,11 @@ def gathered(mesh: Mesh, tree: PyTree) -> PyTree:
     return jax.tree.map(whole, tree)
 
 
-def policy_of(cfg: BaseConfig, weights: Weights) -> Policy:
+def policy_of(cfg: BaseConfig, weights: ModelSize) -> Policy:
     return make_policy(weights.config, remat=cfg.team.remat)
 
 
-def learner_of(cfg: BaseConfig, weights: Weights) -> Learner:
+def learner_of(cfg: BaseConfig, weights: ModelSize) -> Learner:
     return make_learner(policy_of(cfg, weights), cfg.loss, cfg.optimizer, cfg.sampling)
 
 
@@ -219,7 +221,10 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
     """
     spec = jax.ShapeDtypeStruct
     place = sharding.rows(mesh)
-    rows = lambda shape, dtype: spec(shape, dtype, sharding=place)
+
+    def rows(shape: tuple[int, ...], dtype: Any) -> Any:  # shapes stand for the arrays of a batch
+        return spec(shape, dtype, sharding=place)
+
     n, g, p, r = shape.nodes, shape.group, shape.prompt, shape.response
     learner = make_learner(team.policy, cfg.loss, cfg.optimizer, cfg.sampling)
 
@@ -232,7 +237,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
             length,
             key,
             active,
-            max_new=r,
+            max_new_tokens=r,
             stop_ids=(1,),
             pad_id=0,
             sampling=cfg.sampling,
@@ -243,7 +248,9 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
     m, mg = shape.micro, shape.micro_group
     f32 = lambda: rows((m, mg, r), jnp.float32)
     batch = Batch(rows((m, p), jnp.int32), rows((m,), jnp.int32), rows((m, mg, r), jnp.int32), f32(), f32(), f32())
-    batch = batch.replace(old=f32() if cfg.loss.epochs > 1 else None, reference=f32() if cfg.loss.refers else None)
+    batch = batch.replace(
+        old=f32() if cfg.loss.epochs > 1 else None, reference=f32() if cfg.loss.needs_reference else None
+    )
     gradient = jax.tree.map(lambda x: spec(x.shape, jnp.float32, sharding=x.sharding), team.own)
     programs: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "rollout": (jax.jit(rollout), (team.playing, *prompts)),
@@ -258,7 +265,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         if only and name not in only:
             continue
         clock = time.process_time()
-        with meshes.on(mesh):
+        with meshes.use_mesh(mesh):
             lowered = function.lower(*arguments)
         try:
             compiled, text = compile_text(lowered)
@@ -312,7 +319,8 @@ def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
     wanted = cfg.mesh
     if given is not None:
         try:
-            wanted = meshes.MeshConfig(*(int(n) for n in given.split(",")))
-        except (ValueError, TypeError):
+            data, fsdp, tensor = map(int, given.split(","))
+            wanted = meshes.MeshConfig(data, fsdp, tensor)
+        except ValueError:
             raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
     return meshes.make_mesh(wanted, devices(topology), path="config.mesh" if given is None else "--mesh")

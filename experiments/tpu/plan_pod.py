@@ -1,8 +1,8 @@
 """What a configuration would do on TPUs that are not there:
 
-    python -m experiments.aot --config=FILE.py[:variant] --topology=v5e:16x16 [--mesh=D,F,T] [--out=FILE.json]
-    python -m experiments.aot --config=FILE.py[:variant] --topology=v5p:8x8x8 --search
-    python -m experiments.aot --out=FILE.json --doc=docs/pods.md
+    python -m experiments.tpu.plan_pod --config=FILE.py[:variant] --topology=v5e:16x16 [--mesh=D,F,T] [--out=FILE.json]
+    python -m experiments.tpu.plan_pod --config=FILE.py[:variant] --topology=v5p:8x8x8 --search
+    python -m experiments.tpu.plan_pod --out=FILE.json --doc=docs/pods.md
 
 Compiles generation and the update for the topology (libtpu beside JAX, no accelerator) and says, per chip: memory
 against the chip's, FLOPs, bytes, bytes of collectives by kind, the time at public chip figures and what bounds it,
@@ -23,7 +23,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
+from jaxmarl_llm.cli import config_flags
 
 flags.DEFINE_list("topology", [], "TPU slices: kind:shape, as v5e:16x16, v5p:8x8x8, v6e:16x16.")
 # Other entry points have flags of these names; tests import several of them into one process.
@@ -35,7 +35,7 @@ flags.DEFINE_bool("search", False, "Propose mesh, micro-batch and remat for each
 flags.DEFINE_integer("rows", None, "Nodes of each part of the mesh's rows (weak scaling), not those of the config.", 1)
 flags.DEFINE_list("stages", [], "Programs to compile: rollout, accumulate, apply; default: all.")
 flags.DEFINE_string(
-    "doc", None, "Markdown file whose table is written from --out; the figure goes beside it.", allow_override=True
+    "doc", None, "Page whose table is written from --out; the figure goes to results/ beside it.", allow_override=True
 )
 
 PROGRAMS = ("rollout", "accumulate", "apply")
@@ -43,12 +43,12 @@ ROOM = 0.8  # of a chip that may be resident in what is advised: the rest is for
 
 
 def prepare(cfg: Any) -> tuple[Any, Any, Any, list[str]]:
-    """(configuration without files, plan, workload, what was assumed)."""
-    from experiments.architectures import shape_only
-    from jaxmarl_llm.workload import workload_of
+    """Configuration without files, plan, workload, and assumptions."""
+    from jaxmarl_llm.costs.known_shapes import shape_only
+    from jaxmarl_llm.costs.workload import workload_of
 
     bare = shape_only(cfg)
-    plan = cli.recipe_module(cfg.recipe).make_plan(bare)
+    plan = config_flags.recipe_module(cfg.recipe).make_plan(bare)
     work, notes = workload_of(bare)
     models = tuple(w._replace(config=dataclasses.replace(w.config, used_vocab=None), extra=0) for w in work.models)
     if any(w.extra for w in work.models):
@@ -65,23 +65,24 @@ def measure(
     only: Sequence[str],
     known: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """One row: compile, add up, judge. Programs of ``known`` rows are not compiled again: teams that differ in who
-    shares parameters have the same. Nothing is compiled where what is resident is already too much.
+    """One row: compile the programs, add up their costs, and check whether they fit. Programs in ``known`` rows are not
+    compiled again, because teams with other parameter sharing have the same programs. Nothing is compiled if
+    resident memory is already too large.
     """
     import jax
     import libtpu
 
-    from experiments import ahead
-    from jaxmarl_llm import costs
-    from jaxmarl_llm.workload import kept
+    from experiments.tpu import compile_ahead
+    from jaxmarl_llm.costs import model as costs
+    from jaxmarl_llm.costs.workload import memory_options
 
     bare, plan, work, notes = prepare(cfg)
-    mesh = ahead.mesh_for(bare, mesh_flag, topology)
+    mesh = compile_ahead.mesh_for(bare, mesh_flag, topology)
     chip = costs.CHIPS[topology.partition(":")[0]]
-    team = ahead.team_of(bare, mesh, work.models, kept(bare)["copies"], work.engine)
-    shape = ahead.shape_of(bare, mesh, plan, work, rows)
+    team = compile_ahead.team_of(bare, mesh, work.models, memory_options(bare)["copies"], work.engine)
+    shape = compile_ahead.shape_of(bare, mesh, plan, work, rows)
     held = {"parameters": team.parameter_bytes, "optimizer": team.optimizer_bytes, "rollout copy": team.playing_bytes}
-    size = ahead.chip_bytes
+    size = compile_ahead.chip_bytes
     program = repr((team.policy.config, bare.team.remat, bare.loss, bare.optimizer, bare.sampling, mesh.shape, shape))
     program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
     versions, date = {"jax": jax.__version__, "libtpu": libtpu.__version__}, datetime.date.today().isoformat()
@@ -89,10 +90,12 @@ def measure(
     if resident(bare, held) > chip.memory:
         stages = {}
     elif same is not None:
-        stages = {k: ahead.Stage(**{f: v[f] for f in ahead.Stage._fields}) for k, v in same["stages"].items()}
+        stages = {
+            k: compile_ahead.Stage(**{f: v[f] for f in compile_ahead.Stage._fields}) for k, v in same["stages"].items()
+        }
         date = same["date"]  # when they were compiled
     else:
-        stages = ahead.compile_stages(bare, mesh, team, shape, only)
+        stages = compile_ahead.compile_stages(bare, mesh, team, shape, only)
     own = size(team.own) + (0 if team.shared is None else size(team.shared))
     playing = size(team.playing)
     rest = team.parameter_bytes + team.optimizer_bytes
@@ -104,7 +107,7 @@ def measure(
         "apply": rest - size(team.own) - size(team.optimizer),
     }
     peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": resident(bare, held)}
-    launch = ahead.largest(plan, work)
+    launch = compile_ahead.largest(plan, work)
     cache = costs.cache_bytes(launch._replace(rows=shape.nodes, group=shape.group), team.policy.config)
     row: dict[str, Any] = {
         "config": name,
@@ -112,7 +115,7 @@ def measure(
         "chips": mesh.size,
         "mesh": list(mesh.devices.shape),
         "rows": rows,
-        "share": bare.team.share,
+        "share": bare.team.parameter_sharing,
         "models": len(work.models),
         "parameters": costs.parameters(team.policy.config),
         "batch": bare.batch,
@@ -136,8 +139,8 @@ def measure(
 
 
 def resident(cfg: Any, held: dict[str, int]) -> int:
-    """Bytes of a chip that are taken whatever is computed. An offloaded optimizer state and copies to generate with are
-    never there together.
+    """Bytes of a chip that are always in use. An offloaded optimizer state and the copies for generation never exist at
+    the same time.
     """
     beside = held["optimizer"], held["rollout copy"]
     return held["parameters"] + (max(beside) if cfg.optimizer.offload else sum(beside))
@@ -146,16 +149,16 @@ def resident(cfg: Any, held: dict[str, int]) -> int:
 def step_seconds(
     cfg: Any, plan: Any, work: Any, chip: Any, mesh: Any, team: Any, shape: Any, stages: dict[str, Any]
 ) -> dict[str, Any]:
-    """A training step at the chip's public figures: every launch and micro-batch one after the other, nothing between.
+    """Seconds of a training step at the chip's public figures, with launches and micro-batches one after another.
 
-    A launch with fewer expected samples than the compiled one takes its share of FLOPs, of cache bytes and of
-    collectives of activations; weights are read whole.
+    A launch with fewer expected samples than the compiled one counts its share of FLOPs, cache bytes and collectives of
+    activations. Weights count in full.
     """
-    from experiments import ahead
-    from jaxmarl_llm import complexity
+    from experiments.tpu import compile_ahead
+    from jaxmarl_llm.costs import counts as complexity
 
     seconds: dict[str, float] = {"weights to generation": 0.0, "prefill": 0.0, "decode": 0.0, "update": 0.0}
-    weights, started = ahead.chip_bytes(team.playing), complexity.launches(plan, work)
+    weights, started = compile_ahead.chip_bytes(team.playing), complexity.launches(plan, work)
     # A copy for each launch where separate models take turns, once where they share what is copied.
     separate = work.engine == "host" and team.shared is None and len(work.models) > 1
     made = len(started) if separate else 1 if team.shared is not None else len(work.models)
@@ -199,29 +202,29 @@ def step_seconds(
 
 
 def trained_nodes(cfg: Any, plan: Any, work: Any) -> float:
-    """Expected nodes of an update, all models."""
-    from jaxmarl_llm import complexity
-    from jaxmarl_llm.workload import selected
+    """Expected number of nodes in an update, over all models."""
+    from jaxmarl_llm.costs import counts as complexity
+    from jaxmarl_llm.costs.workload import update_selection
 
-    groups, most = selected(cfg, work)
-    found = (level for level in complexity.levels(plan, work) if level.group > 1 or not groups)
+    groups, most = update_selection(cfg, work)
+    found = (level for level in complexity.turn_states(plan, work) if level.group > 1 or not groups)
     nodes = sum(level.states * len(work.turns[level.branch.turn].seats) for level in found)
     return float(nodes if most is None else min(nodes, most))
 
 
 def tensor_sizes(arch: Any, chips: int) -> list[int]:
-    """Sizes of the tensor axis that whole heads, units and vocabulary allow."""
+    """Sizes of the tensor axis that divide heads, units and vocabulary."""
     sizes = (arch.num_heads, arch.num_kv_heads, arch.intermediate_size, arch.vocab_size, chips)
     return [t for t in range(1, 65) if all(n % t == 0 for n in sizes)]
 
 
 def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
-    """The flag whose change makes the worst stage fit, and to what."""
+    """Flag whose change makes the largest stage fit, and its value."""
     worst = max(row["peaks"], key=lambda k: row["peaks"][k])
     peak, room, held = row["peaks"][worst], row["capacity"], row["held"]
     data, fsdp, tensor = row["mesh"]
     wider = [t for t in tensor_sizes(arch, row["chips"]) if t > tensor]
-    share = {"separate": "lora", "lora": "shared"}.get(cfg.team.share)
+    share = {"separate": "lora", "lora": "shared"}.get(cfg.team.parameter_sharing)
     playing = worst in ("prefill", "resident")
     copies, moments = held["rollout copy"] if playing else 0, held["optimizer"]
     if cfg.optimizer.offload and playing:  # one or the other, as in `resident`
@@ -237,7 +240,7 @@ def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
         elif enough:
             flag = f"--config.mesh.tensor={enough[0]}"
         elif share:
-            flag = f"--config.team.share={share}"
+            flag = f"--config.team.parameter_sharing={share}"
         else:
             flag = "--topology with more or larger chips"
         what = "parameters, optimizer state and their copies alone"
@@ -266,21 +269,22 @@ def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
 
 
 def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, Any]]:
-    """Meshes, micro-batches and remat by estimated seconds of a step, those that fit first. Closed forms: parameters,
-    moments, copies, cache, logits, saved layers and attention scores; FLOPs, weights gathered and reduced, bytes read.
+    """Meshes, micro-batches and remat, sorted by estimated seconds of a step, those that fit first. The estimate uses
+    closed forms: parameters, moments, copies, cache, logits, saved layers and attention scores; FLOPs, gathered and
+    reduced weights, bytes read.
     """
-    from experiments import ahead
-    from jaxmarl_llm import costs
-    from jaxmarl_llm.complexity import counts, longest
-    from jaxmarl_llm.complexity import launches as started
-    from jaxmarl_llm.workload import kept
+    from experiments.tpu import compile_ahead
+    from jaxmarl_llm.costs import model as costs
+    from jaxmarl_llm.costs.counts import counts, longest
+    from jaxmarl_llm.costs.counts import launches as started
+    from jaxmarl_llm.costs.workload import memory_options
 
-    chip, n = costs.CHIPS[topology.partition(":")[0]], ahead.chips(topology)
-    top = ahead.largest(plan, work)
+    chip, n = costs.CHIPS[topology.partition(":")[0]], compile_ahead.chips(topology)
+    top = compile_ahead.largest(plan, work)
     weights = work.models[top.model]
     arch = weights.config
     size = costs.ITEMSIZE[arch.dtype]
-    held = costs.memory(plan, work, **kept(cfg))
+    held = costs.memory(plan, work, **memory_options(cfg))
     whole = costs.base_bytes([weights]) + costs.own_bytes(weights) if weights.rank else costs.own_bytes(weights)
     team = held.base + held.own + held.copies
     group = max(launch.group for launch in started(plan, work))
@@ -297,9 +301,9 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
                 for rows in (1, 2, 4):
                     scores = costs.score_bytes(arch, top.prompt, group, top.response)
                     layers = costs.saved_bytes(arch, rows, top.prompt, group, top.response, remat)
-                    kept_scores = rows * costs.kept_scores(arch, top.prompt, group, top.response, remat)
+                    kept_scores = rows * costs.saved_scores(arch, top.prompt, group, top.response, remat)
                     update = held.gradient / (fsdp * tensor) + layers / (1 if remat else tensor) + kept_scores / tensor
-                    lanes = ahead.up_to(top.rows, parts) / parts
+                    lanes = compile_ahead.up_to(top.rows, parts) / parts
                     prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
                     playing = whole if work.engine == "host" else team
                     play = (playing / tensor if fsdp > 1 else 0) + held.cache / n
@@ -383,24 +387,24 @@ def load(out: str | None) -> list[dict[str, Any]]:
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
-    """The exit code: 0 where every topology has a row that fits, else 1."""
+    """Run the command. Returns 0 if every topology has a row that fits, otherwise 1."""
     from jaxmarl_llm.config import one_of
-    from jaxmarl_llm.text import ConfigError
+    from jaxmarl_llm.errors import ConfigError
 
     rows = load(flag_values.out)
     if flag_values.doc:
-        from experiments import pods
+        from experiments.tpu import report as pods
 
         pods.write(rows, Path(flag_values.doc))
         return 0
     if cfg is None or not flag_values.topology:
         raise ConfigError("--config, --topology: expected both, or --doc with --out")
-    from experiments import ahead
+    from experiments.tpu import compile_ahead
 
     for stage in flag_values.stages:
         one_of("--stages", stage, PROGRAMS)
     for topology in flag_values.topology:
-        ahead.check(topology)
+        compile_ahead.check(topology)
     code = 0
     for topology in flag_values.topology:
         fits = False
@@ -433,14 +437,14 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
 
 
 def label(spec: str, cfg: Any) -> str:
-    """The variant, and what was changed of it on the command line."""
+    """Name of the variant, and the changes of the command line."""
     from jaxmarl_llm.config import flatten
 
     file, _, variant = spec.partition(":")
-    base, now = flatten(cli.load(spec)), flatten(cfg)
+    base, now = flatten(config_flags.load(spec)), flatten(cfg)
     changed = [f"{k}={now[k]}" for k in now if now[k] != base.get(k)]
     return " ".join([f"{Path(file).stem}:{variant}" if variant else Path(file).stem, *changed])
 
 
 if __name__ == "__main__":
-    cli.run(main, required=())
+    config_flags.run(main, required=())

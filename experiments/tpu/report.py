@@ -1,11 +1,11 @@
-"""The table and the figure of docs/pods.md, from the rows that `experiments.aot` wrote."""
+"""Table and figure of docs/pods.md, from the rows of `experiments.tpu.plan_pod`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from experiments.budget import replace_section
+from experiments.studies.common import figure_beside, replace_section
 
 BEGIN, END = "<!-- aot: begin -->", "<!-- aot: end -->"
 HEAD = (
@@ -19,7 +19,7 @@ def sent(stage: dict[str, Any]) -> float:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row, GB and seconds; what was not compiled or does not fit says so."""
+    """One row of the table, in GB and seconds. It says what was not compiled, and what does not fit."""
     stages, held, peaks = row["stages"], row["held"], row["peaks"]
     gb = lambda x: f"{x / 1e9:.2f}" if x < 1e10 else f"{x / 1e9:.1f}"
     peak = lambda name: gb(peaks[name]) if name in peaks else "-"
@@ -44,14 +44,14 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows of whole teams, not those of the weak scaling."""
+    """Table of the rows of whole teams, without those of weak scaling."""
     plain = [r for r in rows if r["rows"] is None]
     rule = "|" + " --- |" * HEAD.count(" | ") + " --- |"
     return "\n".join([HEAD, rule, *map(line, plain)])
 
 
 def weak(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By chips: one row of nodes for each part, so that work grows with the slice."""
+    """Rows of weak scaling by number of chips: one row of nodes for each part, so the work grows with the slice."""
     return sorted((r for r in rows if r["rows"] is not None), key=lambda r: r["chips"])
 
 
@@ -71,7 +71,7 @@ def weak_table(rows: list[dict[str, Any]]) -> str:
 
 
 def figure(rows: list[dict[str, Any]], path: Path) -> None:
-    """Weak scaling: FLOPs, memory and collective bytes of a chip against chips, each relative to the smallest slice."""
+    """Draw weak scaling: FLOPs, memory and collective bytes of a chip against chips, relative to the smallest slice."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -103,11 +103,12 @@ def figure(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def write(rows: list[dict[str, Any]], doc: Path) -> None:
-    """Replace what stands between the marks of ``doc``; draw the figure beside it when there is weak scaling."""
+    """Replace the text between the marks of ``doc``; draw the figure in results/ beside it if there is weak scaling."""
     versions = sorted({f"jax {r['versions']['jax']}, libtpu {r['versions']['libtpu']}" for r in rows})
     dates = sorted({r["date"] for r in rows})
     parts = [f"{'; '.join(versions)}; compiled {' to '.join(sorted({dates[0], dates[-1]}))}.", table(rows)]
     if weak(rows):
-        figure(rows, doc.with_suffix(".png"))
-        parts += [f"![weak scaling]({doc.with_suffix('.png').name})", weak_table(rows)]
+        path, link = figure_beside(doc)
+        figure(rows, path)
+        parts += [f"![weak scaling]({link})", weak_table(rows)]
     doc.write_text(replace_section(doc.read_text(), BEGIN, END, "\n" + "\n\n".join(parts) + "\n"))

@@ -23,6 +23,7 @@ Ours, where the paper as we know it is silent (r: a sample's reward; rbar: an en
   sample of the batch earns nothing from a later one. A sample with a value that is not finite is invalid.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -31,6 +32,11 @@ import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from jaxmarl_llm.config import at_least, finite, in_range
+from jaxmarl_llm.errors import ConfigError
+
+CAPACITY_LIMIT = 2**20  # entries
 
 
 @dataclass(frozen=True)
@@ -49,24 +55,34 @@ class MemoryConfig:
     warmup: int = 32  # rewards seen before thresholds apply
     z: float = 1.96  # thresholds in standard deviations; 1.96: 2.5 % and 97.5 % of the normal
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.retrieve <= self.capacity:
-            raise ValueError(f"memory.retrieve must be in 1..capacity ({self.capacity}), not {self.retrieve}")
+    def check(self, path: str) -> None:
+        at_least(f"{path}.capacity", self.capacity, 1, CAPACITY_LIMIT)
+        at_least(f"{path}.retrieve", self.retrieve, 1)
+        if self.retrieve > self.capacity:
+            raise ConfigError(f"{path}.retrieve: expected at most {path}.capacity={self.capacity}, got {self.retrieve}")
+        for name in ("min_similarity", "refresh_similarity"):
+            in_range(f"{path}.{name}", getattr(self, name), -1, 1)
+        for name in ("alpha", "beta", "decay", "penalty", "min_weight", "warmup", "z"):
+            at_least(f"{path}.{name}", getattr(self, name), 0)
+        finite(f"{path}.max_weight", self.max_weight)
         if not self.min_weight <= self.initial_weight <= self.max_weight:
-            raise ValueError("memory must have min_weight <= initial_weight <= max_weight")
+            raise ConfigError(
+                f"{path}.initial_weight: expected in [{path}.min_weight, {path}.max_weight] = "
+                f"[{self.min_weight:g}, {self.max_weight:g}], got {self.initial_weight:g}"
+            )
 
 
 @struct.dataclass
 class Memory:
     key: Float[Array, "E D"]  # unit norm
     ids: Int[Array, "E T"]
-    length: Int[Array, "E"]
+    length: Int[Array, " E"]
     text: UInt8[Array, "E bytes"]  # utf-8 of the same content, for people and for other tokenizers
-    weight: Float[Array, "E"]
-    reward: Float[Array, "E"]  # mean reward in use (rbar)
-    last_used: Int[Array, "E"]  # step of the last use, refresh or insertion
-    uses: Int[Array, "E"]
-    used: Bool[Array, "E"]  # False: a free slot
+    weight: Float[Array, " E"]
+    reward: Float[Array, " E"]  # mean reward in use (rbar)
+    last_used: Int[Array, " E"]  # step of the last use, refresh or insertion
+    uses: Int[Array, " E"]
+    used: Bool[Array, " E"]  # False: a free slot
     now: Int[Array, ""]  # step of the last update
     count: Int[Array, ""]  # rewards seen, and their mean, sum of squared deviations, least and largest
     mean: Float[Array, ""]
@@ -79,12 +95,12 @@ class Memory:
 class Samples:  # what an agent did, and what came of it
     keys: Float[Array, "C D"]  # embedding of the prompt; any norm, a zero key is never stored
     ids: Int[Array, "C T"]
-    length: Int[Array, "C"]
+    length: Int[Array, " C"]
     text: UInt8[Array, "C bytes"]
-    reward: Float[Array, "C"]  # R_A + R_F
+    reward: Float[Array, " C"]  # R_A + R_F
     retrieved: Int[Array, "C X"]  # slots in the prompt, -1 for none
     similarity: Float[Array, "C X"]
-    valid: Bool[Array, "C"]
+    valid: Bool[Array, " C"]
 
 
 def init(config: MemoryConfig, *, dim: int, max_ids: int, max_bytes: int) -> Memory:
@@ -98,7 +114,9 @@ def init(config: MemoryConfig, *, dim: int, max_ids: int, max_bytes: int) -> Mem
     return Memory(**content, **value, **rewards, now=i32(0))
 
 
-def read(config: MemoryConfig, memory: Memory, query: Float[Array, "D"]) -> tuple[Int[Array, "X"], Float[Array, "X"]]:
+def read(
+    config: MemoryConfig, memory: Memory, query: Float[Array, " D"]
+) -> tuple[Int[Array, " X"], Float[Array, " X"]]:
     """The slots of the nearest entries and their cosines, nearest first; -1 and 0 where there is none. Ties go to the
     larger weight, then to the lower slot. A query that is zero or not finite retrieves nothing."""
     query = _unit(query)
@@ -191,21 +209,31 @@ def decode_text(row: UInt8[ArrayLike, "bytes"]) -> str:
     return jax.device_get(row).tobytes().rstrip(b"\0").decode("utf-8", "replace")
 
 
-def entries(memory: Memory) -> list[dict]:
-    """For reports: the entries, heaviest first."""
+def entries(memory: Memory, decode: Callable[[list[int]], str] | None = None) -> list[dict]:
+    """Entries for reports, heaviest first.
+
+    Args:
+        memory: Of one role.
+        decode: Token ids -> text, for entries that were stored without text (array environments).
+    """
     names = ("weight", "reward", "uses", "last_used")
-    text, used, *columns = jax.device_get([getattr(memory, name) for name in ("text", "used", *names)])
-    rows = [(j, decode_text(text[j]), *(column[j].item() for column in columns)) for j in used.nonzero()[0].tolist()]
+    fields = ("ids", "length", "text", "used", *names)
+    ids, length, text, used, *columns = jax.device_get([getattr(memory, name) for name in fields])
+
+    def shown(j: int) -> str:
+        return decode_text(text[j]) or (decode(ids[j, : length[j]].tolist()) if decode is not None else "")
+
+    rows = [(j, shown(j), *(column[j].item() for column in columns)) for j in used.nonzero()[0].tolist()]
     return [dict(zip(("slot", "text", *names), row)) for row in sorted(rows, key=lambda row: -row[2])]
 
 
-def _unit(x: Float[Array, "D"]) -> Float[Array, "D"]:
+def _unit(x: Float[Array, " D"]) -> Float[Array, " D"]:
     """x / |x|; zeros if x is zero, NaN (which is not similar to anything) if x is not finite."""
     x = x.astype(jnp.float32) / jnp.maximum(jnp.abs(x).max(), 1e-37)  # squares neither overflow nor vanish
     return x / jnp.maximum(jnp.sqrt((x * x).sum()), 1.0)
 
 
-def _observe(memory: Memory, reward: Float[Array, "C"], valid: Bool[Array, "C"]) -> Memory:
+def _observe(memory: Memory, reward: Float[Array, " C"], valid: Bool[Array, " C"]) -> Memory:
     """Merge the rewards of a batch into the running normal."""
     n = valid.sum()
     share = n / jnp.maximum(memory.count + n, 1)

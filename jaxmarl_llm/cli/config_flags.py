@@ -1,4 +1,4 @@
-"""The command line of every entry point: ``--config=FILE.py[:variant] --config.key=value --workdir=DIR``.
+"""Command line of every entry point: ``--config=FILE.py[:variant] --config.key=value --workdir=DIR``.
 
 A config file is Python with one function::
 
@@ -12,17 +12,21 @@ A config file is Python with one function::
         config.optimizer.learning_rate = 3e-6
         return config
 
-Every config has a top-level string ``recipe``: the module whose ``Config`` dataclass it is, in ``jaxmarl_llm.recipes``
-when the name has no dot, anywhere importable when it has. Overrides are read by that dataclass's annotations rather
-than by the type of the present value, because a ``ConfigDict`` cannot know what ``None`` or a tuple stands for. They
-are accepted in every form that ml_collections accepts (``--config.k=v``, ``--config.k v``, ``--config.flag``,
-``--noconfig.flag``, ``--config.agents[0].lr=v``), also inside a ``--flagfile``.
+Every config has a top-level string ``recipe``. It names the module that defines the config's dataclass ``Config``. A
+name without a dot is a module of ``jaxmarl_llm.recipes``; a name with a dot is any importable module.
 
-Whatever is wrong with flags or config ends with one line ``error: ...`` and exit code 2, before ``main`` is entered.
+Overrides are read by the annotations of that dataclass and not by the type of the present value: a ``ConfigDict``
+cannot know what ``None`` or a tuple stands for. They are accepted in every form that ml_collections accepts
+(``--config.k=v``, ``--config.k v``, ``--config.flag``, ``--noconfig.flag``, ``--config.agents[0].lr=v``), also inside
+a ``--flagfile``.
+
+Anything wrong with flags or config ends with one line ``error: ...`` and exit code 2, before ``main`` is entered.
+``--help`` prints the flags and ends with exit code 0.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -40,9 +44,10 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from jaxmarl_llm import config as config_lib
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
 FLAGS = flags.FLAGS
+HELP = ("-h", "-help", "--help", "--helpshort", "-?", "--?")
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 
 flags.DEFINE_string("config", None, "Config file, with an optional variant: FILE.py[:variant].")
@@ -53,9 +58,10 @@ flags.DEFINE_bool("print_config", False, "Print the resolved config and exit.")
 def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, required=("config", "workdir")) -> NoReturn:
     """Parse the command line, build the config, and exit with what ``main(cfg, workdir, flags)`` returns.
 
-    ``required`` names the flags that must be given (flags an entry point defines itself included); ``cfg`` and
-    ``workdir`` are None when they are neither required nor given. A ``ConfigError`` from ``main`` also ends with one
-    line and exit code 2, an interrupt from the keyboard with one line and exit code 130.
+    ``main`` is the entry point's function. ``cfg`` and ``workdir`` are None when they are neither required nor given.
+    ``required`` names the flags that must be given; flags that the entry point defines itself may be among them. A
+    ``ConfigError`` from ``main`` also ends with one line and exit code 2. An interrupt from the keyboard ends with one
+    line and exit code 130. ``--help`` prints the docstring of main's module and the flags.
     """
 
     def enter(built: Any) -> int | None:
@@ -63,7 +69,8 @@ def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, requ
         return main(cfg, workdir, FLAGS)
 
     try:
-        app.run(enter, flags_parser=functools.partial(_parse, required=required))
+        about = inspect.cleandoc(main.__globals__.get("__doc__") or "")
+        app.run(enter, flags_parser=functools.partial(_parse, required=required, about=about))
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
@@ -72,8 +79,14 @@ def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, requ
 
 
 def verb(known: Sequence[str]) -> str:
-    """The first argument, taken off the command line: what an entry point of several commands is to do."""
+    """Take the first argument off the command line and return it: the command of an entry point that has several.
+
+    ``known``: the commands there are. ``--help`` in its place lists them and ends with exit code 0.
+    """
     given = sys.argv[1] if len(sys.argv) > 1 else ""
+    if given in HELP:
+        print(f"commands: {', '.join(known)}")
+        sys.exit(0)
     if given not in known:
         what = f"unknown command {given!r}" if given and not given.startswith("-") else "no command given"
         _end(f"error: {what}; {config_lib.nearest(given, known)}", 2)
@@ -82,7 +95,10 @@ def verb(known: Sequence[str]) -> str:
 
 
 def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
-    """The config dataclass of ``FILE.py[:variant]`` with ``(dotted key, text)`` overrides. Usable from a notebook."""
+    """Build the config dataclass of a config file. Usable from a notebook.
+
+    ``spec``: ``FILE.py[:variant]``. ``overrides``: pairs (dotted key without ``config.``, text of the value).
+    """
     mapping = _read(spec)
     cls = _config_class(spec, mapping.get("recipe"))
     for path, text in overrides:
@@ -92,8 +108,11 @@ def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
     return config_lib.from_dict(cls, mapping)
 
 
-def _parse(argv: Sequence[str], required: Sequence[str]) -> tuple[Any, str | None]:
-    """absl's flags parser: everything that can be wrong is found here, cheapest first."""
+def _parse(argv: Sequence[str], required: Sequence[str], about: str) -> tuple[Any, str | None]:
+    """Parse the flags, as absl's ``flags_parser``. All input errors are found here, those cheapest to find first."""
+    if any(arg in HELP for arg in argv[1:]):
+        print(_usage(about))
+        sys.exit(0)
     try:
         expanded = FLAGS.read_flags_from_files(list(argv[1:]))
         rest, overrides = _split_overrides(expanded)
@@ -101,6 +120,8 @@ def _parse(argv: Sequence[str], required: Sequence[str]) -> tuple[Any, str | Non
     except flags.UnrecognizedFlagError as error:
         hint = config_lib.nearest(f"--{error.flagname}", [f"--{name}" for name in _own_flags()], "known flags:")
         raise ConfigError(f"--{error.flagname}: unknown flag; {hint}") from None
+    except SystemExit:  # --helpfull and --helpxml of absl, which ends with 1
+        sys.exit(0)
     except flags.Error as error:
         raise ConfigError(str(error).removeprefix("ERROR:: ")) from None
     if positional:
@@ -116,6 +137,17 @@ def _parse(argv: Sequence[str], required: Sequence[str]) -> tuple[Any, str | Non
     if FLAGS.workdir:
         _check_workdir(FLAGS.workdir)
     return cfg, FLAGS.workdir
+
+
+def _usage(about: str) -> str:
+    """The text of ``--help``: ``about``, then a line for each flag of this file and of the entry point."""
+    lines = [about, "", "flags:", "  --config.KEY=VALUE: Another value for one key of the config; see --print_config."]
+    for name in _own_flags():
+        flag = FLAGS[name]
+        shown = f"--[no]{name}" if flag.boolean else f"--{name}"
+        default = "" if flag.default in (None, []) else f" (default: {flag.default})"
+        lines.append(f"  {shown}: {flag.help}{default}")
+    return "\n".join([*lines, "  --helpfull: All flags, those of absl included."])
 
 
 def _split_overrides(args: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -172,42 +204,71 @@ def _read(spec: str) -> dict[str, Any]:
         raise ConfigError(f"{name}{_line(error, file)}: {type(error).__name__}: {error}") from error
 
 
-def _line(error: Exception, file: Path) -> str:
-    """``:12``, the line of the config file that failed. (A SyntaxError names its line itself.)"""
+def _line(error: BaseException, file: Path) -> str:
+    """``:12``, the line of ``file`` that failed. Empty for a SyntaxError, which names its line itself."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file.absolute()]
     return f":{lines[-1]}" if lines else ""
 
 
 def recipe_module(recipe: str) -> Any:
-    """The module of a configuration's ``recipe``, imported."""
-    return importlib.import_module(_module_name(recipe))
+    """Import the module that ``recipe`` of a configuration names. A ``ConfigError`` shows why it cannot be imported.
+
+    ``recipe``: a module of ``jaxmarl_llm.recipes``, or the name of any other importable module.
+    """
+    name = _module_name(recipe)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a recipe is the user's program: anything may be wrong with it
+        spec = sys.modules[name].__spec__ if name in sys.modules else _spec_of(name)
+        file = Path(spec.origin) if spec is not None and spec.origin else None
+        where = f" ({file}{_line(error, file)})" if file else ""
+        raise ConfigError(f"config.recipe: importing {name}{where} failed: {type(error).__name__}: {error}") from error
+
+
+def _spec_of(module: str) -> Any:
+    """The import system's description of ``module``; None when there is none or a parent package fails."""
+    try:
+        return importlib.util.find_spec(module)
+    except (Exception, SystemExit):
+        return None
 
 
 def _module_name(recipe: str) -> str:
-    return recipe if "." in recipe else f"jaxmarl_llm.recipes.{recipe}"
+    """The module of a recipe: one of ours, else any importable module of that name."""
+    ours = f"jaxmarl_llm.recipes.{recipe}"
+    outside = "." in recipe or (_spec_of(ours) is None and recipe.isidentifier() and _spec_of(recipe) is not None)
+    return recipe if outside else ours
 
 
 def _config_class(spec: str, recipe: Any) -> type:
-    """The ``Config`` dataclass of a recipe, imported only now."""
+    """Import a recipe and return its ``Config`` dataclass. ``spec``: the config file, for messages."""
     if not isinstance(recipe, str) or not recipe:
         raise ConfigError(f"{spec}: config.recipe: expected the name of a recipe, got {recipe!r}")
     module = _module_name(recipe)
     try:
-        found = importlib.util.find_spec(module)
-    except (ModuleNotFoundError, ValueError):  # a parent package is missing, or the name is not one
-        found = None
-    if found is None:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:  # a parent package is missing, or a module that a parent package imports
+        found = error.name is None or not f"{module}.".startswith(f"{error.name}.")
+    except ValueError:  # the name is none of a module
+        found = False
+    except (Exception, SystemExit):  # a parent package fails: recipe_module says how
+        found = True
+    if not found:
         folder = Path(config_lib.__file__).parent / "recipes"
         known = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
         raise ConfigError(f"{spec}: config.recipe: no recipe {recipe!r}; {config_lib.nearest(recipe, known)}")
-    cls = getattr(recipe_module(recipe), "Config", None)
-    if cls is None:
-        raise ConfigError(f"{spec}: config.recipe: {module} defines no Config")
+    try:
+        imported = recipe_module(recipe)
+    except ConfigError as error:
+        raise ConfigError(f"{spec}: {error}") from error
+    cls = getattr(imported, "Config", None)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise ConfigError(f"{spec}: config.recipe: {module} is no recipe: it defines no dataclass Config")
     return cls
 
 
 def _check_workdir(workdir: str) -> None:
-    """Make the folder and write a file into it, so that a full or read-only disk shows now, not at the first save."""
+    """Make the folder and write a file into it: a full or read-only disk is reported now and not at the first save."""
     if "://" in workdir:
         return  # object storage: the checkpointer opens it
     try:
@@ -219,7 +280,7 @@ def _check_workdir(workdir: str) -> None:
 
 
 def _own_flags() -> list[str]:
-    """Flags of this file and of the entry point, without those absl brings along."""
+    """Names of the flags of this file and of the entry point, without those that absl defines."""
     return sorted(
         name
         for module, defined in FLAGS.flags_by_module_dict().items()

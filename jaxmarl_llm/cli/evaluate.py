@@ -1,12 +1,12 @@
-"""Evaluate a run's newest checkpoint on held-out tasks:
+"""Command that evaluates the newest checkpoint of a run on held-out tasks:
 
-    python -m experiments.evaluate --workdir=runs/demo [--out=FILE.json] [--mesh=1,1,1]
-    python -m experiments.evaluate --workdir=runs/pair --partner=runs/other --relay=2 --solo=runs/solo
+    python -m jaxmarl_llm.cli.evaluate --workdir=runs/demo [--out=FILE.json] [--mesh=1,1,1]
+    python -m jaxmarl_llm.cli.evaluate --workdir=runs/pair --partner=runs/other --relay=2 --solo=runs/solo
 
-Prints success and mean reward components of episodes sampled as in training and of greedy ones. The configuration is
-the one the checkpoint was trained with, but for the devices: ``--mesh`` says which of this machine's are used. With
-``--partner`` or ``--solo`` also a table of who plays with whom, and of the gap to one agent alone (experiments/gap.py);
-``--solo`` may be the run itself where its environment has a form for one agent.
+It prints success and the mean of each reward component, for episodes sampled as in training and for greedy episodes.
+The configuration is that of the checkpoint, except for devices: ``--mesh`` selects devices of this machine. With
+``--partner`` or ``--solo``, it also prints a table of mixed teams and of the gap to a single agent (`cli.partners`).
+``--solo`` may name the run itself if its environment has a form for one agent.
 """
 
 import dataclasses
@@ -17,36 +17,39 @@ from pathlib import Path
 from absl import flags, logging
 from etils import epath
 
-from experiments import cli
+from jaxmarl_llm.cli import config_flags
 
-flags.DEFINE_string("partner", None, "Folder of another run of the same roles: its models take seats of this one's.")
-flags.DEFINE_integer("relay", 0, "Turns for which the partner plays the first seat; then its own model.", lower_bound=0)
-flags.DEFINE_string("solo", None, "Folder of a run whose first model plays alone; what the gap is measured from.")
+flags.DEFINE_string("partner", None, "Folder of another run with the same roles, whose models take some seats.")
+flags.DEFINE_integer("relay", 0, "First turns in which the partner plays the first seat.", lower_bound=0)
+flags.DEFINE_string("solo", None, "Folder of a run whose first model plays alone, the reference of the gap.")
 flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
-flags.DEFINE_list("mesh", "1,1,1", "Devices along data, fsdp and tensor; -1 on one of them: those that remain.")
+flags.DEFINE_list("mesh", "1,1,1", "Devices along data, fsdp and tensor; -1 on one axis means the remaining devices.")
 
 
 def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
-    """(config, recipe, state) of the newest checkpoint in ``workdir``, on ``mesh``; without one a ConfigError that
-    names ``flag``.
+    """Configuration, recipe and state of the newest checkpoint of a run.
+
+    workdir: folder of the run. flag: name of the flag in messages. mesh: three numbers of devices, as in ``--mesh``.
+    Raises ConfigError without a readable checkpoint.
     """
-    from jaxmarl_llm import loop
-    from jaxmarl_llm.checkpoint import Checkpointer
     from jaxmarl_llm.config import from_dict
-    from jaxmarl_llm.meshes import MeshConfig
-    from jaxmarl_llm.text import ConfigError
+    from jaxmarl_llm.distributed.meshes import MeshConfig
+    from jaxmarl_llm.errors import ConfigError
+    from jaxmarl_llm.runs import loop
+    from jaxmarl_llm.storage.checkpoint import Checkpointer
 
     if len(mesh) != 3 or not all(size.removeprefix("-").isdigit() for size in mesh):
         raise ConfigError(f"--mesh: expected three numbers as in 1,8,1, got {','.join(mesh)!r}")
     if not (epath.Path(workdir) / "checkpoints").is_dir():
         raise ConfigError(f"--{flag}: {workdir} holds no checkpoints; train first")
-    saver = Checkpointer(workdir, read_only=True)  # the run may be going on
+    saver = Checkpointer(workdir, read_only=True)  # the run may still write
     try:
         meta = saver.read_meta()
         if meta is None:
             raise ConfigError(f"--{flag}: {workdir}/checkpoints holds no readable step")
-        module = cli.recipe_module(meta["config"]["recipe"])
-        cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(*map(int, mesh)))
+        module = config_flags.recipe_module(meta["config"]["recipe"])
+        data, fsdp, tensor = map(int, mesh)
+        cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(data, fsdp, tensor))
         recipe = module.make(cfg)
         state = loop.restore(saver, recipe, meta, learning=False)[0]
     finally:
@@ -54,51 +57,52 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
     return cfg, recipe, state
 
 
-def company(cfg, recipe, state, flag_values):
-    """The figures of `gap` that the flags ask for."""
-    from experiments import gap
-    from jaxmarl_llm.text import ConfigError
+def partner_figures(cfg, recipe, state, flag_values):
+    """Figures of mixed teams that the flags request (`partners.figures`); empty without such flags."""
+    from jaxmarl_llm.cli import partners
+    from jaxmarl_llm.errors import ConfigError
 
     if flag_values.relay and not flag_values.partner:
         raise ConfigError("--relay: expected a --partner that plays the first turns")
     asked = {name: flag_values[name].value for name in ("partner", "solo") if flag_values[name].value}
     if not asked:
         return {}
-    opened, sides = [], {"run": gap.side(cfg, recipe, state, "workdir")}
+    opened, sides = [], {"run": partners.without_memory(cfg, recipe, state, "workdir")}
     try:
         for name, folder in asked.items():
             other, made, trained = open_run(folder, name)
-            opened.append(made.arena)
-            sides[name] = gap.side(other, made, trained, name)
+            opened.append(made.env_runner)
+            sides[name] = partners.without_memory(other, made, trained, name)
         if "solo" in sides:
-            sides["solo"] = gap.alone(sides["solo"])
-            opened.append(sides["solo"].arena)
-        arms = gap.played(sides["run"], sides.get("partner"), sides.get("solo"), flag_values.relay)
+            sides["solo"] = partners.single_agent(sides["solo"])
+            opened.append(sides["solo"].env_runner)
+        arms = partners.evaluate_arms(sides["run"], sides.get("partner"), sides.get("solo"), flag_values.relay)
     finally:
-        for arena in opened:
-            arena.close()
-    return gap.figures(arms)
+        for env_runner in opened:
+            env_runner.close()
+    return partners.figures(arms)
 
 
 def main(cfg, workdir, flag_values):
+    """Evaluate the run in ``workdir`` and print the figures."""
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
     cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh)
     try:
-        teams = company(cfg, recipe, state, flag_values)
+        teams = partner_figures(cfg, recipe, state, flag_values)
         figures = {"step": int(state.step), **recipe.evaluate(state)}
     finally:
-        recipe.arena.close()
+        recipe.env_runner.close()
     for key, value in figures.items():
         print(f"{key:28} {value:.4f}" if isinstance(value, float) else f"{key:28} {value}")
     if teams:
-        from experiments import gap
+        from jaxmarl_llm.cli import partners
 
-        print("\n" + gap.table(teams))
+        print("\n" + partners.table(teams))
         figures["teams"] = teams
     if flag_values.out:
         Path(flag_values.out).write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
-    cli.run(main, required=("workdir",))
+    config_flags.run(main, required=("workdir",))

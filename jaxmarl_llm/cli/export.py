@@ -1,9 +1,9 @@
-"""Export a run's models as Hugging Face directories:
+"""Command that exports the models of a run as Hugging Face directories:
 
-    python -m experiments.export --workdir=runs/smollm2 --export_to=exports/smollm2 [--models=master,math]
+    python -m jaxmarl_llm.cli.export --workdir=runs/smollm2 --export_to=exports/smollm2 [--models=master,math]
 
-One directory a model (adapters merged into their backbone), and team.json: which role is played by which model, with
-its memory. `transformers.AutoModelForCausalLM.from_pretrained` loads each.
+It writes one directory for each model, with adapters merged into their backbone, and team.json. That file gives the
+model and the memory of each role. `transformers.AutoModelForCausalLM.from_pretrained` loads each directory.
 """
 
 import json
@@ -12,22 +12,24 @@ from pathlib import Path
 
 from absl import flags, logging
 
-from experiments import cli
-from experiments.evaluate import open_run
+from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.cli.evaluate import open_run
 
 flags.DEFINE_string("export_to", None, "Folder to write; must not exist.")
-flags.DEFINE_list("models", [], "Models to export; default: all that play a role.")
+flags.DEFINE_list("models", [], "Models to export; default: the models of all roles.")
 
 
 def main(cfg, workdir, flag_values):
+    """Export models of the run in ``workdir``."""
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
-    from jaxmarl_llm import memory, weights
-    from jaxmarl_llm.lora import merge_lora
-    from jaxmarl_llm.text import ConfigError
+    from jaxmarl_llm.agents import memory
+    from jaxmarl_llm.errors import ConfigError
+    from jaxmarl_llm.models import hf_weights
+    from jaxmarl_llm.models.lora import merge_lora
 
     _, recipe, state = open_run(workdir, mesh=flag_values.mesh)
-    names = list(dict.fromkeys(role.model for role in recipe.team.roles))  # critics are no language models
+    names = list(dict.fromkeys(role.model for role in recipe.team.roles))  # critics are not language models
     chosen = flag_values.models or names
     unknown = sorted(set(chosen) - set(names))
     if unknown:
@@ -43,11 +45,14 @@ def main(cfg, workdir, flag_values):
         params = variables["params"]
         if "lora" in variables:
             params = merge_lora(params, variables["lora"], model.policy.config.lora_scale)
-        weights.save(out / model.name, params, model.policy.config, model.tokenizer)
+        hf_weights.save(out / model.name, params, model.policy.config, model.tokenizer)
         print(f"wrote {out / model.name}")
     team = {
-        "roles": {r.name: {"model": r.model, "max_new": r.max_new} for r in recipe.team.roles},
-        "memory": {name: memory.entries(store) for name, store in state.memory.items()},
+        "roles": {r.name: {"model": r.model, "max_new_tokens": r.max_new_tokens} for r in recipe.team.roles},
+        "memory": {
+            name: memory.entries(store, recipe.team.model_of(recipe.team.role_index(name)).tokenizer.decode)
+            for name, store in state.memory.items()
+        },
         "step": int(state.step),
     }
     (out / "team.json").write_text(json.dumps(team, indent=1, ensure_ascii=False))
@@ -55,4 +60,4 @@ def main(cfg, workdir, flag_values):
 
 
 if __name__ == "__main__":
-    cli.run(main, required=("workdir", "export_to"))
+    config_flags.run(main, required=("workdir", "export_to"))

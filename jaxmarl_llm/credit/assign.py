@@ -1,180 +1,128 @@
-"""From rewards on transitions to one advantage per step: return transform, then normaliser, over the whole tree.
+"""Assign credit: from the rewards of a tree to one advantage for each completion, by a chain of rules.
 
-Runs before the split by model, so that one agent's advantage may depend on another's steps. Compiled once per bucket of
-table sizes.
+Credit is assigned before completions are split by model, so one agent's advantage may depend on another's completions.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from jaxmarl_llm.advantages import (
-    GroupStats,
-    advantage_alignment,
-    first_of_each,
-    group_advantage,
-    group_ids,
-    joint_values,
-    own_turns,
-    returns_to_go,
-    scalarise,
-    step_episodes,
-    step_returns,
+from jaxmarl_llm.config import in_range, one_of
+from jaxmarl_llm.credit.advantages import GroupStats
+from jaxmarl_llm.credit.returns import scalarise
+from jaxmarl_llm.credit.rules import (
+    GROUPS,
+    Chain,
+    CreditRule,
+    GroupRelative,
+    PerCompletion,
+    ReturnToGo,
+    RewardWeights,
+    Signal,
+    Sizes,
+    chain,
 )
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.types import Tree
-
-Weights = Mapping[str, float | Array] | tuple[tuple[str, float], ...]  # of reward components
-GROUPS = ("node", "task", "task_role", "task_role_turn", "role", "batch")
+from jaxmarl_llm.types import Array, Tree
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Return and group-relative advantage. See advantages.py for each formula."""
+    """Settings of the standard credit rule: return-to-go, then a comparison within a group.
 
-    discount: float = 1.0
-    # What is compared: the siblings of a node, a task's steps, those of one role (Dr. MAS) and turn of it, one role's
-    # steps of the whole batch (MARSHAL), or all of them
-    group: str = "node"
-    centre: str = "mean"  # mean, unique (of the distinct values), loo (leave-one-out), max or none
-    scale: str = "std"  # std or none
+    What one recipe alone needs is not here: a recipe composes its own rule from credit/rules.py.
+    """
+
+    discount: float = 1.0  # of a continuation's return
+    group: str = "node"  # who is compared: see `rules.GroupRelative`
+    baseline: str = "mean"  # mean, loo (leave-one-out), max or none
+    normalise: str = "std"  # std or none
     ddof: int = 0  # 0 population, 1 sample standard deviation
-    singleton: str = "zero"  # advantage of a group of one: zero, or raw (its value)
-    over: str = "steps"  # what a group's statistics are over: steps, or episodes (the first step of each in the group)
+    over: str = "steps"  # what a group's statistics count: steps, or episodes
     reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
-    turn_centre: str = "none"  # of a role's turn rewards over the batch, taken off before they are summed: as centre
-    whiten: bool = False  # advantages of the whole batch to mean 0 and std 1 at the end
-    coupling: float = 0.0  # beta of advantage_alignment: own past advantages times the others' now; 0: none
-    coupling_fade: bool = False  # its factor discount^t
-    horizon: str = "end"  # end or turn: a step's return runs to the end of the episode, or until its role's next turn
+    rule: str | None = None  # package.module:name of a rule of your own, in place of the standard one
+
+    ALIASES: ClassVar[dict[str, str]] = {"centre": "baseline", "scale": "normalise"}
+    REMOVED: ClassVar[dict[str, str]] = {
+        "coupling": "set config.beta of recipe advantage_alignment",
+        "coupling_fade": "set config.fade of recipe advantage_alignment",
+        "turn_centre": "set config.form='code' of recipe marshal, or compose rules.CentreTurnRewards",
+        "whiten": "set config.form='code' of recipe marshal, or compose rules.Whiten",
+        "singleton": "recipe dr_mas sets it; compose rules.GroupRelative(singleton=...)",
+        "horizon": "recipe waltzrl sets it; compose rules.ReturnToGo(until_next_turn=True)",
+    }
 
     def check(self, path: str) -> None:
-        choices = {
-            "group": GROUPS,
-            "horizon": ("end", "turn"),
-            "centre": ("mean", "unique", "loo", "max", "none"),
-            "turn_centre": ("mean", "unique", "none"),
-            "scale": ("std", "none"),
-            "singleton": ("zero", "raw"),
-            "over": ("steps", "episodes"),
-            "reduce": ("mean", "sum"),
-            "ddof": (0, 1),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{path}.{name}: expected one of {known}, got {getattr(self, name)!r}")
-        if not 0 <= self.discount <= 1:
-            raise ConfigError(f"{path}.discount: expected in [0, 1], got {self.discount}")
-        if not math.isfinite(self.coupling):
-            raise ConfigError(f"{path}.coupling: expected a finite number, got {self.coupling}")
+        one_of(f"{path}.group", self.group, GROUPS)
+        one_of(f"{path}.baseline", self.baseline, ("mean", "loo", "max", "none"))
+        one_of(f"{path}.normalise", self.normalise, ("std", "none"))
+        one_of(f"{path}.over", self.over, ("steps", "episodes"))
+        one_of(f"{path}.reduce", self.reduce, ("mean", "sum"))
+        one_of(f"{path}.ddof", self.ddof, (0, 1))
+        in_range(f"{path}.discount", self.discount, 0, 1)
+
+
+def standard_rule(cfg: Credit, *, until_next_turn: bool = False, singleton: str = "zero") -> Chain:
+    """The standard chain: return-to-go, one value for each completion, comparison within its group.
+
+    Args:
+        cfg: Discount, group, baseline and normalisation.
+        until_next_turn: See `rules.ReturnToGo`.
+        singleton: See `rules.GroupRelative`.
+    """
+    compare = GroupRelative(cfg.group, cfg.baseline, cfg.normalise, cfg.ddof, singleton, cfg.over)
+    return chain(ReturnToGo(cfg.discount, until_next_turn), PerCompletion(cfg.reduce), compare)
 
 
 class Credited(struct.PyTreeNode):
-    returns: Float[Array, "C"]
-    advantage: Float[Array, "C"]
-    valid: Bool[Array, "C"]  # the step has a return
-    group: Int[Array, "C"]
+    """One advantage for each completion, and the groups that completions were compared in."""
+
+    returns: Float[Array, " C"]
+    advantage: Float[Array, " C"]
+    valid: Bool[Array, " C"]  # the completion has a return
+    group: Int[Array, " C"]
     stats: GroupStats  # over groups
-    group_task: Int[Array, "K"]  # task, role, model and turn of each group's first step (0 for an empty group)
-    group_role: Int[Array, "K"]
-    group_model: Int[Array, "K"]
-    group_turn: Int[Array, "K"]
+    group_task: Int[Array, " K"]  # task, role and turn of each group's first completion (0 for an empty group)
+    group_role: Int[Array, " K"]
+    group_turn: Int[Array, " K"]
 
 
-def assign(cfg: Credit, tree: Tree, *, weights: Weights, max_turns: int, num_tasks: int, num_roles: int) -> Credited:
-    """Credit every step of the tree. ``weights``: (component, weight) pairs that make the scalar reward; their values
-    are data, so that they may change from step to step of a run.
+def assign(rule: CreditRule | Credit, tree: Tree, *, weights: RewardWeights, sizes: Sizes) -> Credited:
+    """Assign credit to every completion of the tree. Compiled once for each rule and shape of tables.
+
+    Args:
+        rule: The rule, or settings of the standard one. Hashable.
+        tree: The rollout.
+        weights: Weights of reward components that make the scalar reward. Values are data: they may be traced.
+        sizes: Numbers of turns, tasks and roles.
     """
-    return _assign(cfg, tree, dict(weights), max_turns=max_turns, num_tasks=num_tasks, num_roles=num_roles)
+    rule = standard_rule(rule) if isinstance(rule, Credit) else rule
+    return _assign(rule, tree, dict(weights), sizes=sizes)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "max_turns", "num_tasks", "num_roles"))
-def _assign(
-    cfg: Credit, tree: Tree, weights: Mapping[str, Array], *, max_turns: int, num_tasks: int, num_roles: int
-) -> Credited:
-    nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
-    reward = scalarise(moves.rewards, weights)
-    if cfg.turn_centre != "none":
-        reward = _centre_turns(cfg.turn_centre, tree, reward, max_turns)
-    returns, returned = returns_to_go(
-        reward,
-        moves.parent,
-        moves.turn,
-        moves.valid,
-        max_turns=max_turns,
-        discount=cfg.discount,
-        acts=_acts(tree, num_roles) if cfg.horizon == "turn" else None,
-    )
-    c = steps.node.shape[0]
-    role = nodes.role[steps.node]
-    value, has = step_returns(moves.steps, role, returns, returned, num_steps=c, reduce=cfg.reduce)
-    valid = has & steps.valid
-    task, turn = nodes.task[steps.node], nodes.turn[steps.node]
-    if cfg.group == "node":
-        group, count = steps.node, nodes.role.shape[0]
-    elif cfg.group == "batch":
-        group, count = jnp.zeros_like(steps.node), 1
-    else:
-        known = {"task": (task, num_tasks), "role": (role, num_roles), "turn": (turn, max_turns)}
-        columns, sizes = zip(*(known[name] for name in cfg.group.split("_")), strict=True)
-        group, count = group_ids(*columns, sizes=sizes)
-    counted = None
-    if cfg.over == "episodes":
-        counted = first_of_each(group, step_episodes(moves.steps, moves.parent, num_steps=c), valid=valid)
-    advantage, stats = group_advantage(
-        value,
-        group,
-        valid,
-        num_groups=count,
-        centre=cfg.centre,
-        scale=cfg.scale,
-        ddof=cfg.ddof,
-        singleton=cfg.singleton,
-        counted=counted,
-    )
-    if cfg.coupling:
-        joint = joint_values(moves.steps, role, advantage, valid, num_roles=num_roles)
-        joint = advantage_alignment(
-            joint,
-            moves.parent,
-            moves.turn,
-            returned,
-            max_turns=max_turns,
-            beta=cfg.coupling,
-            discount=cfg.discount,
-            fade=cfg.coupling_fade,
-        )
-        coupled, _ = step_returns(moves.steps, role, joint, returned, num_steps=c)
-        advantage = jnp.where(valid, coupled, 0.0)
-    if cfg.whiten:
-        one = jnp.zeros_like(group)
-        advantage, _ = group_advantage(advantage, one, valid, num_groups=1, centre="mean", scale="std")
+@functools.partial(jax.jit, static_argnames=("rule", "sizes"))
+def _assign(rule: CreditRule, tree: Tree, weights: Mapping[str, float | Array], *, sizes: Sizes) -> Credited:
+    signal = rule(tree, Signal(scalarise(tree.transitions.rewards, weights), sizes=sizes))
+    value, advantage, valid, stats = signal.value, signal.advantage, signal.valid, signal.stats
+    if advantage is None or valid is None or value is None:
+        raise ValueError(f"credit rule {rule}: expected it to set value, advantage and valid of each completion")
+    group, count = signal.group, signal.num_groups
+    if group is None or stats is None:  # a rule that compares nobody: one group a node, for metrics and selection
+        compared = GroupRelative("node", "none", "none")(tree, signal)
+        group, count, stats = compared.group, compared.num_groups, compared.stats
+    assert group is not None and stats is not None
+    c, node = len(advantage), tree.steps.node
     first = jax.ops.segment_min(jnp.where(valid, jnp.arange(c), c), group, count)
-    of = lambda column: jnp.where(first < c, column[jnp.minimum(first, c - 1)], 0)
-    model = nodes.model[steps.node]
-    return Credited(value, advantage, valid, group, stats, of(task), of(role), of(model), of(turn))
 
+    def of(column: Array) -> Array:
+        return jnp.where(first < c, column[node][jnp.minimum(first, c - 1)], 0)
 
-def _acts(tree: Tree, roles: int) -> Bool[Array, "J A"]:
-    """Whether a role takes part in a joint action."""
-    seats = tree.transitions.steps
-    role = tree.nodes.role[tree.steps.node[jnp.maximum(seats, 0)]]
-    return jnp.any((seats >= 0)[..., None] & (role[..., None] == jnp.arange(roles)), axis=1)
-
-
-def _centre_turns(kind: str, tree: Tree, reward: Float[Array, "J A"], max_turns: int) -> Float[Array, "J A"]:
-    """Rewards by own turns, less the role's centre over all its turns of the batch."""
-    moves, (j, a) = tree.transitions, reward.shape
-    acts = _acts(tree, a) & moves.valid[:, None]
-    reward = own_turns(jnp.where(moves.valid[:, None], reward, 0.0), acts, moves.parent, max_turns=max_turns)
-    group = jnp.broadcast_to(jnp.arange(a), (j, a)).reshape(-1)
-    centred, _ = group_advantage(reward.reshape(-1), group, acts.reshape(-1), num_groups=a, centre=kind, scale="none")
-    return centred.reshape(j, a)
+    nodes = tree.nodes
+    return Credited(value, advantage, valid, group, stats, of(nodes.task), of(nodes.role), of(nodes.turn))

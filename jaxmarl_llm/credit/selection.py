@@ -8,21 +8,21 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
-from jaxmarl_llm.advantages import step_episodes
-from jaxmarl_llm.types import Tree
+from jaxmarl_llm.credit.advantages import step_episodes
+from jaxmarl_llm.types import Array, Tree
 
 
 def top_k_variance(
-    variance: Float[Array, "K"],
-    eligible: Bool[Array, "K"],
+    variance: Float[Array, " K"],
+    eligible: Bool[Array, " K"],
     k: int | None,
     *,
-    scope: Int[Array, "K"] | None = None,
+    scope: Int[Array, " K"] | None = None,
     num_scopes: int = 1,
     tol: float = 0.0,
-) -> Bool[Array, "K"]:
+) -> Bool[Array, " K"]:
     """The k groups of largest reward variance in each scope: JoyAgents-R1's marginal-benefit selection.
 
     ``S = top-K_i Var_g(R_ig)``, population variance. ``scope`` gives each group an id below ``num_scopes`` (in
@@ -40,7 +40,7 @@ def top_k_variance(
     return candidate & (_ranks(bucket, jnp.where(candidate, -variance, 0.0), num_scopes + 1) < k)
 
 
-def one_round(key: Array, tree: Tree, trained: Bool[Array, "C"]) -> Bool[Array, "C"]:
+def one_round(key: Array, tree: Tree, trained: Bool[Array, " C"]) -> Bool[Array, " C"]:
     """Of each episode, one of each role's ``trained`` steps, uniformly: WaltzRL trains on one random round.
 
     An episode is all that follows one joint action at a root. Its draw is folded from ``key`` (not consumed) by its
@@ -68,7 +68,7 @@ def one_round(key: Array, tree: Tree, trained: Bool[Array, "C"]) -> Bool[Array, 
     return trained & (_ranks(bucket, turn, num * roles + 1) == drawn)
 
 
-def _ranks(bucket: Int[Array, "C"], value: Array, num_buckets: int) -> Int[Array, "C"]:
+def _ranks(bucket: Int[Array, " C"], value: Array, num_buckets: int) -> Int[Array, " C"]:
     """The place of each row among those of its bucket, by value and then by row."""
     num = bucket.shape[0]
     order = jnp.lexsort((value, bucket))  # stable
@@ -78,7 +78,7 @@ def _ranks(bucket: Int[Array, "C"], value: Array, num_buckets: int) -> Int[Array
 
 
 def same_parent_pairs(
-    parent: Int[np.ndarray, "C"], label: Bool[np.ndarray, "C"], valid: Bool[np.ndarray, "C"]
+    parent: Int[np.ndarray, " C"], label: Bool[np.ndarray, " C"], valid: Bool[np.ndarray, " C"]
 ) -> Int[np.ndarray, "K 2"]:
     """Preference pairs among siblings (MALT): rows (labelled step, unlabelled step) of one ``parent``, all of them.
 

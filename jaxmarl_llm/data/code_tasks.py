@@ -1,4 +1,4 @@
-"""Programming problems -> plain dict tasks: HumanEval, CoopHumanEval, MBPP (sanitised).
+"""Reader of programming problems: HumanEval, CoopHumanEval and MBPP (sanitised), as plain dict tasks.
 
 A directory holds the upstream files:
 
@@ -6,20 +6,20 @@ A directory holds the upstream files:
     coophumaneval/che_raw.json                  see below   OpenMLRL/LLM_Collab_Code_Generation
     mbpp/sanitized-mbpp.json                    CC-BY-4.0   google-research/google-research
 
-The package has samples of the first and the last. CoopHumanEval's repository holds no licence file, so none of it is
-here; give the directory of your own copy.
+The package contains samples of HumanEval and MBPP. The repository of CoopHumanEval has no licence file, so the package
+contains none of it; pass the directory of your own copy.
 
-Task: ``{id, index, prompt, entry_point, test, solution}``. ``prompt`` is Python up to and with the docstring,
-``test`` defines ``check(candidate)``, ``solution`` is a whole program ('' where upstream has none). Splits go by
-``index``, the problem's number upstream (MBPP: its task_id), so that a sample of the file has the same ones:
+A task is ``{id, index, prompt, entry_point, test, solution}``. ``prompt`` is Python up to and including the docstring.
+``test`` defines ``check(candidate)``. ``solution`` is a complete program ('' where upstream has none). The split
+depends on ``index``, the upstream number of the problem (MBPP: its task_id), so samples of a file keep their splits:
 
     humaneval       dev 0-31     train 33-132    test 133-163
     coophumaneval   dev 50-65    train 0-49      test 66-81
     mbpp            dev 11-63    train 64-123    test 124-510
 
-These are MAGRPO's published splits (train[33:133], test[:32], ... of the 164; [:50], [50:66] of the 82; [:15] and
-[15:65] of MBPP's 257 sanitised test problems); of MBPP nothing is published as final test, ours is the rest. The
-split ``all`` is everything. HumanEval 32 is in no split, as upstream.
+These are the published splits of MAGRPO: train[33:133], test[:32], ... of the 164 problems; [:50] and [50:66] of the
+82; [:15] and [15:65] of MBPP's 257 sanitised test problems. For MBPP, no final test is published; here it is the rest.
+The split ``all`` has all problems. HumanEval 32 is in no split, as upstream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmarl_llm.data.loaders import FIXTURES, Row, Task, _json_list, _jsonl, _need
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
 BENCHMARKS = ("humaneval", "coophumaneval", "mbpp")
 SPLITS = {
@@ -43,15 +43,15 @@ SPLITS = {
     "coophumaneval": {"dev": (50, 65), "train": (0, 49), "test": (66, 81)},
     "mbpp": {"dev": (11, 63), "train": (64, 123), "test": (124, 510)},
 }
-# Functions that both CoopHumanEval and HumanEval ask for (16 of 82): training on one spoils the other.
+# Functions in both CoopHumanEval and HumanEval (16 of 82). Training on one data set contaminates the other.
 SHARED = frozenset({
     "x_or_y", "will_it_fly", "valid_date", "unique_digits", "unique", "truncate_number", "simplify", "same_chars",
     "right_angle_triangle", "prime_length", "prime_fib", "largest_prime_factor", "is_multiply_prime", "is_happy",
     "skjkasdkd", "factorize",
 })  # fmt: skip
 
-# CoopHumanEval asserts that contradict their own problem text, found by running literal solutions of all 82 problems:
-# task id -> (numbers of the asserts in check, from 0; why).
+# CoopHumanEval asserts that contradict the text of their problem, found with literal solutions of all 82 problems:
+# task id -> (numbers of the asserts in check, from 0; reason).
 KNOWN_BAD: Mapping[str, tuple[tuple[int, ...], str]] = {
     "CoopHumanEval/2": ((0, 2), "the text says mm-dd-yyyy, these want dd-mm-yyyy dates to be valid"),
     "CoopHumanEval/12": ((1, 3, 4), "45 = 3*3*5, 12 = 2*2*3 and 105 = 3*5*7 are products of three primes"),
@@ -71,10 +71,11 @@ def load_code(
     exclude_shared: bool = False,
     keep_bad_tests: bool = False,
 ) -> tuple[list[Task], str]:
-    """Tasks of one split in upstream's order, and a line that says what was read. Raises ConfigError.
+    """Tasks of one split in upstream order, and a line that names the source.
 
-    ``exclude_shared`` leaves out the functions in ``SHARED``; ``keep_bad_tests`` keeps the asserts of ``KNOWN_BAD``,
-    which are removed otherwise, with their problem where none remains.
+    benchmark: one of BENCHMARKS. data_dir: directory with the files; None reads the samples in the package. split: a
+    name in SPLITS, or "all". exclude_shared: leave out the functions in SHARED. keep_bad_tests: keep the asserts in
+    KNOWN_BAD. By default they are removed, and so is a problem without other asserts. Raises ConfigError.
     """
     if benchmark not in BENCHMARKS:
         raise ConfigError(f"benchmark {benchmark!r}: expected one of {', '.join(BENCHMARKS)}")
@@ -106,6 +107,7 @@ def load_code(
 
 
 def _find(benchmark: str, data_dir: str | Path | None) -> Path:
+    """File of a benchmark. Raises ConfigError when it is missing."""
     if data_dir is None and benchmark == "coophumaneval":
         raise ConfigError(
             "benchmark coophumaneval: not in the package (its repository states no licence); "
@@ -125,12 +127,14 @@ def _find(benchmark: str, data_dir: str | Path | None) -> Path:
 
 
 def _rows(path: Path) -> Iterator[Row]:
+    """Rows of a file, by its suffix."""
     if path.suffix == ".gz":
         return _gz_rows(path)
     return _jsonl(path) if path.suffix == ".jsonl" else _json_list(path)
 
 
 def _gz_rows(path: Path) -> Iterator[Row]:
+    """Rows of a gzip file with one JSON value on each line. Raises ConfigError."""
     try:
         text = gzip.decompress(path.read_bytes()).decode("utf-8")
     except (OSError, EOFError, zlib.error) as error:
@@ -149,22 +153,23 @@ def _gz_rows(path: Path) -> Iterator[Row]:
 
 
 def _parse(source: str, field: str, where: str) -> ast.Module:
+    """Syntax tree of the Python code in ``field``. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # e.g. invalid escapes in upstream's docstrings
+            warnings.simplefilter("ignore")  # such as invalid escapes in upstream docstrings
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: field {field!r} is not Python ({error.args[0]})") from None
 
 
 def _humaneval(where: str, row: Mapping[str, Any]) -> Task:
-    """HumanEval's row format, which CoopHumanEval shares without solutions."""
+    """Task of a row in the format of HumanEval. CoopHumanEval has the same format without solutions."""
     id, prompt = _need(row, "task_id", str, where), _need(row, "prompt", str, where)
     entry, test = _need(row, "entry_point", str, where), _need(row, "test", str, where)
     number = re.search(r"/(\d+)$", id)
     if not number:
         raise ConfigError(f"{where}: field 'task_id' {id!r} does not end with /<number>")
-    # a prompt without a docstring ends with an empty body
+    # A prompt without a docstring ends with an empty body.
     body = _parse(prompt + "\n    pass\n", "prompt", where).body
     if not any(isinstance(node, ast.FunctionDef) and node.name == entry for node in body):
         raise ConfigError(f"{where}: field 'entry_point': {entry!r} is not defined in the prompt")
@@ -179,7 +184,7 @@ def _humaneval(where: str, row: Mapping[str, Any]) -> Task:
 
 
 def _check(test: ast.Module, where: str) -> ast.FunctionDef:
-    """The function ``check`` of a test, which must assert something about its candidate."""
+    """Function ``check`` of a test. Raises ConfigError unless it asserts something about its candidate."""
     found = [node for node in test.body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if not found:
         raise ConfigError(f"{where}: field 'test' defines no function check(candidate)")
@@ -190,7 +195,10 @@ def _check(test: ast.Module, where: str) -> ast.FunctionDef:
 
 
 def _mbpp(where: str, row: Mapping[str, Any]) -> Task:
-    """MBPP's asserts as a ``check``, and its one-line text as a docstring under the reference's signature."""
+    """Task of a row of MBPP.
+
+    Its asserts become a ``check``. Its one-line text becomes a docstring below the signature of the reference.
+    """
     number, text = _need(row, "task_id", int, where), _need(row, "prompt", str, where)
     code, tests = _need(row, "code", str, where), _need(row, "test_list", list, where)
     imports = row.get("test_imports") or []
@@ -198,7 +206,7 @@ def _mbpp(where: str, row: Mapping[str, Any]) -> Task:
         raise ConfigError(f"{where}: fields 'test_list' and 'test_imports' must be lists of str, the first filled")
     body = _parse(code, "code", where).body
     defined = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}
-    # upstream runs the tests in the namespace of the code, and one of them uses a module imported there
+    # Upstream runs the tests in the namespace of the code, and one test uses a module that the code imports.
     imports = imports + [ast.unparse(n) for n in body if isinstance(n, ast.Import) and _uses(tests, n)]
     first = _parse(tests[0], "test_list", where)
     called = [n.func.id for n in ast.walk(first) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
@@ -218,10 +226,12 @@ def _mbpp(where: str, row: Mapping[str, Any]) -> Task:
 
 
 def _uses(tests: list[str], node: ast.Import) -> bool:
+    """Whether a test uses a module of this import."""
     return any(re.search(rf"\b{re.escape(alias.asname or alias.name)}\.", t) for alias in node.names for t in tests)
 
 
 def _without_bad(task: Task, where: str) -> Task | None:
+    """Task without its asserts in KNOWN_BAD; None when no assert remains."""
     module = _parse(task["test"], "test", where)
     check, bad, number = _check(module, where), set(KNOWN_BAD[task["id"]][0]), 0
     kept: list[ast.stmt] = []

@@ -1,7 +1,7 @@
-"""Task files -> lists of plain dict tasks. Local first: an explicit directory, else the samples in the package.
+"""Reader of task files. It returns tasks as plain dicts, from a given directory or from the samples in the package.
 
-``load`` returns ``(tasks, source)``; ``source`` says which files were read and is meant for the run's log. A directory
-holds one folder per dataset, with the upstream file names:
+`load` returns ``(tasks, source)``. ``source`` names the files that were read, for the log of a run. A directory has one
+folder for each data set, with the upstream file names:
 
     gsm8k/{train,test}.jsonl                        MIT             openai/grade-school-math
     bfcl/BFCL_v4_<category>.json + possible_answer/ Apache-2.0      ShishirPatil/gorilla
@@ -9,9 +9,9 @@ holds one folder per dataset, with the upstream file names:
     taubench_retail/{users,orders,products,tasks_<split>}.json  MIT sierra-research/tau-bench
     scitldr/SciTLDR-A/{train,dev,test}.jsonl        Apache-2.0      allenai/scitldr, abstracts only
 
-A name with a slash, such as ``openai/gsm8k``, is a Hugging Face hub id and goes through ``datasets``. Bad data raises
-ConfigError with one line that names file, line and field; nothing is skipped silently. Datasets without a train split
-upstream (BFCL, HotpotQA) are split 80/20 by a hash of the id, so that a task never changes sides.
+A name with a slash, such as ``openai/gsm8k``, is an id on the Hugging Face hub and is read by ``datasets``. Wrong data
+raises ConfigError with one line that names file, line and field. No row is skipped silently. Data sets without an
+upstream train split (BFCL, HotpotQA) are split 80/20 by a hash of the id, so a task never changes its split.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
 Task = dict[str, Any]
-Row = tuple[str, Mapping[str, Any]]  # where ("file, line 3") and the row
+Row = tuple[str, Mapping[str, Any]]  # position ("file, line 3") and the row
 Tasks = list[tuple[str, Task]]
 
 FIXTURES = Path(__file__).parent / "fixtures"
-CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")  # BFCL files read, if there
+CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")  # of BFCL files, if present
 HUB_CONFIGS = {"openai/gsm8k": "main", "hotpotqa/hotpot_qa": "distractor"}
 HUB_SPLITS = {("OpenMLRL/arXiv_abstract", "test"): "val"}  # no test split upstream
 
@@ -39,12 +39,15 @@ HUB_SPLITS = {("OpenMLRL/arXiv_abstract", "test"): "val"}  # no test split upstr
 def load(
     name: str, *, data_dir: str | Path | None = None, split: str, limit: int | None = None, seed: int = 0
 ) -> tuple[list[Task], str]:
-    """Tasks of one dataset, shuffled by ``seed``, the first ``limit`` of them (None: all).
+    """Tasks of one data set, in an order shuffled by ``seed``, and the source.
 
-    Fields by dataset, besides ``id``: gsm8k ``question solution answer``; bfcl ``question functions answers category``;
-    hotpotqa ``question answer passages supporting`` (passages are ``[title, text]``); taubench_retail ``user_id
-    instruction actions outputs``; scitldr, trl-lib/tldr and OpenMLRL/arXiv_abstract as `writing_row` says. Other hub
-    datasets: their rows as they are. Raises ConfigError.
+    name: data set, or id on the Hugging Face hub. data_dir: directory with the files; None reads the samples in the
+    package. split: upstream name of the split. limit: number of tasks (None: all).
+
+    Fields by data set, besides ``id``: gsm8k ``question solution answer``; bfcl ``question functions answers
+    category``; hotpotqa ``question answer passages supporting`` (passages are ``[title, text]``); taubench_retail
+    ``user_id instruction actions outputs``; scitldr, trl-lib/tldr and OpenMLRL/arXiv_abstract as in `writing_row`.
+    Other hub data sets: unchanged rows. Raises ConfigError.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
@@ -71,7 +74,10 @@ def load(
 
 
 def load_retail_db(data_dir: str | Path | None = None) -> tuple[dict[str, dict], str]:
-    """The shop's database ``{"users", "orders", "products"}`` and its source."""
+    """Database ``{"users", "orders", "products"}`` of the shop, and its source.
+
+    data_dir: directory with the files; None reads the sample in the package. Raises ConfigError.
+    """
     root = _folder("taubench_retail", data_dir)
     db = {}
     for table in ("users", "orders", "products"):
@@ -90,8 +96,9 @@ def load_retail_db(data_dir: str | Path | None = None) -> tuple[dict[str, dict],
 
 
 def _folder(name: str, data_dir: str | Path | None) -> Path:
+    """Folder of the data set ``name`` in ``data_dir``, or in the package."""
     base = Path(data_dir) if data_dir is not None else FIXTURES
-    # SciTLDR's own folder is told by the one inside it
+    # An upstream folder of SciTLDR is recognised by its subfolder.
     root = base if name == "scitldr" and (base / "SciTLDR-A").is_dir() else base / name
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder (data_dir must hold a folder {name!r})")
@@ -99,6 +106,7 @@ def _folder(name: str, data_dir: str | Path | None) -> Path:
 
 
 def _text(path: Path) -> str:
+    """Text of a UTF-8 file. Raises ConfigError."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -111,6 +119,7 @@ def _text(path: Path) -> str:
 
 
 def _json(path: Path) -> Any:
+    """Value of a JSON file. Raises ConfigError."""
     try:
         return json.loads(_text(path))
     except json.JSONDecodeError as error:
@@ -118,7 +127,8 @@ def _json(path: Path) -> Any:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    lines = _text(path).split("\n")  # not splitlines: JSON text may hold other line separators
+    """Rows of a file with one JSON value on each line. Raises ConfigError."""
+    lines = _text(path).split("\n")  # not splitlines: JSON text may contain other line separators
     if not any(line.strip() for line in lines):
         raise ConfigError(f"{path}: empty")
     for number, line in enumerate(lines, 1):
@@ -131,6 +141,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _json_list(path: Path) -> Iterator[Row]:
+    """Rows of a JSON file that holds one list. Raises ConfigError."""
     rows = _json(path)
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"{path}: expected a filled list")
@@ -139,7 +150,7 @@ def _json_list(path: Path) -> Iterator[Row]:
 
 
 def _need(row: Any, field: str, kind: type, where: str) -> Any:
-    """row[field], which must be there and of this kind; text must not be empty."""
+    """Value of ``row[field]``. Raises ConfigError if it is missing, of another type, or empty text."""
     if not isinstance(row, dict) or field not in row:
         raise ConfigError(f"{where}: field {field!r} is missing")
     if not isinstance(row[field], kind) or row[field] == "":
@@ -148,7 +159,7 @@ def _need(row: Any, field: str, kind: type, where: str) -> Any:
 
 
 def _hashed(pairs: Tasks, split: str, source: str) -> Tasks:
-    """80/20 by a hash of the id."""
+    """Tasks of one split, where a hash of the id decides: 80 % train, 20 % test."""
     if split not in ("train", "test"):
         raise ConfigError(f"{source}: split {split!r}: expected train or test")
     chosen = []
@@ -245,10 +256,11 @@ def _taubench_retail(root: Path, split: str) -> tuple[Tasks, list[Path]]:
 
 
 def writing_row(where: str, row: Mapping[str, Any], id: str) -> Task:
-    """``{id, title, text, targets}`` of a text and its summaries, by the columns that are there.
+    """Task ``{id, title, text, targets}`` of a text and its summaries. The columns of the row decide its format.
 
-    SciTLDR's ``source target title`` (lists of sentences and of summaries); trl-lib/tldr's ``prompt completion``, where
-    the prompt ends with ``TL;DR:``; or ``abstract_text`` alone, whose sentences may be marked ``<S> ... </S>``.
+    where: position for messages. row: one of three formats. SciTLDR has ``source target title`` (lists of sentences and
+    of summaries). trl-lib/tldr has ``prompt completion``, and the prompt ends with ``TL;DR:``. Other data has only
+    ``abstract_text``, whose sentences may be marked ``<S> ... </S>``. id: id of the task. Raises ConfigError.
     """
     if "abstract_text" in row:
         text = re.sub(r"</?S>", " ", _need(row, "abstract_text", str, where))
@@ -266,6 +278,7 @@ def writing_row(where: str, row: Mapping[str, Any], id: str) -> Task:
 
 
 def _strings(row: Mapping[str, Any], field: str, where: str) -> list[str]:
+    """Value of ``row[field]``, a list of at least one str. Raises ConfigError."""
     values = _need(row, field, list, where)
     if not values or not all(isinstance(v, str) for v in values):
         raise ConfigError(f"{where}: field {field!r} must be a filled list of str")
@@ -288,13 +301,14 @@ _UNSPLIT = ("bfcl", "hotpotqa")  # no train split upstream
 
 
 def _from_hub(name: str, split: str) -> tuple[Tasks, str]:
+    """Tasks of a data set on the Hugging Face hub, and the source. Raises ConfigError."""
     try:
         import datasets  # an optional extra: most runs read local files
     except ImportError:
         raise ConfigError(f"dataset {name!r} is a hub id and needs the extra: pip install 'jaxmarl_llm[hf]'") from None
     try:
         rows = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=HUB_SPLITS.get((name, split), split))
-    except Exception as error:  # no such name, split or connection: each has its own class
+    except Exception as error:  # a wrong name, a wrong split and a lost connection have different classes
         why = next(iter(str(error).split("\n")), "")
         raise ConfigError(f"hub {name}, split {split}: cannot be had ({type(error).__name__}: {why})") from None
     parse = _HUB_ROWS.get(name)

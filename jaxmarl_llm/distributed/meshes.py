@@ -1,6 +1,6 @@
-"""Which devices a run has, and which of its models has which: a mesh for all of them, or one for each.
+"""Device meshes of a run: one mesh for all models, or one mesh for each model.
 
-Where arrays lie on a mesh is `sharding`.
+`sharding` says how arrays are split over a mesh.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxmarl_llm.config import one_of
-from jaxmarl_llm.sharding import AXES, check_divides, check_heads, param_specs, place, put, whole
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.config import COUNT_LIMIT, one_of
+from jaxmarl_llm.distributed.sharding import AXES, check_divides, check_heads, param_specs, place, put, whole
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import Model, TrainState
 
 T = TypeVar("T")
@@ -28,10 +28,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; -1 on one of them: the devices that remain.
+    """Number of devices along each mesh axis. At most one axis may be -1, which means the remaining devices.
 
-    ``models``: ``all``, every model on all devices, one after the other; ``split``, as many equal parts of the devices
-    as there are models, each of these axes, which generate and learn at once (separate models, host environments).
+    data, fsdp, tensor: sizes of the axes of `sharding`. models: "all" gives every model all devices, and the models run
+    one after another. "split" divides the devices into equal parts, one part a model; each part has these axes, and the
+    models generate and learn at the same time. "split" needs separate models and host environments.
     """
 
     data: int = -1
@@ -40,9 +41,10 @@ class MeshConfig:
     models: str = "all"
 
     def check(self, path: str) -> None:
+        """Raise ConfigError for impossible sizes. ``path``: name of these settings in the message."""
         sizes = {name: getattr(self, name) for name in AXES}
         for name, size in sizes.items():
-            if size != -1 and size < 1:
+            if size != -1 and not 1 <= size <= COUNT_LIMIT:
                 raise ConfigError(f"{path}.{name}: expected >= 1, or -1 for the devices that remain, got {size}")
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
@@ -51,7 +53,11 @@ class MeshConfig:
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str = "config.mesh") -> Mesh:
-    """The mesh over all of ``devices`` (None: those of JAX). ConfigError when they cannot be laid out like that."""
+    """Mesh with the axes (data, fsdp, tensor) over all ``devices``.
+
+    cfg: sizes of the axes. devices: the devices to use; None means ``jax.devices()``. path: name of ``cfg`` in
+    messages. Raises ConfigError when the number of devices is not the product of the sizes.
+    """
     cfg.check(path)
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(cfg, name) for name in AXES]
@@ -61,13 +67,16 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     if math.prod(sizes) != len(devices):
         asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in AXES)
         raise ConfigError(f"{path}: {len(devices)} devices cannot be {asked}; expected a product of {len(devices)}")
-    # An axis may be a part of one of a TPU torus' own, as tensor=2 on 8x8x8.
+    # A mesh axis may be a part of one axis of a TPU torus, such as tensor=2 on 8x8x8.
     grid = mesh_utils.create_device_mesh(sizes, list(devices), allow_split_physical_axes=True)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 class Split(NamedTuple):
-    """A mesh for each model, of devices that no other has."""
+    """One mesh for each model. No two meshes share a device.
+
+    meshes: model name -> mesh.
+    """
 
     meshes: Mapping[str, Mesh]
 
@@ -76,40 +85,46 @@ _split: contextvars.ContextVar[Split | None] = contextvars.ContextVar("split", d
 
 
 @contextlib.contextmanager
-def on(place: Mesh | Split | None) -> Iterator[None]:
-    """What runs inside is compiled for a mesh (the functions of `sharding` do their work there), or what `each` and
-    `home` run of each model for its own; None: as without.
+def use_mesh(mesh: Mesh | Split | None) -> Iterator[None]:
+    """Context manager: compile the programs of its body for a mesh.
+
+    mesh: with a `Mesh`, the functions of `sharding` apply to it. With a `Split`, `model_mesh` and `map_models` select
+    the mesh of each model. None changes nothing.
     """
-    if isinstance(place, Split):
-        token = _split.set(place)
+    if isinstance(mesh, Split):
+        token = _split.set(mesh)
         try:
             yield
         finally:
             _split.reset(token)
     else:
-        with contextlib.nullcontext() if place is None else jax.set_mesh(place):
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             yield
 
 
-def home(model: str) -> contextlib.AbstractContextManager[Any]:
-    """What runs inside is the model's: on its own devices where it has some."""
+def model_mesh(model: str) -> contextlib.AbstractContextManager[Any]:
+    """Context manager: use this model's mesh, if models have separate devices. ``model``: the name of the model."""
     split = _split.get()
-    return contextlib.nullcontext() if split is None else on(split.meshes[model])
+    return contextlib.nullcontext() if split is None else use_mesh(split.meshes[model])
 
 
-def apart() -> bool:
-    """Whether every model has devices of its own."""
+def has_split_models() -> bool:
+    """Whether each model has separate devices (``MeshConfig.models == "split"``)."""
     return _split.get() is not None
 
 
-def each(models: Sequence[str], function: Callable[[str], T]) -> list[T]:
-    """``function`` of each model, at `home`: at once where all have their own devices, else one after the other."""
+def map_models(models: Sequence[str], function: Callable[[str], T]) -> list[T]:
+    """Call ``function`` once for each model, inside `model_mesh`, and return the results in the order of ``models``.
+
+    models: names of models. function: takes the name of one model. The calls run in parallel threads if models have
+    separate devices, otherwise one after another.
+    """
 
     def run(model: str) -> T:
-        with home(model):
+        with model_mesh(model):
             return function(model)
 
-    if not apart() or len(models) < 2:
+    if not has_split_models() or len(models) < 2:
         return [run(model) for model in models]
     with ThreadPoolExecutor(len(models)) as pool:
         started = [pool.submit(contextvars.copy_context().run, run, model) for model in models]
@@ -117,7 +132,11 @@ def each(models: Sequence[str], function: Callable[[str], T]) -> list[T]:
 
 
 def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh") -> Mesh | Split | None:
-    """The mesh of a run, None for one device; ConfigError when a model does not fit it."""
+    """Mesh or meshes of a run; None for one device.
+
+    cfg: the configured sizes. models: the models of the team. path: name of ``cfg`` in messages. Raises ConfigError
+    when the devices or the shape of a model do not allow this mesh.
+    """
     cfg.check(path)
     if cfg.models == "split":
         return _open_split(cfg, models, path)
@@ -139,6 +158,7 @@ def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh
 
 
 def _open_split(cfg: MeshConfig, models: Sequence[Model], path: str) -> Split:
+    """Meshes of equal size, one for each model. Raises ConfigError when the devices cannot be divided like that."""
     devices = jax.devices()
     if jax.process_count() > 1:
         raise ConfigError(f"{path}.models: expected 'all' with several processes, got 'split'")
@@ -154,16 +174,18 @@ def _open_split(cfg: MeshConfig, models: Sequence[Model], path: str) -> Split:
 
 
 def _check_model(mesh: Mesh, model: Model) -> None:
+    """Raise ConfigError unless the mesh axes divide the heads and the parameters of ``model``."""
     arch = model.policy.config
     check_heads(mesh, model.name, arch.num_heads, arch.num_kv_heads)
     tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
     check_divides(mesh, tree, param_specs(tree))
 
 
-def settled(mesh: Mesh | Split | None, state: TrainState) -> TrainState:
-    """``state`` where it lives: parameters and optimizer states by the rules, all else on every device.
+def place_state(mesh: Mesh | Split | None, state: TrainState) -> TrainState:
+    """Copy of ``state`` on the devices of ``mesh``; ``state`` itself when ``mesh`` is None.
 
-    Of a `Split` no device is everybody's: all else stays where it is.
+    Parameters and optimizer states are split by the rules of `sharding`. With a `Mesh`, every other field is replicated
+    on all devices. With a `Split`, no device belongs to all models, so every other field stays where it is.
     """
     if mesh is None:
         return state

@@ -1,11 +1,13 @@
-"""Many processes of one run: how they find each other, agree, and end together.
+"""Runs on several processes: start, collectives over Python values, and a common end.
 
-Every process runs the same program on the same host tables (jax.distributed, one mesh over all devices); what a single
-one knows, the results of its environments or whether it was asked to stop, goes through `everyone`. Before JAX is told
-of the others they meet (`meeting`), and the connections stay open. They are how a process learns, within a moment, that
-another one died, failed or hangs; JAX itself would tell nobody which.
+Every process runs the same program on the same host tables, with jax.distributed and one mesh over all devices. Values
+that only one process has go through `all_gather`: results of its environments, or whether it received SIGTERM.
 
-One process needs none of this: it has the deadlines and SIGTERM. Free of JAX until JAX is needed: workers import it.
+The processes connect to each other (`rendezvous`) before jax.distributed starts, and the connections stay open. Through
+them, a process learns within seconds that another process died, failed or hangs. JAX itself does not say which.
+
+A run of one process uses only the deadlines and SIGTERM. This module imports JAX inside functions, because environment
+workers import the module and do not need JAX.
 """
 
 from __future__ import annotations
@@ -23,76 +25,84 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
-from jaxmarl_llm.deadlines import WORK, Deadlines
-from jaxmarl_llm.meeting import Peer, Place, loopback, meet
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.distributed.deadlines import PROGRESS, Deadlines
+from jaxmarl_llm.distributed.rendezvous import ClusterSpec, PeerConnection, connect, is_loopback
+from jaxmarl_llm.errors import ConfigError
 
 T = TypeVar("T")
 
-AGAIN = 75  # EX_TEMPFAIL: nothing is wrong with the run; the same command goes on from its last checkpoint
-TICK = 1.0  # seconds between signs of life and looks at the clock
-SILENCE = 30.0  # seconds without a sign of life after which a process is taken for dead
-GRACE = 3.0  # seconds that a process has to end by itself once another has failed: likely of the same
+EXIT_RETRY = 75  # exit code EX_TEMPFAIL: the run is fine; the same command continues from the last checkpoint
+TICK = 1.0  # seconds between heartbeats, and between checks of the deadlines
+SILENCE = 30.0  # seconds without a heartbeat after which a process counts as dead
+GRACE = 3.0  # seconds in which a process may end by itself after another one failed, probably for the same reason
 
 
 def index() -> int:
-    """The number of this process; 0 writes the files."""
+    """Index of this process. Process 0 writes the files of the run."""
     import jax
 
     return jax.process_index()
 
 
 def count() -> int:
+    """Number of processes of the run."""
     import jax
 
     return jax.process_count()
 
 
-def everyone(mine: T) -> list[T]:
-    """``mine`` of every process, in their order. All of them have to ask. It is pickled, as between a process and its
-    workers: a run trusts its own processes.
+def all_gather(value: T) -> list[T]:
+    """All-gather ``value`` over processes, in process order. A collective: every process must call it.
+
+    value: any picklable object. The processes of a run trust each other, so unpickling is safe.
     """
     if count() == 1:
-        return [mine]
+        return [value]
     import numpy as np
     from jax.experimental.multihost_utils import process_allgather
 
-    own = pickle.dumps(mine)
+    own = pickle.dumps(value)
     sizes = process_allgather(np.array([len(own)], np.int32)).reshape(-1)
-    width = 1 << max(int(sizes.max()) - 1, 63).bit_length()  # few shapes: each is compiled
+    width = 1 << max(int(sizes.max()) - 1, 63).bit_length()  # a power of two: few shapes to compile
     rows = process_allgather(np.frombuffer(own.ljust(width, b"\0"), np.uint8))
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows.reshape(-1, width), sizes)]
 
 
-def first(make: Callable[[], T]) -> T:
-    """What ``make`` gives in process 0, in every process: files are written there, and read where it matters that all
-    see the same.
+def broadcast_from_0(make: Callable[[], T]) -> T:
+    """Result of ``make()`` in process 0, returned in every process. A collective: every process must call it.
+
+    make: called in process 0 only. It writes files, or reads files that all processes must see in the same state.
     """
-    return cast(T, everyone(make() if index() == 0 else None)[0])
+    return cast(T, all_gather(make() if index() == 0 else None)[0])
 
 
 _stop = threading.Event()
 
 
 def stop_asked() -> bool:
-    """Whether any process was sent SIGTERM: all get the same answer, so that all stop at the same step."""
-    return any(everyone(_stop.is_set()))
+    """Whether any process received SIGTERM. A collective: all processes get the same answer at the same step."""
+    return any(all_gather(_stop.is_set()))
 
 
 def listen_for_sigterm() -> None:
-    """From now on SIGTERM does not kill but makes `stop_asked` true. (JAX's own handler, which jax.distributed brings,
-    goes: its protocol needs more steps, and it is not there with one process.)
+    """Install a handler for SIGTERM that makes `stop_asked` true instead of ending the process.
+
+    The handler replaces the one of jax.distributed. That one needs several steps for its protocol, and is absent in a
+    run of one process.
     """
     signal.signal(signal.SIGTERM, lambda *_: _stop.set())
 
 
 @contextlib.contextmanager
-def within(limits: Deadlines) -> Iterator[None]:
-    """Inside, stages (`deadlines.stage`) that take longer than ``limits`` end the process, and with it the run."""
+def watchdog(limits: Deadlines) -> Iterator[None]:
+    """Context manager: end this process, and with it the run, when a stage exceeds its deadline.
+
+    limits: deadlines of the stages that `deadlines.stage` times.
+    """
     import jax
 
-    jax.monitoring.register_event_duration_secs_listener(WORK.compiles)
-    WORK.limits = limits
+    jax.monitoring.register_event_duration_secs_listener(PROGRESS.on_compile_event)
+    PROGRESS.limits = limits
     watch, own = _watch, None
     if watch is None:
         own = _Watch("the process", [])
@@ -100,32 +110,35 @@ def within(limits: Deadlines) -> Iterator[None]:
     try:
         yield
     finally:
-        WORK.limits = None
-        jax.monitoring.unregister_event_duration_listener(WORK.compiles)
+        PROGRESS.limits = None
+        jax.monitoring.unregister_event_duration_listener(PROGRESS.on_compile_event)
         if own is not None:
             own.close()
 
 
 @contextlib.contextmanager
-def joined(where: Place | None, facts: Mapping[str, Any], timeout: float) -> Iterator[None]:
-    """Inside, this process is one of the run's; ``facts`` have to be the same in all of them.
+def distributed_run(where: ClusterSpec | None, facts: Mapping[str, Any], timeout: float) -> Iterator[None]:
+    """Context manager: run its body as one process of a distributed run.
 
-    Ends with an error in every process when one is missing after ``timeout`` seconds or differs. When what runs inside
-    raises, or when another process has ended, this one ends there and then: those that are left would wait for ever in
-    a collective operation. Otherwise all leave together.
+    where: the cluster and this process's index in it; None for a run of one process. facts: name -> value that must be
+    the same in all processes. timeout: seconds to wait for the other processes.
+
+    Raises ConfigError in every process when a process is missing after ``timeout`` seconds, or when its facts differ.
+    When the body raises, or when another process ends, this process ends immediately. Without that, the remaining
+    processes would wait forever in a collective. Otherwise, all processes leave together.
     """
     global _watch
     if where is None:
         listen_for_sigterm()
         yield
         return
-    names, peers = meet(where, facts, timeout)
+    names, peers = connect(where, facts, timeout)
     _watch = _Watch(names[where.process], peers, names)
     _watch.start()
     try:
         import jax
 
-        alone = where.address if loopback(where.address.rpartition(":")[0]) else None
+        alone = where.address if is_loopback(where.address.rpartition(":")[0]) else None
         jax.distributed.initialize(
             where.address,
             where.processes,
@@ -136,7 +149,7 @@ def joined(where: Place | None, facts: Mapping[str, Any], timeout: float) -> Ite
         listen_for_sigterm()
         yield
     except SystemExit as stopped:
-        if stopped.code not in (0, None, AGAIN):
+        if stopped.code not in (0, None, EXIT_RETRY):
             _watch.failed(f"exit code {stopped.code}", stopped.code if isinstance(stopped.code, int) else 1)
         _leave()
         raise
@@ -147,16 +160,18 @@ def joined(where: Place | None, facts: Mapping[str, Any], timeout: float) -> Ite
 
 
 def _leave() -> None:
+    """Shut jax.distributed down and close the connections, after all processes arrived here."""
     global _watch
     import jax
 
-    jax.distributed.shutdown()  # waits for all
+    jax.distributed.shutdown()  # waits for all processes
     assert _watch is not None
     _watch.close()
-    _watch = None  # who runs alone in this process later has a watch of its own
+    _watch = None  # a later run in this process starts its own watchdog
 
 
 def _fail(error: BaseException) -> NoReturn:
+    """Print ``error``, tell the other processes about it, and end this process."""
     assert _watch is not None
     if isinstance(error, ConfigError):
         line, code = f"error: {' '.join(str(error).split())}", 2
@@ -169,22 +184,26 @@ def _fail(error: BaseException) -> NoReturn:
 
         line, code = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}", 1
         _tell("".join(traceback.format_exception(error)).rstrip())
-        # Perhaps of a collective operation, because another process failed or is gone: the watch hears of that, says
-        # which, and ends this one.
+        # A collective may have failed because another process failed or died. The watchdog receives that message,
+        # names the process, and ends this one; so wait for it first.
         time.sleep(SILENCE + 2 * TICK if isinstance(error, jax.errors.JaxRuntimeError) else GRACE)
     _watch.failed(line, code)
 
 
 def _tell(line: str) -> None:
-    """To stderr, if that still leads anywhere: a process that is to end does so without."""
+    """Print ``line`` to stderr. A closed stderr is ignored, because the process must end in any case."""
     with contextlib.suppress(Exception):
         print(line, file=sys.stderr, flush=True)
 
 
 class _Watch(threading.Thread):
-    """Looks at the clock and listens to the other processes, and ends this one when there is no going on."""
+    """Watchdog thread: checks deadlines and messages of other processes, and ends this process when it cannot continue.
 
-    def __init__(self, name: str, peers: list[Peer], names: list[str] | None = None):
+    name: this process in messages. peers: open connections. names: all processes in process order; None for one
+    process.
+    """
+
+    def __init__(self, name: str, peers: list[PeerConnection], names: list[str] | None = None):
         super().__init__(name="jaxmarl_llm watch", daemon=True)
         self._me, self._peers, self._names = name, peers, names or [name]
         self._hub = self._names[0] == name
@@ -192,11 +211,12 @@ class _Watch(threading.Thread):
         self._lock = threading.Lock()
 
     def run(self) -> None:
+        """Receive messages, send heartbeats, and check the deadlines, until `close`."""
         with selectors.DefaultSelector() as selector:
             for peer in self._peers:
-                peer.heard = time.monotonic()
-                selector.register(peer.line, selectors.EVENT_READ, peer)
-            spoke = 0.0
+                peer.last_received = time.monotonic()
+                selector.register(peer.socket, selectors.EVENT_READ, peer)
+            last_sent = 0.0
             while not self._closing.is_set() or (self._peers and time.monotonic() < self._until):
                 if not selector.get_map():
                     self._closing.wait(TICK / 4)
@@ -204,73 +224,81 @@ class _Watch(threading.Thread):
                     if not self._listen(key.data):
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
-                if now - spoke < TICK or self._closing.is_set():
+                if now - last_sent < TICK or self._closing.is_set():
                     continue
-                spoke = now
+                last_sent = now
                 for peer in self._peers:
-                    peer.say(alive=True)
-                    if now - peer.heard > SILENCE:
+                    peer.send(alive=True)
+                    if now - peer.last_received > SILENCE:
                         self._lost(peer, f"has not been heard of for {SILENCE:g} s")
-                late = WORK.late()
+                late = PROGRESS.late()
                 if late is not None:
-                    self._end(f"{self._me} hangs {WORK}, {late}", 1, where=True)
+                    self._end(f"{self._me} hangs {PROGRESS}, {late}", 1, where=True)
 
-    def _listen(self, peer: Peer) -> bool:
-        """Whether there is more to be expected of it."""
-        for words in (said := peer.hear()) or ():
-            if "bye" in words:
+    def _listen(self, peer: PeerConnection) -> bool:
+        """Handle the messages that ``peer`` sent. Returns False when the connection ended."""
+        for message in (messages := peer.receive()) or ():
+            if "bye" in message:
                 self._peers.remove(peer)
                 return False
-            if "ended" in words:
-                _tell(words["ended"])
-                time.sleep(words["grace"])
-                self._end(words["ended"], words["code"], where=words["where"], show=False)
-        if said is not None:
+            if "ended" in message:
+                _tell(message["ended"])
+                time.sleep(message["grace"])
+                self._end(message["ended"], message["code"], where=message["where"], show=False)
+        if messages is not None:
             return True
         if not self._closing.is_set():
             self._lost(peer, "is gone")
         self._peers.remove(peer)
         return False
 
-    def _lost(self, peer: Peer, how: str) -> NoReturn:
+    def _lost(self, peer: PeerConnection, how: str) -> NoReturn:
+        """End this process because ``peer`` is lost; ``how`` completes the sentence of the message."""
         again = "run the same command again to go on from the last checkpoint"
-        self._end(f"{self._names[peer.process]} {how}; {again}", AGAIN)
+        self._end(f"{self._names[peer.process]} {how}; {again}", EXIT_RETRY)
 
     def failed(self, line: str, code: int) -> NoReturn:
-        """End this process for a reason of its own, which it has printed, and tell the others."""
+        """End this process after its own failure, and tell the other processes.
+
+        line: the failure, already printed by the caller. code: exit code of the run.
+        """
         self._end(f"{self._me} failed: {line}", code, grace=GRACE, show=False)
 
     def _end(self, line: str, code: int, *, where: bool = False, grace: float = 0.0, show: bool = True) -> NoReturn:
-        """``where``: every process says where it waits. ``grace``: seconds that the others have before they end."""
-        with self._lock:  # whoever comes second waits for the end
+        """End this process with exit code ``code``.
+
+        line: the reason, sent to the other processes. where: every process prints its stage and its stack. grace:
+        seconds that the other processes wait before they end. show: whether this process prints ``line``.
+        """
+        with self._lock:  # a second caller waits here until the process ends
             try:
                 if show:
                     _tell(line)
                 if where:
-                    _tell(f"{self._me} is {WORK}")
+                    _tell(f"{self._me} is {PROGRESS}")
                     with contextlib.suppress(Exception):
                         faulthandler.dump_traceback(all_threads=True)
                 for peer in self._peers:
-                    peer.say(ended=line, code=code, where=where, grace=grace)
-                # JAX aborts a process that finds process 0 gone: the others say their last words first.
+                    peer.send(ended=line, code=code, where=where, grace=grace)
+                # JAX aborts a process that loses process 0. So process 0 waits until the others have printed and ended.
                 until = time.monotonic() + grace + GRACE
                 for peer in self._peers if self._hub else ():
-                    while (left := until - time.monotonic()) > 0 and peer.hear(left) is not None:
+                    while (left := until - time.monotonic()) > 0 and peer.receive(left) is not None:
                         pass
                 sys.stdout.flush()
-            finally:  # whatever failed on the way, as a full disk under stdout: nobody else ends this process
+            finally:  # also after a failure above, such as a full disk under stdout: nothing else ends this process
                 os._exit(code)
 
     def close(self) -> None:
-        """Take leave; the others may take a moment longer."""
-        lines = [peer.line for peer in self._peers]
+        """Tell the other processes that this one leaves, and stop the thread. The others may leave a moment later."""
+        sockets = [peer.socket for peer in self._peers]
         self._until = time.monotonic() + GRACE
-        self._closing.set()  # before the word: whoever has heard it may be gone at once
+        self._closing.set()  # before the message: a peer that received the message may close its connection at once
         for peer in list(self._peers):
-            peer.say(bye=True)
+            peer.send(bye=True)
         self.join()
-        for line in lines:
-            line.close()
+        for each in sockets:
+            each.close()
 
 
 _watch: _Watch | None = None

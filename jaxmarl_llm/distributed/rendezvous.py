@@ -1,7 +1,7 @@
-"""How the processes of a run find each other before JAX does.
+"""Connections between the processes of a run, made before jax.distributed starts.
 
-Process 0 listens on the coordinator's port, the others call there and say who they are and what they are about to run,
-so that one who is missing or different is named by every process. The connections stay open (`processes`).
+Process 0 listens on the coordinator's port. Every other process connects to it and sends its identity and its settings.
+So every process can name a process that is missing or has different settings. `processes` keeps the connections open.
 """
 
 from __future__ import annotations
@@ -15,27 +15,40 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
-LONGEST = 1 << 22  # bytes of a message
+MAX_MESSAGE = 1 << 22  # bytes of one message
 
 
-def loopback(host: str) -> bool:
-    """Whether a coordinator's host, in brackets or not, is this machine alone: nobody then listens elsewhere."""
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` names only this machine. Then nothing listens on other network interfaces.
+
+    host: host name or address of the coordinator; an IPv6 address may be in brackets.
+    """
     return host.strip("[]") in ("localhost", "127.0.0.1", "::1")
 
 
-class Place(NamedTuple):
-    """Where a process is among those of a run."""
+class ClusterSpec(NamedTuple):
+    """A run's processes, and the index of this process among them.
 
-    address: str  # host:port of process 0
+    address: host:port of process 0. processes: their number. process: the index of this one, from 0.
+    """
+
+    address: str
     processes: int
     process: int
 
 
-def place(coordinator: str | None, processes: int | None, process: int | None, timeout: float) -> Place | None:
-    """From the flags, or from the environment: Slurm, Open MPI, a TPU slice, a JobSet, as JAX knows them. None for one
-    process alone. ConfigError for flags that do not go together.
+def find_cluster(
+    coordinator: str | None, processes: int | None, process: int | None, timeout: float
+) -> ClusterSpec | None:
+    """Cluster of this run, from the flags or from the environment. None for a run of one process.
+
+    coordinator: value of ``--coordinator``, host:port of process 0. processes: value of ``--processes``, their number.
+    process: value of ``--process``, the index of this one. timeout: seconds for queries to the environment.
+
+    Without flags, JAX detects Slurm, Open MPI, a TPU slice or a JobSet. Raises ConfigError for an incomplete or wrong
+    set of flags.
     """
     given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     absent = [name for name, value in given.items() if value is None]
@@ -48,89 +61,111 @@ def place(coordinator: str | None, processes: int | None, process: int | None, t
             raise ConfigError(f"--coordinator: expected host:port of process 0, got {coordinator!r}")
         if not 0 <= process < processes:
             raise ConfigError(f"--process: expected 0 to {processes - 1} with --processes={processes}, got {process}")
-        return Place(coordinator, processes, process)
+        return ClusterSpec(coordinator, processes, process)
     if len(absent) < 3:
         raise ConfigError(f"{absent[0]}: required with {next(name for name in given if name not in absent)}")
-    from jax._src.clusters import ClusterEnv  # the only place that says how many there are before they have met
+    from jax._src.clusters import ClusterEnv  # the only API for the number of processes before they connect
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of any container: how Kubernetes could be asked
+            warnings.simplefilter("ignore")  # JAX warns in any container without the Kubernetes client
             found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(timeout))
-    except Exception as error:  # whatever a scheduler's client raises
+    except Exception as error:  # the client of a scheduler may raise anything
         raise ConfigError(
             f"--processes: not known from the environment ({type(error).__name__}: {error}); give --coordinator, "
             "--processes and --process, or --processes=1 for one alone"
         ) from error
-    return None if found[1] in (None, 1) else Place(*found[:3])
+    address, total, index = found[:3]
+    if total is None or total == 1:
+        return None
+    if address is None or index is None:
+        raise ConfigError("--process: the environment gives a number of processes, but no coordinator or index")
+    return ClusterSpec(address, total, index)
 
 
-class Peer:
-    """A connection to another process: JSON, an object a line."""
+class PeerConnection:
+    """Connection to another process. A message is one JSON object on one line.
 
-    def __init__(self, line: socket.socket, process: int = 0):
-        self.line, self.process, self.heard = line, process, time.monotonic()
+    connection: the open TCP socket. process: index of the other process. ``last_received`` is the time of the newest
+    message, in seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, connection: socket.socket, process: int = 0):
+        self.socket, self.process, self.last_received = connection, process, time.monotonic()
         self._rest = b""
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def say(self, **words: Any) -> None:
-        with contextlib.suppress(OSError):  # it is gone: that is noticed when it is listened to
-            self.line.settimeout(5.0)
-            self.line.sendall(json.dumps(words).encode() + b"\n")
+    def send(self, **message: Any) -> None:
+        """Send the keyword arguments as one message. A broken connection is ignored here; `receive` reports it."""
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(5.0)
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self, seconds: float = 5.0) -> list[dict] | None:
-        """What it says next, within ``seconds``; None when it says nothing, is gone, or is not one of us."""
+    def receive(self, seconds: float = 5.0) -> list[dict] | None:
+        """Complete messages of the next received bytes, which may be none.
+
+        seconds: time to wait. Returns None for silence, for a closed connection, and for bytes that are not messages.
+        """
         try:
-            self.line.settimeout(seconds)
-            got = self.line.recv(1 << 16)
+            self.socket.settimeout(seconds)
+            got = self.socket.recv(1 << 16)
         except (TimeoutError, OSError):
             return None
         *lines, self._rest = (self._rest + got).split(b"\n")
-        self.heard = time.monotonic()
+        self.last_received = time.monotonic()
         try:
-            words = [json.loads(text) for text in lines]
+            messages = [json.loads(text) for text in lines]
         except ValueError:
             return None
-        fine = got and len(self._rest) < LONGEST and all(isinstance(each, dict) for each in words)
-        return words if fine else None
+        valid = got and len(self._rest) < MAX_MESSAGE and all(isinstance(each, dict) for each in messages)
+        return messages if valid else None
 
-    def wait(self, seconds: float) -> dict | None:
-        """The first thing it says."""
+    def receive_first(self, seconds: float) -> dict | None:
+        """First message within ``seconds``; None when there is none."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            words = self.hear(left)
-            if words is None:
+            messages = self.receive(left)
+            if messages is None:
                 return None
-            if words:
-                return words[0]
+            if messages:
+                return messages[0]
         return None
 
     def closed(self) -> bool:
-        self.line.settimeout(0)
+        """Whether the other process closed the connection. Reads nothing and does not wait."""
+        self.socket.settimeout(0)
         try:
-            return not self.line.recv(1, socket.MSG_PEEK)
+            return not self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
         except OSError:
             return True
 
 
-def meet(where: Place, facts: Mapping[str, Any], timeout: float) -> tuple[list[str], list[Peer]]:
-    """Names of all processes, and the open connections: of process 0 to all others, of the others to process 0."""
+def connect(where: ClusterSpec, facts: Mapping[str, Any], timeout: float) -> tuple[list[str], list[PeerConnection]]:
+    """Connect the processes of a run: process 0 to all others, every other process to process 0.
+
+    where: the cluster and this process. facts: name -> JSON value that must be the same in all processes. timeout:
+    seconds to wait. Returns the names of all processes in process order, and the open connections. Raises ConfigError
+    when a process is missing, doubled or different.
+    """
     host, _, port = where.address.rpartition(":")
     name = f"process {where.process} of {where.processes} ({socket.gethostname()}, pid {os.getpid()})"
     facts = {key: json.dumps(value, sort_keys=True) for key, value in facts.items()}
     me = {"process": where.process, "of": where.processes, "name": name, "facts": facts}
-    way = _receive if where.process == 0 else _call
-    return way(host.strip("[]"), int(port), me, timeout)
+    role = _accept_all if where.process == 0 else _connect_to_0
+    return role(host.strip("[]"), int(port), me, timeout)
 
 
-def _receive(host: str, port: int, me: dict, timeout: float) -> tuple[list[str], list[Peer]]:
-    """Process 0: wait for the others, then tell all of them to go on, or why not."""
+def _accept_all(host: str, port: int, me: dict, timeout: float) -> tuple[list[str], list[PeerConnection]]:
+    """Wait in process 0 for all other processes, then tell them to continue, or why they cannot.
+
+    host, port: address to listen on. me: the message that describes process 0. timeout: seconds to wait.
+    """
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        if loopback(host):
+        if is_loopback(host):
             own = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, port), family=own, backlog=me["of"])
         else:
@@ -138,12 +173,12 @@ def _receive(host: str, port: int, me: dict, timeout: float) -> tuple[list[str],
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"--coordinator: process 0 cannot listen on port {port}: {reason}") from error
-    end, came = time.monotonic() + timeout, dict[int, tuple[Peer, dict]]()
+    end, came = time.monotonic() + timeout, dict[int, tuple[PeerConnection, dict]]()
 
-    def refuse(line: str, *more: Peer) -> NoReturn:
+    def refuse(line: str, *more: PeerConnection) -> NoReturn:
         for peer in (*(peer for peer, _ in came.values()), *more):
-            peer.say(refused=line)
-            peer.line.close()
+            peer.send(refused=line)
+            peer.socket.close()
         raise ConfigError(line)
 
     with listener:
@@ -158,18 +193,18 @@ def _receive(host: str, port: int, me: dict, timeout: float) -> tuple[list[str],
                     f"waited {timeout:g} s for {whom}: started on every host? does port {port} of "
                     f"{socket.gethostname()} let them in?"
                 )
-            peer = Peer(connection)
-            other = peer.wait(5.0)
+            peer = PeerConnection(connection)
+            other = peer.receive_first(5.0)
             if other is None or not {"of", "name", "facts"} <= other.keys() or type(other.get("process")) is not int:
-                connection.close()  # whoever that was
+                connection.close()  # not a process of this run
                 continue
             peer.process = other["process"]
             if other["of"] != me["of"] or not 0 < peer.process < me["of"]:
                 refuse(f"{other['name']} and {me['name']} do not agree on how many there are", peer)
             if peer.process in came:
-                if not came[peer.process][0].closed():  # or it was started again
+                if not came[peer.process][0].closed():  # otherwise the process was started again
                     refuse(f"{other['name']} and {came[peer.process][1]['name']}: the same number twice", peer)
-                came[peer.process][0].line.close()
+                came[peer.process][0].socket.close()
             came[peer.process] = peer, other
         for _, other in came.values():
             for key in sorted({*me["facts"], *other["facts"]}):
@@ -178,12 +213,15 @@ def _receive(host: str, port: int, me: dict, timeout: float) -> tuple[list[str],
                     refuse(f"{key}: {theirs} in {other['name']}, but {mine} in {me['name']}; all have to be the same")
     names = [me["name"], *(came[k][1]["name"] for k in sorted(came))]
     for peer, _ in came.values():
-        peer.say(go=names)
+        peer.send(go=names)
     return names, [peer for peer, _ in came.values()]
 
 
-def _call(host: str, port: int, me: dict, timeout: float) -> tuple[list[str], list[Peer]]:
-    """Another process: call process 0 until it answers."""
+def _connect_to_0(host: str, port: int, me: dict, timeout: float) -> tuple[list[str], list[PeerConnection]]:
+    """Connect to process 0, with retries, and wait for its answer.
+
+    host, port: address of process 0. me: the message that describes this process. timeout: seconds to wait.
+    """
     end = time.monotonic() + timeout
     while True:
         try:
@@ -196,9 +234,9 @@ def _call(host: str, port: int, me: dict, timeout: float) -> tuple[list[str], li
                     "is it started? is the port open?"
                 ) from None
             time.sleep(0.2)
-    peer = Peer(connection)
-    peer.say(**me)
-    answer = peer.wait(timeout + 10.0) or {}
+    peer = PeerConnection(connection)
+    peer.send(**me)
+    answer = peer.receive_first(timeout + 10.0) or {}
     if "go" in answer:
         return answer["go"], [peer]
     connection.close()

@@ -1,11 +1,12 @@
-"""Where arrays live: a mesh of (data, fsdp, tensor) axes, and rules from a leaf's path to its place on it.
+"""Sharding rules: how each array is split over a mesh with the axes (data, fsdp, tensor).
 
-    data    rows of batches and tables; parameters are copies
-    fsdp    rows too; parameters and optimizer state are cut along their D axis and gathered where they are used
-    tensor  heads, feed-forward units and vocabulary, of parameters and of what is computed from them
+    data    splits rows of batches and tables; parameters are replicated
+    fsdp    splits rows too; splits parameters and optimizer states along their D axis, gathered for use
+    tensor  splits heads, feed-forward units and vocabulary, of parameters and of arrays computed from them
 
-A dimension of a leaf has a logical name (``axes_of``), a logical name a mesh axis (``RULES``). The engine is JAX's own:
-programs are compiled for the mesh that `meshes.on` sets (GSPMD, Auto axes), and without one they are what they were.
+Each dimension of a leaf has a logical axis name (`axes_of`). ``RULES`` maps each logical axis to mesh axes. JAX
+partitions the programs (GSPMD, Auto axes) for the mesh that `meshes.use_mesh` sets. Without a mesh, programs do not
+change.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import PyTree
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
 
-# Logical axis -> mesh axes. What is not named lies whole on every device.
+# Logical axis -> mesh axes. A dimension without a logical axis is not split.
 RULES: dict[str, tuple[str, ...]] = {
     "rows": ROWS,
     "embed": ("fsdp",),
@@ -37,7 +38,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "rank": (),
 }
 
-# Kernels are stored [in, out]. An adapter's A is [in, rank], its B [rank, out], a bias [out].
+# Logical axes (in, out) of each kernel [in, out]. An adapter has A [in, rank] and B [rank, out]. A bias is [out].
 KERNELS = {
     "q_proj": ("embed", "heads"),
     "k_proj": ("embed", "kv_heads"),
@@ -48,12 +49,16 @@ KERNELS = {
     "down_proj": ("mlp", "embed"),
     "lm_head": ("embed", "vocab"),
 }
-# Small by nature, whole on every device: norms, value heads, factored second moments (optax.adafactor).
+# Small leaves, replicated on every device: norms, value heads, factored second moments (optax.adafactor).
 WHOLE = {"scale", "value", "v_row", "v_col"}
 
 
 def spec(*axes: str | None) -> PartitionSpec:
-    """The mesh axes of logical ones, a dimension each. ConfigError when two dimensions would share a mesh axis."""
+    """PartitionSpec of an array with these logical axes.
+
+    axes: one logical axis for each dimension; None for a dimension that is not split. Raises ConfigError when two
+    dimensions would use the same mesh axis.
+    """
     taken: dict[str, str] = {}
     for axis in axes:
         for mesh_axis in RULES[axis] if axis is not None else ():
@@ -65,14 +70,15 @@ def spec(*axes: str | None) -> PartitionSpec:
 
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The keys, fields and positions of a path of jax.tree_util."""
+    """Keys, field names and indices of a path of ``jax.tree_util``, as strings."""
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def axes_of(names: Sequence[str], ndim: int) -> tuple[str | None, ...]:
-    """Logical axes of a leaf of parameters, adapters, heads, or of an optimizer state that mirrors them.
+    """Logical axes of a leaf of parameters, adapters or value heads, or of an optimizer state of the same structure.
 
-    Leading axes that the rule does not name (layers, snapshots) are whole. ConfigError for a leaf that no rule knows.
+    names: path of the leaf (`names_of`). ndim: its number of dimensions. Leading dimensions beyond the rule, such as
+    layers or snapshots, are not split. Raises ConfigError for a leaf without a rule.
     """
     parent, last = names[-2] if len(names) > 1 else "", names[-1] if names else ""
     axes: tuple[str | None, ...] = ()
@@ -88,17 +94,20 @@ def axes_of(names: Sequence[str], ndim: int) -> tuple[str | None, ...]:
         elif ndim > 1:
             raise ConfigError(f"sharding: no rule for parameter {'/'.join(names)}")
     if ndim < len(axes):
-        axes = ()  # the stand-in [1] of a factored optimizer
+        axes = ()  # the placeholder [1] of a factored optimizer
     return (None,) * (ndim - len(axes)) + axes
 
 
 def param_specs(tree: PyTree) -> PyTree:
-    """PartitionSpec of every leaf (arrays or ShapeDtypeStructs), by its path."""
+    """PartitionSpec of every leaf of ``tree`` (arrays or ShapeDtypeStructs), from its path."""
     return jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes_of(names_of(path), len(x.shape))), tree)
 
 
 def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
-    """ConfigError that names the leaf, its size and the axis where a dimension cannot be cut into equal parts."""
+    """Raise ConfigError when a mesh axis does not divide a dimension that it splits.
+
+    tree: arrays or ShapeDtypeStructs. specs: their PartitionSpecs. The message names the leaf, its shape and the axis.
+    """
     by_leaf = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     for (path, leaf), place in zip(jax.tree_util.tree_leaves_with_path(tree), by_leaf, strict=True):
         for dim, entry in zip(leaf.shape, place):
@@ -112,7 +121,10 @@ def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
 
 
 def check_heads(mesh: Mesh, model: str, heads: int, kv_heads: int) -> None:
-    """ConfigError unless every device of the tensor axis holds whole heads."""
+    """Raise ConfigError unless the tensor axis divides the numbers of heads.
+
+    model: name in the message. heads, kv_heads: numbers of query heads and of key/value heads.
+    """
     parts = mesh.shape["tensor"]
     for name, count in (("query", heads), ("key/value", kv_heads)):
         if count % parts:
@@ -120,32 +132,36 @@ def check_heads(mesh: Mesh, model: str, heads: int, kv_heads: int) -> None:
 
 
 def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
-    """NamedSharding of every leaf, checked."""
+    """NamedSharding of every leaf of ``tree``. Raises ConfigError as `check_divides` does."""
     specs = param_specs(tree)
     check_divides(mesh, tree, specs)
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-    """The leading axis of tables and batches, over data and fsdp."""
+    """Sharding that splits axis 0 over the data and fsdp mesh axes."""
     return NamedSharding(mesh, spec("rows"))
 
 
 def whole(mesh: Mesh) -> NamedSharding:
-    """A copy on every device."""
+    """Sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def place(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Parameters, adapters, heads or optimizer states on their devices, in the memory that they are in."""
+    """Copy of ``tree``, split over ``mesh`` by the rules. Each leaf keeps its memory kind (device or host memory).
+
+    tree: parameters, adapters, value heads or optimizer states.
+    """
     kind = lambda x: x.sharding.memory_kind if isinstance(x, jax.Array) else None
     return put(tree, jax.tree.map(lambda x, s: s.with_memory_kind(kind(x)), tree, shardings(mesh, tree)))
 
 
 def put(tree: PyTree, where: Any) -> PyTree:
-    """`jax.device_put`, also on devices of other processes, all of which hold the same values: they are not compared.
+    """Place arrays like ``jax.device_put``, also on devices of other processes.
 
-    ``where``: a sharding, or a tree of them.
+    tree: arrays; every process must hold the same values, which is not checked. where: one sharding for all leaves, or
+    a tree of shardings.
     """
 
     def move(x: Any, where: NamedSharding) -> jax.Array:
@@ -161,7 +177,10 @@ def put(tree: PyTree, where: Any) -> PyTree:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """`jax.device_get`, also of what lies on devices of other processes. All of them have to ask for the same."""
+    """Fetch arrays like ``jax.device_get``, also from devices of other processes.
+
+    A collective: every process must call it with the same tree.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     far = [i for i, x in enumerate(leaves) if _far(x)]
     for i, x in zip(far, _everywhere([leaves[i] for i in far]) if far else ()):
@@ -170,7 +189,11 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def pieces(x: Any, size: int = 1 << 28) -> Iterator[np.ndarray]:
-    """The values of an array in order; where parts lie on devices of other processes, some ``size`` bytes at a time."""
+    """Values of an array as consecutive NumPy arrays along axis 0.
+
+    x: any array. size: bytes of one piece. An array is cut only if it is larger and lies partly on devices of other
+    processes. Then this is a collective.
+    """
     if not _far(x) or x.nbytes <= size or not x.ndim:
         yield np.asarray(to_host(x))
         return
@@ -180,32 +203,34 @@ def pieces(x: Any, size: int = 1 << 28) -> Iterator[np.ndarray]:
 
 
 def _far(x: Any) -> bool:
+    """Whether parts of ``x`` lie only on devices of other processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated
 
 
 def _everywhere(arrays: list[jax.Array]) -> list[jax.Array]:
-    mesh = cast(NamedSharding, arrays[0].sharding).mesh  # what is cut over processes lies on a mesh
+    """Copies of ``arrays``, replicated on every device of their mesh."""
+    mesh = cast(Mesh, cast(NamedSharding, arrays[0].sharding).mesh)  # arrays split over processes have a concrete mesh
     return jax.jit(lambda x: x, out_shardings=whole(mesh))(arrays)
 
 
 def current() -> Mesh | None:
-    """The mesh of `meshes.on`, outside of compiled functions; None without one, there and inside."""
+    """Mesh that `meshes.use_mesh` set, for code outside compiled functions; None without a mesh."""
     return jax.sharding.get_mesh() if meshed() else None
 
 
 def meshed() -> bool:
-    """Whether XLA partitions what runs here over a mesh: not where all axes are manual, as in `by_device`."""
+    """Whether XLA partitions the current code over a mesh. False where all axes are manual, as in `by_device`."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and not mesh.are_all_axes_manual
 
 
 def row_parts() -> int:
-    """Into how many parts rows are cut; 1 without a mesh. Here and below also inside of compiled functions."""
+    """Number of parts into which rows are split; 1 without a mesh. Also valid inside compiled functions."""
     return _parts(ROWS)
 
 
 def tensor_parts() -> int:
-    """Into how many parts heads, units and vocabulary are cut; 1 without a mesh."""
+    """Number of parts into which heads, units and vocabulary are split; 1 without a mesh. Also valid when compiled."""
     return _parts(("tensor",))
 
 
@@ -214,21 +239,22 @@ def _parts(axes: Sequence[str]) -> int:
 
 
 def put_rows(tree: PyTree) -> PyTree:
-    """Host tables onto the mesh, their leading axes cut; without a mesh as they are."""
+    """Copy of host tables on the mesh, split along axis 0; without a mesh, ``tree`` itself."""
     mesh = current()
     return tree if mesh is None else put(tree, rows(mesh))
 
 
 def put_whole(tree: PyTree) -> PyTree:
-    """A copy on every device of the mesh; without a mesh as it is."""
+    """Copy of ``tree``, replicated on every device of the mesh; without a mesh, ``tree`` itself."""
     mesh = current()
     return tree if mesh is None else put(tree, whole(mesh))
 
 
 def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree:
-    """Inside a compiled function: leading axes are cut, those that do not divide are left to the compiler.
+    """Constrain axis 0 of every leaf to be split over rows, inside a compiled function.
 
-    ``rest``: the place of the other axes, left to the compiler or None (whole).
+    tree: arrays; the compiler decides for an axis 0 that does not divide. rest: placement of the other axes. By default
+    the compiler decides; None means not split.
     """
     parts = row_parts()
     if parts == 1:
@@ -243,10 +269,11 @@ def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree
 
 
 def by_device(function: Callable[..., PyTree], everywhere: PyTree, *tables: PyTree) -> PyTree:
-    """Inside a compiled function: ``function(everywhere, *tables)``, each device with its own rows as without a mesh.
+    """Run ``function(everywhere, *tables)`` on each device with its own rows, inside a compiled function.
 
-    What is ``everywhere`` is whole on every device. Leading axes of ``tables`` and of the result are equal and cut over
-    data and fsdp, filled up with the last row where they do not divide; devices along tensor do the same.
+    everywhere: arrays replicated on every device. tables: arrays of equal length, split along axis 0 over data and
+    fsdp; the last row is repeated where the length does not divide. function: returns arrays of the same length. Its
+    code sees no mesh. Devices along the tensor axis compute the same values.
     """
     n = len(jax.tree.leaves(tables)[0])
     filled = tables
@@ -257,24 +284,25 @@ def by_device(function: Callable[..., PyTree], everywhere: PyTree, *tables: PyTr
     return jax.tree.map(lambda x: x[:n], each(everywhere, *filled))
 
 
-def settle(tree: PyTree) -> PyTree:
-    """Inside a compiled function: parameters, gradients or optimizer states where the rules say."""
+def constrain(tree: PyTree) -> PyTree:
+    """Constrain parameters, gradients or optimizer states to the sharding rules, inside a compiled function."""
     if not meshed():
         return tree
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, param_specs(tree))
 
 
 def without_fsdp(place: PartitionSpec) -> PartitionSpec:
-    """The place of a parameter where it is used: whole along fsdp."""
+    """PartitionSpec of a parameter in use: as ``place``, but not split along fsdp."""
     return PartitionSpec(*(None if axis == "fsdp" else axis for axis in place))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(x: jax.Array, place: PartitionSpec) -> jax.Array:
+    """Gather ``x`` along fsdp. ``place``: PartitionSpec of the parameter, which its gradient gets again."""
     return jax.lax.with_sharding_constraint(x, without_fsdp(place))
 
 
-# The transpose of a constraint is the same constraint, which would have every device hold the whole gradient.
+# The default gradient repeats the constraint, so that every device would hold the whole gradient. This one splits it.
 _gather.defvjp(
     lambda x, place: (_gather(x, place), None),
     lambda place, _, g: (jax.lax.with_sharding_constraint(g, place),),
@@ -282,14 +310,17 @@ _gather.defvjp(
 
 
 def gather(tree: PyTree) -> PyTree:
-    """Inside a compiled function: parameters whole along fsdp for use, their gradients cut again."""
+    """Gather parameters along fsdp for use, inside a compiled function. Their gradients are split again."""
     if not meshed() or jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
         return tree
     return jax.tree.map(_gather, tree, param_specs(tree))
 
 
 def copies(tree: PyTree) -> PyTree:
-    """Inside a compiled function: parameters once for each part of the rows [parts ...], whole along fsdp."""
+    """Replicate parameters once for each part of the rows, inside a compiled function.
+
+    Each leaf [...] becomes [row_parts(), ...], split along axis 0 and gathered along fsdp.
+    """
     parts = row_parts()
 
     def copy(x: jax.Array, place: PartitionSpec) -> jax.Array:
@@ -300,10 +331,11 @@ def copies(tree: PyTree) -> PyTree:
 
 
 def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
-    """The layout of generation: whole along fsdp, so that no token waits for weights, cut along tensor as before.
+    """Parameters in the layout of generation: gathered along fsdp, split along tensor.
 
-    Made where another model begins to speak (`speakers.Playing`), or once for an array rollout, in the process: what is
-    cut along fsdp moves, every other leaf is the same array.
+    So no decoding step waits for weights. A host rollout calls it when another model starts to generate
+    (`rollout.launches`); an array rollout calls it once. mesh: None returns ``params``. params: parameters in the
+    layout of training. Only leaves that are split along fsdp are copied.
     """
     if mesh is None or mesh.shape["fsdp"] == 1:
         return params

@@ -16,7 +16,7 @@ import string
 from collections import Counter
 from fractions import Fraction
 
-from jaxmarl_llm.envs.calls import Call, call_score, gold_calls, matched_calls, parse_call, same_call
+from jaxmarl_llm.envs.assistant.function_calls import Call, call_score, gold_calls, matched_calls, parse_call, same_call
 
 __all__ = [
     "Call",

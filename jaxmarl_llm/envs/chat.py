@@ -1,16 +1,19 @@
-"""What prompts and memory entries of host environments have in common."""
+"""Prompts and memory entries of host environments: what several of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from jaxmarl_llm.text import Action, Prompt
+from jaxmarl_llm.messages import Action, Message, Prompt
 
 MAX_ENTRY = 200  # characters of a memory entry
 
 
 def with_memory(prompt: Prompt, entries: Sequence[str]) -> Prompt:
-    """The prompt with remembered strategies in its system message; ValueError when it does not start with one."""
+    """``prompt`` with the memory ``entries`` in its system message.
+
+    Raises ValueError when the prompt does not start with a system message.
+    """
     if not entries:
         return prompt
     if not prompt or prompt[0].speaker != "system":
@@ -19,12 +22,28 @@ def with_memory(prompt: Prompt, entries: Sequence[str]) -> Prompt:
     return (prompt[0]._replace(text=f"{prompt[0].text}\nStrategies that worked before:\n{lines}"), *prompt[1:])
 
 
+def reply_message(role: str, action: Action) -> Message:
+    """The message of ``role`` for its ``action``: the sampled ids, or the text of a scripted action without ids."""
+    return action.message(role) if action.ids else Message("assistant", action.text)
+
+
 def asked(prompt: Prompt) -> str:
-    """The text of the first user message; empty when there is none."""
+    """The text of the first user message of ``prompt``; empty when there is none."""
     return next((m.text for m in prompt if m.speaker == "user"), "")
 
 
 def entry(role: str, score: float, about: str, action: Action, *, shown: int = 80) -> str:
-    """What a sample leaves in memory, on one line: role, score, ``shown`` characters of what it was about, its text."""
+    """The memory entry of a sample, on one line: role, score, what it was about, and the text of its action.
+
+    about: the text of the query; only its first ``shown`` characters are kept
+    """
     about, wrote = " ".join(about.split()), " ".join(action.text.split())
     return f"{role} ({score:.1f}) on '{about[:shown]}': {wrote}"[:MAX_ENTRY]
+
+
+def strategy_by_accuracy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
+    """The memory entry of a sample of ``role``: the query in its ``prompt``, the text of its ``action``, its accuracy.
+
+    ``rewards`` are the role's components; without an accuracy the score is 0.
+    """
+    return entry(role, rewards.get("accuracy", 0.0), asked(prompt), action)

@@ -1,12 +1,12 @@
-"""Who hears whom, around a host environment whose roles act at once: the baselines that MAGRPO is compared with.
+"""Protocols around a host environment whose roles act at once: who reads whose text. The baselines of MAGRPO.
 
-    together    as the environment is: both at once, nobody hears anybody (untrained, the naive concatenation)
-    sequential  one role after the other; a later one reads what earlier ones wrote in this turn (pipeline)
+    together    the environment itself: all at once, no role reads another (untrained, the naive concatenation)
+    sequential  one role after the other; a later one reads the texts of earlier ones in this turn (pipeline)
     discussion  all at once, then all again after reading the others' first drafts; the second drafts count (one round)
-    solo        one agent, ``solo``, plays every role in turn and reads what it wrote before (one model alone)
+    solo        one agent, ``solo``, acts for every role in turn and reads its earlier texts (one model alone)
 
-The environment itself is stepped once all its roles have spoken; drafts before that earn nothing. A role's own drafts
-are carried as the ids that were sampled, so no token is encoded twice.
+The environment itself is stepped once all its roles have written. Drafts before that earn nothing. A role's own drafts
+are kept as the ids that were sampled, so no token is encoded twice.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from functools import partial
 from typing import Any
 
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.envs.chat import reply_message
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
 PROTOCOLS = ("together", "sequential", "discussion", "solo")
 
 
 @dataclass(frozen=True)
 class State:
+    """An episode so far. ``inner`` is the environment's own state."""
+
     inner: Any
-    drafts: tuple[tuple[str, Action], ...] = ()  # of this turn of the environment, in the order spoken
+    drafts: tuple[tuple[str, Action], ...] = ()  # of this turn of the environment, in the order written
     done: bool = False
 
 
 def wrap(env: HostEnv, protocol: str) -> HostEnv:
-    """``env`` under another protocol. Every role must act on every turn of ``env``."""
+    """``env`` under ``protocol``, one of PROTOCOLS. Every role must act on every turn of ``env``."""
     one_of("protocol", protocol, PROTOCOLS)
     if protocol == "together":
         return env
@@ -49,6 +53,7 @@ def wrap(env: HostEnv, protocol: str) -> HostEnv:
 
 
 def _observe(env: HostEnv, protocol: str, state: State) -> dict[str, Prompt]:
+    """The prompts of the roles that write now: those of ``env``, and the texts that they read."""
     prompts = env.observe(state.inner)
     if protocol == "discussion":
         if not state.drafts:
@@ -57,31 +62,32 @@ def _observe(env: HostEnv, protocol: str, state: State) -> dict[str, Prompt]:
     role = env.roles[len(state.drafts)]
     if role not in prompts:
         raise ValueError(f"{role!r} does not act now: protocols need every role on every turn")
-    heard = tuple(Message("user", f"Written by {by}:\n{said.text}") for by, said in state.drafts)
-    return {"solo" if protocol == "solo" else role: (*prompts[role], *heard)}
+    read = tuple(Message("user", f"Written by {by}:\n{draft.text}") for by, draft in state.drafts)
+    return {"solo" if protocol == "solo" else role: (*prompts[role], *read)}
 
 
 def _discussed(role: str, drafts: tuple[tuple[str, Action], ...]) -> tuple[Message, ...]:
+    """The messages before the second draft of ``role``: its own first draft, and the drafts of the others."""
     own = dict(drafts)[role]
-    others = "\n".join(f"Written by {by}:\n{said.text}" for by, said in drafts if by != role)
-    mine = own.message(role) if own.ids else Message("assistant", own.text)
-    return mine, Message("user", f"{others}\nWrite your final text.")
+    others = "\n".join(f"Written by {by}:\n{draft.text}" for by, draft in drafts if by != role)
+    return reply_message(role, own), Message("user", f"{others}\nWrite your final text.")
 
 
 def _step(
     env: HostEnv, protocol: str, seed: int, state: State, actions: Mapping[str, Action]
 ) -> tuple[State, Rewards, bool]:
+    """A step of the protocol. It steps ``env`` once all roles have written the drafts that count."""
     if protocol == "discussion" and not state.drafts:
         return replace(state, drafts=tuple((role, actions[role]) for role in env.roles)), {}, False
     if protocol == "discussion":
-        spoken = dict(actions)
+        final = dict(actions)
     else:
         role = env.roles[len(state.drafts)]
         drafts = (*state.drafts, (role, actions["solo" if protocol == "solo" else role]))
         if len(drafts) < len(env.roles):
             return replace(state, drafts=drafts), {}, False
-        spoken = dict(drafts)
-    inner, rewards, done = env.step(seed, state.inner, spoken)
+        final = dict(drafts)
+    inner, rewards, done = env.step(seed, state.inner, final)
     if protocol == "solo":
         rewards = {"solo": rewards[env.roles[0]]}
     return State(inner, done=done), rewards, done

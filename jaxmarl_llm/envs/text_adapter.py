@@ -1,7 +1,7 @@
-"""What the text forms of array environments share: the array environment played on the host, its tasks one by one.
+"""The array environments on the host, task by task: what their text forms share.
 
-A text form (`chain_text`, `dilemma_text`, `games_text`) has no rules of its own: it puts what the array environment
-shows into words, and replies into its tokens.
+A text form (`chain_text`, `dilemma_text`, `games_text`) has no rules of its own. It puts the prompts of the array
+environment into words, and replies into its tokens.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmarl_llm.config import one_of
-from jaxmarl_llm.envs.arrays import HELD_OUT, pack
-from jaxmarl_llm.text import Action, ConfigError, HostEnv, Prompt, Rewards
-from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.types import ArrayEnv
-
-SPLITS = ("train", "test")
+from jaxmarl_llm.envs.array_env import EOS, ArrayEnv, pack
+from jaxmarl_llm.messages import Action, HostEnv, Prompt, Rewards
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
 
 class Board(NamedTuple):
     """An array environment as plain functions over states of numpy arrays, which pickle.
 
-    reset(seed, task) -> state
-    look(state) -> {role: what its prompt says}, of the roles that act now
-    step(state, said) -> (state, rewards, done), with the token ids that each seat says
+    reset: reset(seed, task) -> state
+    look: look(state) -> {role: the text of its prompt}, of the roles that act now
+    step: step(state, completions) -> (state, rewards, done), with the token ids of each seat's completion
     """
 
     reset: Callable[[int, Mapping[str, Any]], Any]
@@ -45,8 +41,8 @@ def board(env: ArrayEnv, response: int) -> Board:
         seats = zip(seen.role, seen.tokens, seen.length, seen.active, strict=True)
         return {env.roles[role]: decode(tokens[:length]) for role, tokens, length, active in seats if active}
 
-    def step(state: Any, said: Sequence[Sequence[int]]) -> tuple[Any, dict[str, dict[str, float]], bool]:
-        tokens, length = pack([row[:response] for row in said], response)
+    def step(state: Any, completions: Sequence[Sequence[int]]) -> tuple[Any, dict[str, dict[str, float]], bool]:
+        tokens, length = pack([row[:response] for row in completions], response)
         after, rewards, done = jax.device_get(move(jax.random.key(0), state, tokens, length))
         paid = {role: {c: float(v[i]) for c, v in rewards.items()} for i, role in enumerate(env.roles)}
         return after, paid, bool(done)
@@ -55,15 +51,17 @@ def board(env: ArrayEnv, response: int) -> Board:
 
 
 def last_line(action: Action) -> list[int]:
-    """The last line of a reply as tokens, spaces around it left out, ended unless the reply was cut off."""
+    """The last line of a reply as tokens, without the spaces around it; eos follows unless the reply was cut off."""
     line = action.text.rstrip("\n").rpartition("\n")[2].strip()
-    return [*ByteTokenizer().encode(line), *([] if action.truncated else [ByteTokenizer.EOS])]
+    return [*ByteTokenizer().encode(line), *([] if action.truncated else [EOS])]
 
 
 def by_last_line(name: str, env: ArrayEnv, response: int, prompt: Callable[[str, str], Prompt]) -> HostEnv:
-    """``env`` through ``prompt`` (role, what its prompt says); the last line of each reply is what a role says.
+    """``env`` as a host environment that reads the last line of each reply.
 
-    Nothing longer than ``response`` tokens may be well-formed: what is cut is without its end.
+    name: the environment's name
+    response: tokens of a completion; nothing longer may be well-formed, because a cut completion has no end
+    prompt: prompt(role, text of its prompt in ``env``) -> the chat prompt
     """
     play = board(env, response)
 
@@ -76,8 +74,8 @@ def by_last_line(name: str, env: ArrayEnv, response: int, prompt: Callable[[str,
     return HostEnv(name, env.roles, env.max_turns, env.components, play.reset, observe, step)
 
 
-def spoken(samples: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """(role, what its prompt says, completion) of every demonstration of an array environment."""
+def sample_texts(samples: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """(role, text of the prompt, completion) of every demonstration of an array environment."""
     decode = ByteTokenizer().decode
     for role, rows in samples.items():
         columns = (rows[k] for k in ("tokens", "length", "completion"))
@@ -85,17 +83,12 @@ def spoken(samples: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str,
             yield role, decode(ids[:length]), decode(reply)
 
 
-def check_tasks(name: str, config: Any) -> None:
-    """ConfigError, starting with the environment's ``name``, unless split and count are usable."""
-    one_of(f"{name}: split", config.split, SPLITS)
-    if config.count < 0:
-        raise ConfigError(f"{name}: count: expected >= 0 (0: as many as tasks), got {config.count}")
-
-
 def task_rows(make_tasks: Callable[..., Mapping[str, Any]], config: Any) -> list[dict[str, Any]]:
-    """The tasks of the array environment one by one, from ``config`` with split and count; the test split is its
-    held-out tasks.
+    """The tasks of an array environment one by one.
+
+    make_tasks: of the array environment's module
+    config: has ``split``, ``count``, ``seed`` and ``tasks``; the test split is the held-out tasks
     """
-    columns = make_tasks(config, config.seed + HELD_OUT * (config.split == "test"), config.count or config.tasks)
+    columns = make_tasks(config, None, config.count or config.tasks, held_out=config.split == "test")
     names, values = list(columns), list(columns.values())
     return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]

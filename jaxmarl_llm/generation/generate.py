@@ -1,4 +1,7 @@
-"""Prefill each node's prompt once, or go on behind what is cached of it, then decode its G samples in lock step."""
+"""Generation: prefill each node's prompt once, or extend its cached prefix, then decode its G samples in lock step.
+
+A *lane* is one sample of one node in the decoding loop.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +14,54 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxmarl_llm.sampling import Sampling, sample, sample_hidden
-from jaxmarl_llm.sharding import by_device, cut_rows, meshed
+from jaxmarl_llm.distributed.sharding import by_device, cut_rows, meshed
+from jaxmarl_llm.generation.sampling import Sampling, sample, sample_hidden
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
 
 class Completions(struct.PyTreeNode):
-    """G completions for each of N nodes. Which tokens were sampled is ``arange(R) < length``, whatever their values."""
+    """G completions for each of N nodes. The sampled tokens are those at ``arange(R) < length``, whatever their ids."""
 
     tokens: Int[Array, "N G R"]  # pad_id behind the end
-    length: Int[Array, "N G"]  # sampled tokens, the stop id included
+    length: Int[Array, "N G"]  # number of sampled tokens, the stop id included
     logprobs: Float[Array, "N G R"]  # 0 behind the end
-    truncated: Bool[Array, "N G"]  # the limit came before a stop id
+    truncated: Bool[Array, "N G"]  # ended by the length limit of its row, not by a stop id
 
 
 class Decoding(struct.PyTreeNode):
-    """Generation after some tokens of every sample that is not done. R: the most tokens of a completion."""
+    """State of generation between two tokens. R is the largest number of tokens of a completion."""
 
     done: Bool[Array, "N G"]
-    count: Int[Array, "N G"]
+    count: Int[Array, "N G"]  # sampled tokens
     tokens: Int[Array, "N G R"]
     logprobs: Float[Array, "N G R"]
-    hidden: Float[Array, "N G D"]
+    hidden: Float[Array, "N G D"]  # hidden state that predicts the next token
     keys: Key[Array, "N G"]
-    length: Int[Array, "N"]  # filled slots of the prefix
-    prefix: PyTree
-    suffix: PyTree
+    length: Int[Array, " N"]  # filled slots of the prefix
+    prefix: PyTree  # cache of the prompts
+    suffix: PyTree  # cache of the samples
+    limit: Int[Array, " N"] | None = None  # largest number of tokens of each row; None: R for all rows
+    cut: Bool[Array, "N G"] | None = None  # done because of ``limit``; None without it
 
     @property
     def completions(self) -> Completions:
-        return Completions(self.tokens, self.count, self.logprobs, ~self.done)
+        """The completions so far."""
+        truncated = ~self.done if self.cut is None else ~self.done | self.cut
+        return Completions(self.tokens, self.count, self.logprobs, truncated)
 
 
-MOVING = ("done", "count", "tokens", "logprobs", "hidden", "suffix")  # what a decode step changes
+LOOP_STATE = ("done", "count", "tokens", "logprobs", "hidden", "suffix", "cut")  # fields that a decode step changes
+MIN_COMPACT_LANES = 16  # lanes from which a quarter of them takes clearly less time
+SHORT_COMPLETION = 32  # tokens: up to so many, layers are not unstacked and lanes not compacted
 
 
-def fields(state: Decoding, names: tuple[str, ...]) -> dict[str, Any]:
+def select_fields(state: Decoding, names: tuple[str, ...]) -> dict[str, Any]:
+    """Select fields of a state by name.
+
+    Args:
+        state: state of generation.
+        names: names of the fields, in the order of the result.
+    """
     return {name: getattr(state, name) for name in names}
 
 
@@ -54,40 +69,78 @@ def sample_completions(
     policy: Policy,
     variables: Params,
     tokens: Int[Array, "N P"],
-    length: Int[Array, "N"],
+    length: Int[Array, " N"],
     keys: Key[Array, "N G"],
-    active: Bool[Array, "N"],
+    active: Bool[Array, " N"],
     *,
-    max_new: int,
+    max_new_tokens: int,
     stop_ids: tuple[int, ...],
     pad_id: int,
     sampling: Sampling,
     prefix: PyTree = None,
-    start: Int[Array, "N"] | None = None,
+    start: Int[Array, " N"] | None = None,
+    limit: Int[Array, " N"] | None = None,
     layers: Params | None = None,
     compact: bool = False,
     keep: bool = False,
 ) -> Any:
-    """Completions. Pure; call it inside a larger program, or `generate`, its form for the host.
+    """Sample G completions for each prompt. Pure: call it inside a larger program, or `generate` from the host.
 
-    tokens: prompts, right-padded. keys: one key per sample; token t is drawn from ``fold_in(key, t)`` alone, hence
-    the same completion in any batch or bucket. active: rows that are not (padding) are done from the start. Ends when
-    every sample is done, after at most ``max_new`` tokens.
+    Generation ends when every sample is done: by a stop id, or at the limit of its row.
 
-    prefix: a cache whose first ``start`` slots are filled; ``tokens`` and ``length`` are then what follows there, at
-    least one token each. layers: `Policy.unstack` of the variables. compact: samples that are not done go on alone once
-    there are few of them (`smaller`); not for `by_row`, whose rows have weights of their own. keep: also return the
-    caches, (Completions, prefix, suffix): suffix slots 0 to length - 2 of a sample are filled, its last token is never
-    read.
+    Args:
+        policy: functions of the model.
+        variables: variables of the model.
+        tokens: prompts [N P], right-padded. With ``prefix`` they are the tokens behind the filled slots.
+        length: tokens of each prompt [N], at least 1.
+        keys: one typed key for each sample [N G]. Token t is drawn from ``fold_in(key, t)`` alone, hence the same
+            completion in any batch or bucket.
+        active: False for rows [N] that are padding. They are done from the start.
+        max_new_tokens: largest number of tokens of a completion, R.
+        stop_ids: tokens that end a completion.
+        pad_id: token behind the end of a completion.
+        sampling: the distribution to sample from.
+        prefix: cache whose first ``start`` slots are filled, or None.
+        start: filled slots of each row of ``prefix`` [N], or None.
+        limit: largest number of tokens of a completion of each row [N], from 1 to ``max_new_tokens``. None: it is
+            ``max_new_tokens`` in all rows. A limit does not change the tokens before it.
+        layers: `Policy.unstack` of the variables; None computes it.
+        compact: whether unfinished samples are gathered into a smaller loop once few are left; see
+            `compaction_sizes`. Not for `by_row`, whose rows have weights of their own.
+        keep: whether to return (Completions, prefix, suffix). Suffix slots 0 to length - 2 of a sample are filled; its
+            last token is never read.
+
+    Returns:
+        Completions, or with ``keep`` completions and caches.
     """
-    if policy.draw is not None and meshed():  # `invariant`: products that are cut over devices add up in another order
-        fixed = {"max_new": max_new, "stop_ids": stop_ids, "pad_id": pad_id, "sampling": sampling, "keep": keep}
+    if policy.draw is not None and meshed():  # `invariant`: products split over devices are summed in another order
+        fixed = functools.partial(
+            sample_completions,
+            policy,
+            max_new_tokens=max_new_tokens,
+            stop_ids=stop_ids,
+            pad_id=pad_id,
+            sampling=sampling,
+            keep=keep,
+        )
 
-        def own(variables: Params, *rows: Any) -> Any:
-            return sample_completions(policy, variables, *rows[:4], prefix=rows[4], start=rows[5], **fixed)
+        def on_device(variables: Params, *rows: Any) -> Any:
+            return fixed(variables, *rows[:4], prefix=rows[4], start=rows[5], limit=rows[6])
 
-        return by_device(own, variables, tokens, length, keys, active, prefix, start)
-    state = begin(policy, variables, tokens, length, keys, active, prefix, start, max_new=max_new, pad_id=pad_id)
+        return by_device(on_device, variables, tokens, length, keys, active, prefix, start, limit)
+    state = begin(
+        policy,
+        variables,
+        tokens,
+        length,
+        keys,
+        active,
+        prefix,
+        start,
+        limit,
+        max_new_tokens=max_new_tokens,
+        pad_id=pad_id,
+    )
     advanced = functools.partial(
         advance,
         policy,
@@ -97,15 +150,15 @@ def sample_completions(
         sampling=sampling,
     )
     t: jax.Array | int = 0
-    left: list[tuple[Decoding, jax.Array, jax.Array]] = []  # whom the samples of the next one are of, and where
-    for size in smaller(*keys.shape) if compact else ():
+    larger: list[tuple[Decoding, jax.Array, jax.Array]] = []  # states, and the lanes gathered from each of them
+    for size in compaction_sizes(*keys.shape) if compact else ():
         t, state = advanced(state, t, until=size)
         nodes, samples = unfinished(state.done, size)
-        left.append((state, nodes, samples))
-        state = pick(state, nodes, samples)
+        larger.append((state, nodes, samples))
+        state = gather_lanes(state, nodes, samples)
     _, state = advanced(state, t)
-    while left:
-        state = put_back(*left.pop(), state)
+    while larger:
+        state = scatter_back(*larger.pop(), state)
     return (state.completions, state.prefix, state.suffix) if keep else state.completions
 
 
@@ -113,32 +166,38 @@ def begin(
     policy: Policy,
     variables: Params,
     tokens: Int[Array, "N P"],
-    length: Int[Array, "N"],
+    length: Int[Array, " N"],
     keys: Key[Array, "N G"],
-    active: Bool[Array, "N"],
+    active: Bool[Array, " N"],
     prefix: PyTree = None,
-    start: Int[Array, "N"] | None = None,
+    start: Int[Array, " N"] | None = None,
+    limit: Int[Array, " N"] | None = None,
     *,
-    max_new: int,
+    max_new_tokens: int,
     pad_id: int,
 ) -> Decoding:
-    """The prompts are in the cache, nothing is sampled yet."""
+    """Fill the cache with the prompts and make the state before the first token.
+
+    Arguments are those of `sample_completions`.
+    """
     n, g = keys.shape
-    tokens, length, keys, active = cut_rows((tokens, length, keys, active))
+    tokens, length, keys, active, limit = cut_rows((tokens, length, keys, active, limit))
     hidden, prefix, length = fill(policy, variables, tokens, length, prefix, start)
     hidden = jnp.broadcast_to(hidden[:, None], (n, g, hidden.shape[-1]))
     state = Decoding(
         done=jnp.broadcast_to(~active[:, None], (n, g)),
         count=jnp.zeros((n, g), jnp.int32),
-        tokens=jnp.full((n, g, max_new), pad_id, jnp.int32),
-        logprobs=jnp.zeros((n, g, max_new), jnp.float32),
+        tokens=jnp.full((n, g, max_new_tokens), pad_id, jnp.int32),
+        logprobs=jnp.zeros((n, g, max_new_tokens), jnp.float32),
         hidden=hidden,
         keys=keys,
         length=length,
         prefix=prefix,
-        suffix=policy.init_suffix(prefix, g, max(max_new - 1, 1)),
+        suffix=policy.init_suffix(prefix, g, max(max_new_tokens - 1, 1)),
+        limit=limit,
+        cut=None if limit is None else jnp.zeros((n, g), bool),
     )
-    return state.replace(**cut_rows(fields(state, MOVING)))
+    return state.replace(**cut_rows(select_fields(state, LOOP_STATE)))
 
 
 def advance(
@@ -152,65 +211,93 @@ def advance(
     pad_id: int,
     sampling: Sampling,
 ) -> tuple[jax.Array, Decoding]:
-    """From token ``t`` of every sample until (n, g) hold all that are not done: (0, 0) when all are. Where it is then.
+    """Decode until the unfinished lanes fit ``until``, or R tokens are sampled. A lane ends at the limit of its row.
 
-    ``layers``: `Policy.unstack` of the variables.
+    Args:
+        policy: functions of the model.
+        layers: `Policy.unstack` of the variables.
+        state: state before token ``t``.
+        t: index of the next token, the same for all lanes.
+        until: (n, g): the loop ends when at most n nodes are unfinished, with at most g unfinished samples each. (0, 0)
+            is when all lanes are done.
+        stop_ids: tokens that end a completion.
+        pad_id: token behind the end of a completion.
+        sampling: the distribution to sample from.
+
+    Returns:
+        Index of the next token, and the state before it.
     """
-    n, g, max_new = state.tokens.shape
-    stops, keys, prefix, length = jnp.array(stop_ids, jnp.int32), state.keys, state.prefix, state.length
+    max_new_tokens, prefix, length = state.tokens.shape[2], state.prefix, state.length
+    stops = jnp.array(stop_ids, jnp.int32)
 
-    def draw(hidden: jax.Array, t: jax.Array | int, done: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        u = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))(keys.reshape(-1)).reshape(n, g)
-        if policy.draw is not None:
-            token, logprob = policy.draw(layers, hidden, u, sampling)
-        elif isinstance(policy.unembed, Unembed) and not meshed():
-            token, logprob = sample_hidden(hidden, policy.unembed.head(layers), u, sampling)
-        else:
-            token, logprob = sample(policy.unembed(layers, hidden), u, sampling)
-        token = jnp.where(done, pad_id, token)
-        return token, jnp.where(done, 0.0, logprob), done | jnp.isin(token, stops)
+    def goes_on(loop: tuple) -> jax.Array:
+        return (loop[0] < max_new_tokens) & _exceeds(loop[1], until)
 
-    def too_many(done: jax.Array) -> jax.Array:
-        if until == (0, 0):
-            return ~jnp.all(done)
-        return (jnp.sum(~jnp.all(done, 1)) > until[0]) | (jnp.max(jnp.sum(~done, 1)) > until[1])
-
-    def goes_on(state: tuple) -> jax.Array:
-        return (state[0] < max_new) & too_many(state[1])
-
-    def step(state: tuple) -> tuple:
-        t, done, count, out_tokens, out_logprobs, hidden, suffix = state
-        token, logprob, now_done = draw(hidden, t, done)
+    def step(loop: tuple) -> tuple:
+        t, done, count, out_tokens, out_logprobs, hidden, suffix, cut = loop
+        token, logprob = _draw(policy, layers, sampling, hidden, state.keys, t)
+        token, logprob = jnp.where(done, pad_id, token), jnp.where(done, 0.0, logprob)
+        now_done = done | jnp.isin(token, stops)
+        if state.limit is not None:
+            cut = cut | (~now_done & (t + 1 >= state.limit[:, None]))
+            now_done = now_done | cut
         out_tokens = jax.lax.dynamic_update_slice_in_dim(out_tokens, token[:, :, None], t, axis=2)
         out_logprobs = jax.lax.dynamic_update_slice_in_dim(out_logprobs, logprob[:, :, None], t, axis=2)
-        # The last token needs no hidden state behind it.
+        # No hidden state is needed behind the last token.
         hidden, suffix = jax.lax.cond(
-            (t + 1 < max_new) & ~jnp.all(now_done),
+            (t + 1 < max_new_tokens) & ~jnp.all(now_done),
             lambda: policy.decode(layers, token, prefix, length, suffix, t),
             lambda: (hidden, suffix),
         )
-        return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix
+        return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix, cut
 
-    now, *moved = jax.lax.while_loop(goes_on, step, (jnp.int32(t), *fields(state, MOVING).values()))
-    return now, state.replace(**dict(zip(MOVING, moved, strict=True)))
-
-
-FEW = 16  # samples from which a quarter of them takes clearly less time
+    now, *changed = jax.lax.while_loop(goes_on, step, (jnp.int32(t), *select_fields(state, LOOP_STATE).values()))
+    return now, state.replace(**dict(zip(LOOP_STATE, changed, strict=True)))
 
 
-def smaller(n: int, g: int) -> list[tuple[int, int]]:
-    """The sizes at which samples out of [n g] go on alone when they fit: a quarter (rounded up) of the nodes, or of the
-    samples of a single one, and a quarter of that. Two at most: each is a loop more to compile.
+def _exceeds(done: jax.Array, size: tuple[int, int]) -> jax.Array:
+    """Whether unfinished lanes are more than n nodes, or more than g samples of a node. (0, 0): whether any is."""
+    if size == (0, 0):
+        return ~jnp.all(done)
+    return (jnp.sum(~jnp.all(done, 1)) > size[0]) | (jnp.max(jnp.sum(~done, 1)) > size[1])
+
+
+def _draw(
+    policy: Policy, layers: Params, sampling: Sampling, hidden: jax.Array, keys: jax.Array, t: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Draw token t of every lane: ids and log-probs [N G]."""
+    u = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))(keys.reshape(-1)).reshape(keys.shape)
+    if policy.draw is not None:
+        return policy.draw(layers, hidden, u, sampling)
+    if isinstance(policy.unembed, Unembed) and not meshed():
+        return sample_hidden(hidden, policy.unembed.head(layers), u, sampling)
+    return sample(policy.unembed(layers, hidden), u, sampling)
+
+
+def compaction_sizes(n: int, g: int) -> list[tuple[int, int]]:
+    """Choose the sizes (nodes, samples) of smaller states into which unfinished lanes are gathered once they fit.
+
+    The first is a quarter (rounded up) of the nodes, or of the samples of a single node; the second is a quarter of the
+    first. There are two at most, because each is one more loop to compile.
+
+    Args:
+        n: nodes.
+        g: samples of each node.
     """
     sizes: list[tuple[int, int]] = []
-    while n * g >= FEW and len(sizes) < 2:
+    while n * g >= MIN_COMPACT_LANES and len(sizes) < 2:
         n, g = (-(-n // 4), g) if n > 1 else (n, -(-g // 4))
         sizes.append((n, g))
     return sizes
 
 
 def unfinished(done: jax.Array, size: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """Nodes [n] and samples of each [n g] that are not done, of those that fit; where there are none -1."""
+    """List the unfinished lanes: indices of nodes [n] and of samples of each [n g], filled up with -1.
+
+    Args:
+        done: which lanes are done [N G].
+        size: (n, g), which the unfinished lanes fit.
+    """
     n, g = size
     going = ~done
     (nodes,) = jnp.nonzero(going.any(1), size=n, fill_value=-1)
@@ -219,75 +306,103 @@ def unfinished(done: jax.Array, size: tuple[int, int]) -> tuple[jax.Array, jax.A
     return nodes, jnp.where(there, samples, -1)
 
 
-def pick(state: Decoding, nodes: jax.Array, samples: jax.Array) -> Decoding:
-    """Only these samples of these nodes; what stands for none is done."""
+def gather_lanes(state: Decoding, nodes: jax.Array, samples: jax.Array) -> Decoding:
+    """Gather the given samples into a smaller state. Index -1 is an empty lane and is marked done.
+
+    Args:
+        state: state of N nodes with G samples each.
+        nodes: indices of nodes [n].
+        samples: indices of samples of each of these nodes [n g].
+    """
     lanes = lambda tree: jax.tree.map(lambda x: x[nodes[:, None], samples], tree)
-    same = len(nodes) == len(state.length) == 1  # their prefix need not be copied
+    same = len(nodes) == len(state.length) == 1  # one node before and after: its prefix need not be copied
     rows = lambda tree: tree if same else jax.tree.map(lambda x: x[nodes], tree)
-    picked = Decoding(**lanes(fields(state, (*MOVING, "keys"))), **rows(fields(state, ("length", "prefix"))))
-    return picked.replace(done=picked.done | (samples < 0))
+    per_lane, per_node = (
+        select_fields(state, (*LOOP_STATE, "keys")),
+        select_fields(state, ("length", "prefix", "limit")),
+    )
+    gathered = Decoding(**lanes(per_lane), **rows(per_node))
+    return gathered.replace(done=gathered.done | (samples < 0))
 
 
-def put_back(state: Decoding, nodes: jax.Array, samples: jax.Array, picked: Decoding) -> Decoding:
-    """``state`` with what has become of the samples that were picked."""
-    nowhere = jnp.where(samples < 0, state.done.shape[1], samples)
-    put = lambda x, new: x.at[nodes[:, None], nowhere].set(new, mode="drop")
-    return state.replace(**jax.tree.map(put, fields(state, MOVING), fields(picked, MOVING)))
+def scatter_back(state: Decoding, nodes: jax.Array, samples: jax.Array, gathered: Decoding) -> Decoding:
+    """Write the lanes of a gathered state back to their places. The inverse of `gather_lanes`.
+
+    Args:
+        state: the state that lanes were gathered from.
+        nodes: indices of nodes [n], as for `gather_lanes`.
+        samples: indices of samples [n g], as for `gather_lanes`.
+        gathered: the smaller state, after more tokens.
+    """
+    places = jnp.where(samples < 0, state.done.shape[1], samples)  # an empty lane has none, and is dropped
+    put = lambda x, new: x.at[nodes[:, None], places].set(new, mode="drop")
+    return state.replace(**jax.tree.map(put, select_fields(state, LOOP_STATE), select_fields(gathered, LOOP_STATE)))
 
 
 def fill(
     policy: Policy,
     variables: Params,
     tokens: Int[Array, "N E"],
-    length: Int[Array, "N"],
+    length: Int[Array, " N"],
     prefix: PyTree = None,
-    start: Int[Array, "N"] | None = None,
-) -> tuple[Float[Array, "N D"], PyTree, Int[Array, "N"]]:
-    """Prompts into the cache, from nothing or behind the ``start`` slots of ``prefix`` that are filled.
+    start: Int[Array, " N"] | None = None,
+) -> tuple[Float[Array, "N D"], PyTree, Int[Array, " N"]]:
+    """Fill the cache with prompts, from nothing or behind the filled slots of ``prefix``.
 
-    Hidden state of the last token, the cache and how many of its slots are filled now."""
+    Args:
+        policy: functions of the model.
+        variables: variables of the model.
+        tokens: prompts, or what follows the filled slots [N E], right-padded.
+        length: tokens of each row [N]; 0 is taken for 1.
+        prefix: cache whose first ``start`` slots are filled, or None.
+        start: filled slots of each row [N], or None.
+
+    Returns:
+        Hidden state of the last token, the cache, and its number of filled slots.
+    """
     length = jnp.maximum(length, 1)
     if prefix is None or start is None:
         return *policy.prefill(variables, tokens, length), length
-    assert policy.extend is not None  # or nothing would have been kept
+    assert policy.extend is not None  # `prefix_cache` keeps nothing without it
     return *policy.extend(variables, tokens, length, start, prefix), start + length
 
 
-SHORT = 32  # tokens of a completion for which nothing is copied or moved
+def use_compaction(max_new_tokens: int) -> bool:
+    """Whether `generate` unstacks layers and gathers unfinished samples into smaller loops: for long completions.
 
-
-def alone(max_new: int) -> bool:
-    """Whether `generate` reads layers by themselves (`unstacked`) and lets unfinished samples go on alone."""
-    return max_new > SHORT and not meshed()
+    Args:
+        max_new_tokens: largest number of tokens of a completion.
+    """
+    return max_new_tokens > SHORT_COMPLETION and not meshed()
 
 
 def generate(
     policy: Policy,
     variables: Params,
     tokens: Int[Array, "N P"],
-    length: Int[Array, "N"],
+    length: Int[Array, " N"],
     keys: Key[Array, "N G"],
-    active: Bool[Array, "N"],
+    active: Bool[Array, " N"],
     *,
-    max_new: int,
+    max_new_tokens: int,
     layers: Params | None = None,
     **more: Any,
 ) -> Any:
-    """`sample_completions` from the host, a program for each shape. Donates ``prefix``.
+    """Call `sample_completions` from the host, with one compiled program for each shape. Donates ``prefix``.
 
-    ``layers``: `unstacked` variables, to make them once for several launches. Without a mesh more than `SHORT` tokens
-    are decoded with `compact`.
+    Arguments are those of `sample_completions`. ``compact`` is chosen by `use_compaction`. ``layers`` are `unstacked`
+    variables, to make them once for several launches.
     """
-    compact = alone(max_new)
+    compact = use_compaction(max_new_tokens)
     if compact and layers is None:
         layers = unstacked(policy, variables)
     rows = (tokens, length, keys, active)
-    return _generate(policy, variables, *rows, max_new=max_new, layers=layers, compact=compact, **more)
+    return _generate(policy, variables, *rows, max_new_tokens=max_new_tokens, layers=layers, compact=compact, **more)
 
 
 _generate = jax.jit(
     sample_completions,
-    static_argnames=("policy", "max_new", "stop_ids", "pad_id", "sampling", "compact", "keep"),
+    static_argnames=("policy", "max_new_tokens", "stop_ids", "pad_id", "sampling", "compact", "keep"),
     donate_argnames=("prefix",),
 )
 unstacked = jax.jit(lambda policy, variables: policy.unstack(variables), static_argnums=(0,))
@@ -295,17 +410,21 @@ unstacked = jax.jit(lambda policy, variables: policy.unstack(variables), static_
 
 @functools.cache
 def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
-    """``policy`` for rows that each have parameters of their own: one program for many models of one architecture.
+    """Make a policy whose rows have parameters of their own: one program for many models of one architecture.
 
-    The collections of its variables named in ``own`` (params, lora) have a leading axis N in every leaf, one entry a
-    row; the others are shared. What `sample_completions` needs, no training. A row's numbers are those of ``policy``.
-    Raises ValueError for an `invariant` policy: rows of different variables are one product.
+    It has what `sample_completions` needs, and is not for training. The results of a row are those of ``policy``.
+    Raises ValueError for an `invariant` policy, because rows of different variables would be one product.
+
+    Args:
+        policy: functions of the architecture.
+        own: collections of the variables (params, lora) with a leading axis N in every leaf, one entry for each row.
+            The other collections are shared.
     """
     if policy.draw is not None:
         raise ValueError("a policy of invariant generation: expected another where each row has its own variables")
 
     def over_rows(function: Callable) -> Callable:
-        """function(variables, *arrays of rows, a batch of one)."""
+        """Map ``function(variables, *arrays with one row)`` over rows and their variables."""
 
         def call(variables: Params, *rows: PyTree) -> PyTree:
             axes = {name: 0 if name in own else None for name in variables}
@@ -326,19 +445,3 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
         embed=over_rows(policy.embed),
         unstack=lambda variables: variables,
     )
-
-
-def up_to(n: int, multiple: int) -> int:
-    """The least multiple that holds n."""
-    return -(-n // multiple) * multiple
-
-
-def bucket(n: int, smallest: int = 1) -> int:
-    """The least of smallest * {1, 1.5} * 2^i (rounded up) that holds n: at most 1/3 waste, two sizes an octave."""
-    size = max(smallest, 1)
-    while size < n:
-        half = size + (size + 1) // 2
-        if half >= n:
-            return half
-        size *= 2
-    return size

@@ -1,14 +1,16 @@
-"""What one model has cached during one rollout, so that prompts of a growing conversation are not prefilled again.
+"""Prefix cache of one model during one rollout: prompts of a growing conversation are not prefilled again.
 
 A turn's prompt begins, token for token, with an earlier prompt and what was sampled there (token-in, token-out). Keys
-and values depend on nothing but the tokens before them, so those of every prompt and sample are kept, each token once:
-a trie over token ids for each task says which slot of one pool holds a token, whatever launch computed it. Before a
-launch each prompt is looked up and its known beginning gathered from the pool; what several prompts of the launch share
-beyond that (a stem: one task's text, read by another role for the first time) is extended once, stems of stems after
-it, and then each prompt's rest along with the generation.
+and values depend only on their token and the tokens before it. Those of every prompt and sample are therefore kept,
+each token once, in one pool of slots. For each task a trie over token ids gives the slot of a token, whatever launch
+computed it.
 
-The pool holds 2 L K H numbers for each distinct token of prompts and samples of the turns before the last, rounded up
-to a power of two, until the rollout ends.
+Before a launch each prompt is looked up, and its cached prefix is gathered from the pool. Several prompts may share
+more than that: one task's text, read by another role for the first time. Such a shared prefix is extended once, then
+shared prefixes that continue it. Each prompt's rest is extended along with the generation.
+
+The pool holds 2 L K H numbers for each distinct token of prompts and samples of the turns before the last. Its number
+of slots is rounded up to a power of two. It lives until the rollout ends.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxmarl_llm.generate import bucket, fill, up_to
-from jaxmarl_llm.sharding import meshed, row_parts
+from jaxmarl_llm.distributed.sharding import meshed, row_parts
+from jaxmarl_llm.generation.buckets import bucket, up_to
+from jaxmarl_llm.generation.generate import fill
 from jaxmarl_llm.types import Params, Policy, PyTree
 
-SHORT = 8  # tokens: a shorter beginning is computed again, which takes less than fetching it
-NOWHERE = np.iinfo(np.int32).max  # a slot beyond any pool: not written
+MIN_REUSED_TOKENS = 8  # a shorter prefix is computed again, which takes less time than gathering it
+NO_SLOT = np.iinfo(np.int32).max  # beyond any pool: writes to it are dropped
 
 
 class _Edge:
-    """Tokens in a row, their slots, and what follows by first token."""
+    """Edge of a `Trie`: consecutive tokens, their slots, and the edges that follow, by their first token."""
 
     __slots__ = ("ids", "next", "slots")
 
@@ -41,51 +44,71 @@ class _Edge:
 
 
 class Trie:
-    """Token sequences and a slot for each token; those that begin alike share edges (a radix tree)."""
+    """Radix tree of token sequences with a slot for each token. Sequences share the edges of a common prefix."""
 
     def __init__(self) -> None:
         none = np.zeros((0,), np.int32)
         self._root = _Edge(none, none, {})
 
     def _walk(self, ids: np.ndarray) -> tuple[list[np.ndarray], int, _Edge, int]:
-        """Slots of the longest known beginning, its length, the edge it ends in and how many tokens of that it has."""
-        edge, inside, at, slots = self._root, 0, 0, []
-        while inside == len(edge.ids) and at < len(ids) and int(ids[at]) in edge.next:
-            edge = edge.next[int(ids[at])]
-            inside = common(edge.ids, ids[at:])
+        """Follow ``ids`` as far as they are known.
+
+        Returns:
+            Slots of the longest known prefix, its length, the edge it ends in, and its number of tokens in that edge.
+        """
+        edge, inside, known, slots = self._root, 0, 0, []
+        while inside == len(edge.ids) and known < len(ids) and int(ids[known]) in edge.next:
+            edge = edge.next[int(ids[known])]
+            inside = common(edge.ids, ids[known:])
             slots.append(edge.slots[:inside])
-            at += inside
-        return slots, at, edge, inside
+            known += inside
+        return slots, known, edge, inside
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Slots of the longest known beginning of ``ids``."""
+        """Return the slots of the longest known prefix of ``ids``."""
         return np.concatenate([*self._walk(ids)[0], np.zeros((0,), np.int32)])
 
     def add(self, ids: np.ndarray, free: int) -> tuple[np.ndarray, int]:
-        """Slots of all ``ids``, of which so many were known; the others get ``free``, ``free + 1``, ..."""
-        slots, at, edge, inside = self._walk(ids)
-        rest = np.arange(free, free + len(ids) - at, dtype=np.int32)
+        """Add a sequence.
+
+        Args:
+            ids: its tokens.
+            free: slot of the first token that is not known yet; the next ones get ``free + 1``, ...
+
+        Returns:
+            Slots of all tokens, and how many of the tokens were known before.
+        """
+        slots, known, edge, inside = self._walk(ids)
+        rest = np.arange(free, free + len(ids) - known, dtype=np.int32)
         if len(rest):
             if inside < len(edge.ids):
                 behind = _Edge(edge.ids[inside:], edge.slots[inside:], edge.next)
                 edge.next = {int(behind.ids[0]): behind}
                 edge.ids, edge.slots = edge.ids[:inside], edge.slots[:inside]
-            edge.next[int(ids[at])] = _Edge(ids[at:], rest, {})
-        return np.concatenate([*slots, rest]), at
+            edge.next[int(ids[known])] = _Edge(ids[known:], rest, {})
+        return np.concatenate([*slots, rest]), known
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences share at the beginning."""
+    """Return the length of the longest common prefix of two token sequences."""
     n = min(len(a), len(b))
-    apart = np.flatnonzero(a[:n] != b[:n])
-    return int(apart[0]) if len(apart) else n
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
 
 
-def stems(rows: list[np.ndarray], known: int, shared: int, level: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-    """(level, tokens) of what two or more rows share beyond the ``known`` tokens that are cached for all of them.
+def shared_prefixes(
+    rows: list[np.ndarray], known: int, shared: int, level: int = 0
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (level, tokens) of each prefix that two or more rows share beyond what is cached for all of them.
 
-    The rows are sorted and agree in ``shared`` tokens. A stem goes on where one of the level before ends; shorter than
-    `SHORT` it is left to whatever goes on behind it.
+    A prefix of one level continues one of the level before. If it continues that by fewer than `MIN_REUSED_TOKENS`
+    tokens, it is left out, and its tokens count to the prefixes and rows that continue it.
+
+    Args:
+        rows: token sequences, sorted, that agree in their first ``shared`` tokens.
+        known: number of tokens that are cached for all rows, or are in a prefix of the level before.
+        shared: number of tokens in which all rows agree, at least ``known``.
+        level: level of the prefixes to yield first.
     """
     longer = [row for row in rows if len(row) > shared]
     for _, alike in itertools.groupby(longer, lambda row: row[shared]):
@@ -93,99 +116,118 @@ def stems(rows: list[np.ndarray], known: int, shared: int, level: int = 0) -> It
         if len(same) < 2:
             continue
         end = common(same[0], same[-1])
-        if end - known >= SHORT:
+        if end - known >= MIN_REUSED_TOKENS:
             yield level, same[0][:end]
-            yield from stems(same, end, end, level + 1)
+            yield from shared_prefixes(same, end, end, level + 1)
         else:
-            yield from stems(same, known, end, level)
+            yield from shared_prefixes(same, known, end, level)
 
 
-class Ready(NamedTuple):
-    """The arguments of `generate` for one launch, or of `fill` for stems; rows padded to ``bucket(rows, 4)``."""
+class LaunchInputs(NamedTuple):
+    """Arguments of `generate` for one launch, or of `fill` for shared prefixes. N is padded to ``bucket(rows, 4)``."""
 
-    tokens: np.ndarray  # [N E] what is not cached, at least the last token of each prompt
-    length: np.ndarray  # [N] of it
-    prefix: PyTree  # gathered from the pool, or None when nothing was found
-    start: np.ndarray | None  # [N] filled slots of it
+    tokens: np.ndarray  # [N E] tokens that are not cached, at least the last token of each prompt
+    length: np.ndarray  # [N] number of these tokens
+    prefix: PyTree  # cache gathered from the pool, or None if no token is cached
+    start: np.ndarray | None  # [N] filled slots of the cache
 
 
 class Prefixes:
-    """The cache of one model. ``sent``: tokens of prompts that went through the trunk, by stems and by launches."""
+    """Prefix cache of one model.
+
+    ``prefilled_tokens`` counts the prompt tokens that went through the trunk, in shared prefixes and in launches.
+
+    Args:
+        policy: functions of the model. Without ``extend``, and on a mesh, nothing is cached.
+        pad_id: token that fills up rows.
+    """
 
     def __init__(self, policy: Policy, pad_id: int) -> None:
         self._policy, self._pad = policy, pad_id
-        self._reuses = policy.extend is not None and not meshed()  # a pool is not cut over devices yet
+        self._reuses = policy.extend is not None and not meshed()  # the pool is not sharded
         self._tries: dict[int, Trie] = {}
         self._pool: PyTree = None
         self._used = 0
-        self.sent = 0
+        self.prefilled_tokens = 0
 
-    def ready(self, variables: Params, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> Ready:
-        """A launch of these prompts, one row each in their order, after the stems they share."""
+    def prepare(self, variables: Params, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> LaunchInputs:
+        """Extend the cache by the prefixes that prompts share, and gather the inputs of their launch.
+
+        Args:
+            variables: variables of the model.
+            tasks: task of each prompt. Prompts of different tasks share nothing.
+            prompts: token ids of each prompt; row i of the launch is prompt i.
+        """
         if not self._reuses:
             return self._gather(tasks, prompts)
         groups: dict[tuple[int, int], list[np.ndarray]] = {}
         known: dict[tuple[int, int], int] = {}
         for task, ids in zip(tasks, prompts):
             found = self._find(task, ids)
-            place = task, int(found[-1]) if len(found) else -1  # a slot stands for all that leads to it
-            groups.setdefault(place, []).append(ids[:-1])  # the last token's hidden state is always needed
-            known[place] = len(found)
+            group = task, int(found[-1]) if len(found) else -1  # the last slot identifies the whole cached prefix
+            groups.setdefault(group, []).append(ids[:-1])  # the last token's hidden state is always needed
+            known[group] = len(found)
         levels: dict[int, list[tuple[int, np.ndarray]]] = {}
-        for place, rows in groups.items():
+        for group, rows in groups.items():
             rows.sort(key=lambda row: row.tolist())
-            for level, ids in stems(rows, known[place], known[place]):
-                levels.setdefault(level, []).append((place[0], ids))
-        for _, found_stems in sorted(levels.items()):
-            of, beginnings = [task for task, _ in found_stems], [ids for _, ids in found_stems]
-            to = self._gather(of, beginnings)
-            prefix = _fill(self._policy, variables, to.tokens, to.length, to.prefix, to.start)
-            self.keep(of, beginnings, prefix)
+            for level, ids in shared_prefixes(rows, known[group], known[group]):
+                levels.setdefault(level, []).append((group[0], ids))
+        for _, found_prefixes in sorted(levels.items()):
+            owners, beginnings = [task for task, _ in found_prefixes], [ids for _, ids in found_prefixes]
+            inputs = self._gather(owners, beginnings)
+            prefix = _fill(self._policy, variables, inputs.tokens, inputs.length, inputs.prefix, inputs.start)
+            self.store(owners, beginnings, prefix)
         return self._gather(tasks, prompts)
 
-    def keep(
+    def store(
         self,
         tasks: Sequence[int],
         prompts: Sequence[np.ndarray],
         prefix: PyTree,
         suffix: PyTree = None,
-        said: Sequence[Sequence[Sequence[int]]] = (),
+        samples: Sequence[Sequence[Sequence[int]]] = (),
     ) -> None:
-        """Into the pool: prompts, and the samples ``said`` at each but their last tokens, from a launch's caches."""
+        """Copy the caches of a launch into the pool: prompts, and samples without their last tokens.
+
+        Args:
+            tasks: task of each prompt.
+            prompts: token ids of each prompt.
+            prefix: cache of the prompts, (k, v) [N P K H] of each layer.
+            suffix: cache of the samples, (k, v) [N G R K H] of each layer, or None.
+            samples: token ids of each sample at each prompt.
+        """
         if not self._reuses:
             return
-        to_prompt = np.full(prefix[0][0].shape[:2], NOWHERE, np.int32)
-        to_said = None if suffix is None else np.full(suffix[0][0].shape[:3], NOWHERE, np.int32)
+        to_prompt = np.full(prefix[0][0].shape[:2], NO_SLOT, np.int32)
+        to_sample = None if suffix is None else np.full(suffix[0][0].shape[:3], NO_SLOT, np.int32)
         for row, (task, ids) in enumerate(zip(tasks, prompts)):
             slots, known = self._add(task, ids)
             to_prompt[row, known : len(ids)] = slots[known:]
-            for g, got in enumerate(said[row] if said else ()):
-                slots, known = self._add(task, np.concatenate([ids, np.asarray(got[:-1], np.int32)]))
-                assert to_said is not None
-                to_said[row, g, known - len(ids) : len(got) - 1] = slots[known:]
+            for g, sampled in enumerate(samples[row] if samples else ()):
+                slots, known = self._add(task, np.concatenate([ids, np.asarray(sampled[:-1], np.int32)]))
+                assert to_sample is not None
+                to_sample[row, g, known - len(ids) : len(sampled) - 1] = slots[known:]
         if self._pool is None:
             self._pool = jax.tree.map(lambda x: jnp.zeros((0, *x.shape[2:]), x.dtype), prefix)
         size = len(self._pool[0][0])
         if self._used > size:
             self._pool = _grow(self._pool, more=(1 << (max(self._used, 256) - 1).bit_length()) - size)
-        self._pool = _put(self._pool, prefix, suffix, to_prompt, to_said)
+        self._pool = _put(self._pool, prefix, suffix, to_prompt, to_sample)
 
     def _find(self, task: int, ids: np.ndarray) -> np.ndarray:
         slots = self._tries.setdefault(task, Trie()).find(ids[:-1])
-        return slots if len(slots) >= SHORT else slots[:0]
+        return slots if len(slots) >= MIN_REUSED_TOKENS else slots[:0]
 
     def _add(self, task: int, ids: np.ndarray) -> tuple[np.ndarray, int]:
         slots, known = self._tries[task].add(ids, self._used)
         self._used += len(ids) - known
         return slots, known
 
-    def _gather(self, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> Ready:
+    def _gather(self, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> LaunchInputs:
         found = [self._find(task, ids) for task, ids in zip(tasks, prompts)]
-        size, rest = (
-            up_to(bucket(len(prompts), 4), row_parts()),
-            [len(ids) - len(slots) for ids, slots in zip(prompts, found)],
-        )
-        self.sent += sum(rest)
+        size = up_to(bucket(len(prompts), 4), row_parts())
+        rest = [len(ids) - len(slots) for ids, slots in zip(prompts, found)]
+        self.prefilled_tokens += sum(rest)
         cached = any(len(slots) for slots in found)
         tokens = np.full((size, bucket(max(rest), 16 if cached else 32)), self._pad, np.int32)
         length, start = np.ones((size,), np.int32), np.zeros((size,), np.int32)
@@ -194,8 +236,8 @@ class Prefixes:
             start[row], length[row] = len(slots), rest[row]
             tokens[row, : rest[row]], slot[row, : len(slots)] = ids[len(slots) :], slots
         if not cached:
-            return Ready(tokens, length, None, None)
-        return Ready(tokens, length, _take(self._pool, slot), start)
+            return LaunchInputs(tokens, length, None, None)
+        return LaunchInputs(tokens, length, _take(self._pool, slot), start)
 
 
 @functools.partial(jax.jit, static_argnames=("policy",), donate_argnames=("prefix",))
@@ -209,12 +251,12 @@ def _take(pool: PyTree, slot: Int[Array, "N P"]) -> PyTree:
 
 
 @functools.partial(jax.jit, donate_argnames=("pool",))
-def _put(pool: PyTree, prefix: PyTree, suffix: PyTree, to_prompt: Any, to_said: Any) -> PyTree:
-    """Each row of the caches to its slot; none where that is `NOWHERE`."""
+def _put(pool: PyTree, prefix: PyTree, suffix: PyTree, to_prompt: Any, to_sample: Any) -> PyTree:
+    """Write each row of the caches to its slot. Rows whose slot is `NO_SLOT` are dropped."""
     pool = jax.tree.map(lambda x, new: x.at[to_prompt].set(new, mode="drop"), pool, prefix)
     if suffix is None:
         return pool
-    return jax.tree.map(lambda x, new: x.at[to_said].set(new, mode="drop"), pool, suffix)
+    return jax.tree.map(lambda x, new: x.at[to_sample].set(new, mode="drop"), pool, suffix)
 
 
 @functools.partial(jax.jit, static_argnames=("more",))

@@ -1,9 +1,9 @@
-"""From logits to a token and the log-prob of the distribution it was really drawn from.
+"""Sampling: from logits to a token and its log-prob under the distribution it was drawn from.
 
-The sampler and the learner call the same functions, so a log-prob means one thing: temperature, top-k, top-p and min-p
-included, renormalised over what was kept. A token is drawn by inverting the cumulative distribution at one uniform
-number per row (`kernels.head_sample`), so that a row's token depends on its own key alone and not on batch, bucket or
-mesh.
+The sampler and the learner call the same functions. Every log-prob therefore is that of one distribution: with
+temperature, top-k, top-p and min-p, renormalised over the kept tokens. A token is drawn by inverting the cumulative
+distribution at one uniform number per row (`kernels.head.sample`). It depends on the row's own key alone, and not on
+batch, bucket or mesh.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm import sharding
-from jaxmarl_llm.kernels.head import Head
-from jaxmarl_llm.kernels.head_sample import head_sample, sample_logits
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.config import at_least, in_range
+from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.kernels.head.head import Head
+from jaxmarl_llm.kernels.head.sample import head_sample, sample_logits
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution completions are drawn from. Filters apply in the order top-k, top-p, min-p."""
+    """The distribution that completions are drawn from. Filters are applied in the order top-k, top-p, min-p."""
 
     temperature: float = 1.0  # 0 is greedy: a point mass, whose log-prob is 0 (evaluation only)
     top_k: int = 0  # keep the k most probable tokens (ties included); 0 keeps all
@@ -32,22 +33,24 @@ class Sampling:
     min_p: float = 0.0  # keep tokens at least min_p times as probable as the most probable one
 
     def check(self, path: str) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"{path}.temperature: expected >= 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ConfigError(f"{path}.top_k: expected >= 0 (0 keeps all), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"{path}.top_p: expected in (0, 1], got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise ConfigError(f"{path}.min_p: expected in [0, 1), got {self.min_p}")
+        at_least(f"{path}.temperature", self.temperature, 0)
+        at_least(f"{path}.top_k", self.top_k, 0)
+        in_range(f"{path}.top_p", self.top_p, 0, 1, "(]")
+        in_range(f"{path}.min_p", self.min_p, 0, 1, "[)")
 
     @property
     def filters(self) -> bool:
+        """Whether any filter is on."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 def kept(scaled: Float[Array, "*B V"], sampling: Sampling) -> Bool[Array, "*B V"]:
-    """Which tokens the filters keep, from logits already divided by the temperature."""
+    """Mark the tokens that the filters keep.
+
+    Args:
+        scaled: logits, divided by the temperature.
+        sampling: the filters.
+    """
     keep = jnp.ones(scaled.shape, bool)
     if 0 < sampling.top_k < scaled.shape[-1]:
         kth = jax.lax.top_k(scaled, sampling.top_k)[0][..., -1:]
@@ -65,7 +68,7 @@ def kept(scaled: Float[Array, "*B V"], sampling: Sampling) -> Bool[Array, "*B V"
 
 
 def _scaled(logits: jax.Array, sampling: Sampling, always: jax.Array | None = None) -> jax.Array:
-    """Logits of the distribution sampled from, -inf where filtered. ``always`` [...] is a token that stays in."""
+    """Compute the logits of the distribution, -inf where filtered. The tokens ``always`` [...] are never filtered."""
     scaled = logits.astype(jnp.float32) / (sampling.temperature or 1.0)
     if not sampling.filters:
         return scaled
@@ -78,13 +81,18 @@ def _scaled(logits: jax.Array, sampling: Sampling, always: jax.Array | None = No
 def score(
     logits: Float[Array, "*B V"], tokens: Int[Array, "*B"], sampling: Sampling
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-    """Log-prob of ``tokens`` and entropy (nats) of the distribution that `sample` draws from.
+    """Compute the log-prob of tokens, and the entropy (nats) of the distribution that `sample` draws from.
 
-    A filter's set moves with the policy. The scored token is always kept: an old sample that the new policy would
-    filter out keeps a finite log-prob, and the ratio is exact while the policy is the one that sampled.
+    The set of kept tokens changes with the policy. The scored token is always kept: an old sample that the new policy
+    would filter out has a finite log-prob, and the ratio is exact while the policy is the one that sampled.
+
+    Args:
+        logits: logits of the model.
+        tokens: ids to score.
+        sampling: the distribution, with a temperature above 0.
     """
     if sampling.temperature == 0:
-        raise ConfigError("rollout.sampling.temperature: expected > 0 for training, got 0 (greedy has no gradient)")
+        raise ConfigError("config.sampling.temperature: expected > 0 for training, got 0 (greedy has no gradient)")
     scaled = _scaled(logits, sampling, always=tokens)
     norm = jax.nn.logsumexp(scaled, axis=-1)
     logprob = jnp.take_along_axis(scaled, tokens[..., None], axis=-1)[..., 0] - norm
@@ -96,7 +104,13 @@ def score(
 def sample(
     logits: Float[Array, "*B V"], u: Float[Array, "*B"], sampling: Sampling
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """Token and its log-prob, from one uniform number ``u`` in [0, 1) per row."""
+    """Draw a token per row, with its log-prob.
+
+    Args:
+        logits: logits of the model.
+        u: one uniform number in [0, 1) per row.
+        sampling: the distribution.
+    """
     parts = sharding.tensor_parts()
     return sample_logits(logits, u, temperature=sampling.temperature, keep=_keep(sampling), parts=parts)
 
@@ -104,7 +118,14 @@ def sample(
 def sample_hidden(
     hidden: Float[Array, "*B D"], head: Head, u: Float[Array, "*B"], sampling: Sampling
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """`sample` from the logits of ``hidden``, which need not be formed."""
+    """Draw a token per row from hidden states, as `sample` does from logits; the logits need not be formed.
+
+    Args:
+        hidden: hidden states of the model.
+        head: the linear map to logits.
+        u: one uniform number in [0, 1) per row.
+        sampling: the distribution.
+    """
     return head_sample(hidden, head, u, temperature=sampling.temperature, keep=_keep(sampling))
 
 

@@ -1,16 +1,17 @@
-"""Qwen2/2.5, Qwen3 (dense) and the Llama family as one decoder, and its `Policy`.
+"""Decoder of Qwen2/2.5, Qwen3 (dense) and the Llama family, and its `Policy`.
 
 The families differ by switches: biases on q/k/v (Qwen2), per-head q/k norm (Qwen3), tied head, rope theta and scaling.
 Parameters are a plain tree with all layers stacked on a leading axis L and kernels stored [in, out]:
 
     embed.embedding [V D]   layers.<Hugging Face's module path> [L ...]   norm.scale [D]   lm_head.kernel [D V] (untied)
 
-A group of samples shares its prompt everywhere: `prefill` runs a prompt once, `extend` goes on behind what is cached
-of it, `decode` extends all of a node's samples by one token against that shared prefix, and `hidden` (training) sends
-prompt and responses through each layer as one sequence, so that the P prompt tokens of a group of G cost P, not G * P,
-forward and backward; `hidden_tree` does so for conversations that branch. All use one `Block`; they differ in the
-function it calls to attend. Layers are scanned for prefill and training (unrolled where there are but a few), and
-unrolled for the others (per-layer caches: no slicing of stacked weights inside the token loop).
+A group of samples shares its prompt everywhere. `prefill` runs a prompt once; `extend` appends tokens to a cached
+prompt; `decode` appends one token to all samples of a node against that shared prefix. `hidden` (training) sends prompt
+and responses through each layer as one sequence: the P prompt tokens of a group of G cost P, not G * P, forward and
+backward. `hidden_tree` does so for conversations that branch.
+
+All use one `Block`; they differ in the function that attends. Layers are scanned in prefill and training (the scan is
+unrolled for few layers). They are unrolled in the others, so that no stacked weights are sliced inside the token loop.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm import sharding
-from jaxmarl_llm.kernels.causal_attention import causal_attention
-from jaxmarl_llm.kernels.group_attention import group_attention
-from jaxmarl_llm.kernels.group_decode import group_decode_attention
-from jaxmarl_llm.kernels.head import Head
+from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.kernels.attention.causal import causal_attention
+from jaxmarl_llm.kernels.attention.group import group_attention
+from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention
+from jaxmarl_llm.kernels.attention.tree import tree_attention
+from jaxmarl_llm.kernels.head.head import Head
 from jaxmarl_llm.kernels.matmul import matmul
-from jaxmarl_llm.kernels.tree_attention import tree_attention
-from jaxmarl_llm.text import ConfigError
 from jaxmarl_llm.types import Policy, Unembed
 
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -51,7 +52,7 @@ class Config:
     num_kv_heads: int  # K
     head_dim: int  # H
     rope_theta: float = 10_000.0
-    rope_scaling: tuple[tuple[str, Any], ...] | None = None  # sorted items: rope_type linear or llama3
+    rope_scaling: tuple[tuple[str, Any], ...] | None = None  # sorted items: rope_type linear, llama3, yarn or dynamic
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = True
     attention_bias: bool = True  # on q, k and v (Qwen2)
@@ -62,46 +63,12 @@ class Config:
     lora_scale: float = 2.0  # alpha / rank of adapters
     used_vocab: int | None = None  # ids at or beyond it are embedding padding: logit -1e30, never sampled
 
-    @staticmethod
-    def from_hf(hf: Mapping[str, Any], dtype: str = "float32") -> Config:
-        """From the contents of a config.json, of transformers 4 (rope_theta) or 5 (rope_parameters)."""
-        family = hf.get("model_type")
-        if family not in FAMILIES:
-            raise ConfigError(f"config.json: model_type {family!r} is not supported; known: {', '.join(FAMILIES)}")
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", hf.get("rope_theta", 10_000.0))
-        kind = rope.get("rope_type", rope.pop("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise ConfigError(f"config.json: rope scaling {kind!r} is not supported; known: default, linear, llama3")
-        if hf.get("use_sliding_window"):
-            raise ConfigError("config.json: use_sliding_window is not supported; full attention only")
-        if family == "llama" and (hf.get("attention_bias") or hf.get("mlp_bias")):
-            raise ConfigError("config.json: attention_bias and mlp_bias of Llama are not supported")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"config.json: hidden_act {hf['hidden_act']!r} is not supported; expected silu")
-        heads = hf["num_attention_heads"]
-        return Config(
-            vocab_size=hf["vocab_size"],
-            hidden_size=hf["hidden_size"],
-            intermediate_size=hf["intermediate_size"],
-            num_layers=hf["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=hf.get("num_key_value_heads") or heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
-            rope_theta=float(theta),
-            rope_scaling=None if kind == "default" else tuple(sorted({**rope, "rope_type": kind}.items())),
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            attention_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-            max_position=hf.get("max_position_embeddings", 32_768),
-            family=family,
-            dtype=dtype,
-        )
-
     def to_hf(self) -> dict[str, Any]:
-        """A config.json that transformers reads back as the same architecture."""
-        rope = dict(self.rope_scaling or (("rope_type", "default"),))
+        """Write the contents of a config.json that transformers reads back as the same architecture.
+
+        Transformers 4 reads ``rope_scaling`` and ``rope_theta``, transformers 5 also ``rope_parameters``.
+        """
+        scaling = dict(self.rope_scaling) if self.rope_scaling else None
         return {
             "architectures": [FAMILIES[self.family]],
             "model_type": self.family,
@@ -112,7 +79,8 @@ class Config:
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "rope_parameters": {**rope, "rope_theta": self.rope_theta},
+            "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": self.rope_theta},
+            "rope_scaling": scaling,
             "rope_theta": self.rope_theta,
             "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_embeddings,
@@ -123,7 +91,14 @@ class Config:
 
 
 def rope_frequencies(cfg: Config) -> np.ndarray:
-    """Inverse frequencies [H/2], with linear or Llama-3 scaling (Llama 3.1 release: smooth between wavelengths)."""
+    """Compute the inverse frequencies [H/2] of rotary embeddings.
+
+    Scaling is none, linear, that of the Llama 3.1 release, which interpolates smoothly between wavelengths, or YaRN.
+    Dynamic scaling is none for all positions that `check_positions` permits.
+
+    Args:
+        cfg: the architecture.
+    """
     freq = cfg.rope_theta ** -(np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
     scaling = dict(cfg.rope_scaling or ())
     if scaling.get("rope_type") == "linear":
@@ -133,23 +108,98 @@ def rope_frequencies(cfg: Config) -> np.ndarray:
         turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
         smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
         freq = (1 - smooth) * freq / scaling["factor"] + smooth * freq
+    elif scaling.get("rope_type") == "yarn":
+        freq = _yarn_frequencies(freq, scaling, cfg.rope_theta)
     return freq.astype(np.float32)
 
 
-def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotary embedding of x [... T heads H] by angles [... T H/2] (halves convention)."""
+def _yarn_frequencies(freq: np.ndarray, scaling: Mapping[str, Any], theta: float) -> np.ndarray:
+    """Divide slow frequencies by YaRN's factor and keep fast ones (arXiv 2309.00071, section 3.2).
+
+    A frequency is fast if it makes at least ``beta_fast`` turns over the original context, and slow if it makes at most
+    ``beta_slow``. Between the two, the result is a linear mixture in the index of the frequency.
+
+    Args:
+        freq: frequencies without scaling [H/2].
+        scaling: keys of YaRN in ``rope_scaling``.
+        theta: base of the frequencies.
+    """
+    head_dim, turns = 2 * len(freq), (scaling.get("beta_fast", 32.0), scaling.get("beta_slow", 1.0))
+    # The index, a real number, at which a frequency makes so many turns.
+    context = scaling["original_max_position_embeddings"] / (2 * math.pi)
+    low, high = (head_dim * math.log(context / n) / (2 * math.log(theta)) for n in turns)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    slow = np.clip((np.arange(len(freq)) - low) / (high - low or 0.001), 0.0, 1.0)
+    return freq * (1 - slow) + freq / scaling["factor"] * slow
+
+
+def rope_magnitude(cfg: Config) -> float:
+    """Compute the factor of rotated queries and keys: YaRN's attention factor, otherwise 1.
+
+    Args:
+        cfg: the architecture.
+    """
+    scaling = dict(cfg.rope_scaling or ())
+    if scaling.get("rope_type") != "yarn":
+        return 1.0
+    if "attention_factor" in scaling:
+        return scaling["attention_factor"]
+    grown = lambda scale: 0.1 * scale * math.log(scaling["factor"]) + 1.0
+    scale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return grown(scale) / grown(all_dim) if scale and all_dim else grown(1.0)
+
+
+def check_positions(cfg: Config, count: int) -> None:
+    """Raise `ConfigError` if rows of ``count`` tokens may need a frequency of dynamic scaling beyond the first.
+
+    Beyond ``max_position``, transformers computes the frequencies from the longest row of each call. Cached keys keep
+    the frequencies of earlier calls. The function then depends on the batch and on the chunks in which a text was sent,
+    so training could not repeat what generation computed. Up to ``max_position`` no scaling is applied.
+
+    Args:
+        cfg: the architecture.
+        count: tokens of a row, with padding.
+    """
+    if dict(cfg.rope_scaling or ()).get("rope_type") == "dynamic" and count > cfg.max_position:
+        raise ConfigError(
+            f"rope_scaling dynamic: rows of {count} tokens (with padding), but max_position_embeddings is "
+            f"{cfg.max_position}, beyond which the scaling depends on the batch; use shorter rows or yarn"
+        )
+
+
+def rotate(x: jax.Array, angles: jax.Array, magnitude: float = 1.0) -> jax.Array:
+    """Apply rotary embeddings in the halves convention.
+
+    Args:
+        x: queries or keys [... T heads H].
+        angles: rotation angles [... T H/2].
+        magnitude: factor of the result, see `rope_magnitude`.
+    """
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    if magnitude != 1.0:
+        cos, sin = cos * magnitude, sin * magnitude
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square over the last axis, in float32, and multiply by ``scale``.
+
+    Args:
+        x: activations [... D].
+        scale: learned factors [D].
+        eps: added to the mean square.
+    """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return y.astype(x.dtype) * scale
 
 
 class Norm(nn.Module):
+    """`rms_norm` with its learned scale."""
+
     cfg: Config
 
     @nn.compact
@@ -159,7 +209,7 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W (+ b), plus scale * (x A) B when the ``lora`` collection holds an adapter for this module."""
+    """Linear map x W (+ b), plus scale * (x A) B where the ``lora`` collection holds an adapter for this module."""
 
     cfg: Config
     features: int
@@ -183,6 +233,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 class Attention(nn.Module):
+    """Attention with projections and rotary embeddings. The ``attend`` argument decides what is attended to."""
+
     cfg: Config
 
     @nn.compact
@@ -194,7 +246,7 @@ class Attention(nn.Module):
             y = y.reshape(*x.shape[:-1], count, cfg.head_dim)
             if cfg.qk_norm and name != "v":
                 y = Norm(cfg, name=f"{name}_norm")(y)
-            return y if name == "v" else rotate(y, angles)
+            return y if name == "v" else rotate(y, angles, rope_magnitude(cfg))
 
         out, kept = attend(heads("q", cfg.num_heads), heads("k", cfg.num_kv_heads), heads("v", cfg.num_kv_heads))
         out = out.reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim)
@@ -202,18 +254,22 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Gated feed-forward layer: W_down (silu(x W_gate) * (x W_up))."""
+
     cfg: Config
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         f = self.cfg.intermediate_size
         gate, up = Linear(self.cfg, f, name="gate_proj")(x), Linear(self.cfg, f, name="up_proj")(x)
-        # The backward pass keeps gate, up and their product; without the checkpoint also what silu has in between.
+        # The backward pass keeps gate, up and their product. Without the checkpoint it also keeps what silu computes.
         gated = jax.checkpoint(lambda gate, up: nn.silu(gate) * up, prevent_cse=False)
         return Linear(self.cfg, self.cfg.hidden_size, name="down_proj")(gated(gate, up))
 
 
 class Block(nn.Module):
+    """One layer: attention and feed-forward, each after a norm and added to its input."""
+
     cfg: Config
 
     @nn.compact
@@ -226,154 +282,302 @@ class Block(nn.Module):
 
 
 def attention_impl() -> str:
-    """For a mesh XLA partitions the portable forms, and cannot the others."""
+    """Choose the form of the attention kernels: on a mesh the portable one, because XLA can partition no other."""
     return "xla" if sharding.meshed() else "auto"
 
 
-def _causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-    # Prompts are right-padded, so causality alone keeps padding out of every real position.
+def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    """Attend causally to a right-padded prompt, and keep its keys and values.
+
+    Prompts are right-padded, so causality alone keeps padding out of every real position.
+
+    Args:
+        q: queries [N P Q H].
+        k: keys [N P K H].
+        v: values [N P K H].
+    """
     return causal_attention(q, k, v, impl=attention_impl()), (k, v)
+
+
+# ---- parts of every forward pass ------------------------------------------------------------------------------------
+
+
+def _angles(cfg: Config, positions: jax.Array) -> jax.Array:
+    """Compute rotary angles [... T H/2] of positions [... T]."""
+    return positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
+
+
+def _apply_layer(cfg: Config, layer: Any, x: jax.Array, angles: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+    return Block(cfg).apply(sharding.gather(layer), sharding.cut_rows(x, rest=None), angles, attend)
+
+
+def _stacked_layers(variables: Any) -> Any:
+    """Collect the per-layer variables, with leading axis L: {"params": ..., "lora": ...}."""
+    stacked = {"params": variables["params"]["layers"]}
+    if "lora" in variables:
+        stacked["lora"] = variables["lora"]
+    return stacked
+
+
+def _final_norm(cfg: Config, variables: Any, x: jax.Array) -> jax.Array:
+    return rms_norm(sharding.cut_rows(x, rest=None), variables["params"]["norm"]["scale"], cfg.rms_norm_eps)
+
+
+def _at_last_token(x: jax.Array, length: jax.Array) -> jax.Array:
+    """Select from x [N T D] the vector [N D] of each row's last token."""
+    return jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
+
+
+def _unroll(cfg: Config) -> bool:
+    """Whether scans over layers are unrolled.
+
+    Tiny models are all overhead: without the loop's stacked residuals an update on CPU takes a fifth less time.
+    """
+    return cfg.num_layers <= 4
+
+
+def _trunk(cfg: Config, remat: bool, variables: Any, tokens: jax.Array, angles: jax.Array, attend: Attend) -> jax.Array:
+    """Send tokens [N T] through all layers, for training: hidden states [N T D] before the last norm."""
+
+    def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        return _apply_layer(cfg, layer, x, angles, attend)[0], None
+
+    step = jax.checkpoint(layer_step) if remat else layer_step
+    return jax.lax.scan(step, embed(variables, tokens), _stacked_layers(variables), unroll=_unroll(cfg))[0]
+
+
+# ---- the functions of the policy; see `types.Policy` ----------------------------------------------------------------
+
+
+def init(cfg: Config, key: jax.Array) -> Any:
+    """Draw random parameters.
+
+    Args:
+        cfg: the architecture.
+        key: typed random key.
+    """
+    k_embed, k_layers, k_head = jax.random.split(key, 3)
+    x, angles = jnp.zeros((1, 1, cfg.hidden_size), cfg.dtype), _angles(cfg, jnp.zeros((1, 1), jnp.int32))
+    shape = (cfg.vocab_size, cfg.hidden_size)
+    std = cfg.hidden_size**-0.5
+    params = {
+        "embed": {"embedding": (jax.random.normal(k_embed, shape) * std).astype(cfg.dtype)},
+        "layers": jax.vmap(lambda k: Block(cfg).init(k, x, angles, causal)["params"])(
+            jax.random.split(k_layers, cfg.num_layers)
+        ),
+        "norm": {"scale": jnp.ones((cfg.hidden_size,), cfg.dtype)},
+    }
+    if not cfg.tie_embeddings:
+        params["lm_head"] = {"kernel": (jax.random.normal(k_head, shape[::-1]) * std).astype(cfg.dtype)}
+    return params
+
+
+def embed(variables: Any, tokens: jax.Array) -> jax.Array:
+    """Look up rows [... D] of the token embedding.
+
+    Args:
+        variables: ``{"params": ...}``, as the policy takes them or as `unstack` returns them.
+        tokens: ids [...].
+    """
+    table = sharding.gather({"embed": {"embedding": variables["params"]["embed"]["embedding"]}})
+    return jnp.take(table["embed"]["embedding"], tokens, axis=0)
+
+
+def output_head(cfg: Config, variables: Any) -> Head:
+    """Return the linear map from hidden states to logits: ``lm_head``, or the embedding where it is tied.
+
+    Args:
+        cfg: the architecture.
+        variables: ``{"params": ...}``, as the policy takes them or as `unstack` returns them.
+    """
+    p = variables["params"]
+    if "lm_head" in p:
+        return Head(p["lm_head"]["kernel"], rows=False, used=cfg.used_vocab)
+    return Head(p["embed"]["embedding"], used=cfg.used_vocab)
+
+
+def prefill(cfg: Config, variables: Any, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
+    """Run prompts once: hidden state [N D] of the last token, and keys and values (k, v) [N P K H] of each layer.
+
+    Args:
+        cfg: the architecture.
+        variables: ``{"params": ..., "lora": ...}``; the adapters may be absent.
+        tokens: prompts [N P], right-padded.
+        length: tokens of each prompt [N], at least 1.
+    """
+    check_positions(cfg, tokens.shape[1])
+    angles = _angles(cfg, jnp.arange(tokens.shape[1]))[None]
+    x, kv = jax.lax.scan(
+        lambda x, layer: _apply_layer(cfg, layer, x, angles, causal),
+        embed(variables, tokens),
+        _stacked_layers(variables),
+        unroll=_unroll(cfg),
+    )
+    prefix = tuple((kv[0][i], kv[1][i]) for i in range(cfg.num_layers))
+    return _final_norm(cfg, variables, _at_last_token(x, length)), prefix
+
+
+def extend(
+    cfg: Config, variables: Any, tokens: jax.Array, count: jax.Array, start: jax.Array, prefix: Any
+) -> tuple[jax.Array, Any]:
+    """Append new tokens to cached prompts: hidden state [N D] of the last new token, and the new cache.
+
+    Args:
+        cfg: the architecture.
+        variables: as for `prefill`.
+        tokens: new tokens [N E], right-padded.
+        count: new tokens of each row [N], at least 1.
+        start: filled slots of each row [N].
+        prefix: keys and values (k, v) [N P K H] of each layer.
+    """
+    check_positions(cfg, prefix[0][0].shape[1])
+    slots = start[:, None] + jnp.arange(tokens.shape[1])  # of the new tokens; they are their positions too
+    row, angles = jnp.arange(len(start))[:, None], _angles(cfg, slots)
+    visible = (jnp.arange(prefix[0][0].shape[1]) <= slots[..., None])[:, None]
+    x, grown = embed(variables, tokens), []
+    for layer, (pk, pv) in zip(unstack(cfg, variables)["params"]["layers"], prefix):
+
+        def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv) -> Any:
+            # Padding behind `count` may be beyond the cache: dropped, where a slice would be moved.
+            pk, pv = pk.at[row, slots].set(k, mode="drop"), pv.at[row, slots].set(v, mode="drop")
+            return jax.nn.dot_product_attention(q, pk, pv, mask=visible), (pk, pv)
+
+        x, kept = _apply_layer(cfg, layer, x, angles, attend)
+        grown.append(kept)
+    return _final_norm(cfg, variables, _at_last_token(x, count)), tuple(grown)
+
+
+def unstack(cfg: Config, variables: Any) -> Any:
+    """Split the stacked layers into one tree per layer, the form that `decode` takes.
+
+    Args:
+        cfg: the architecture.
+        variables: as for `prefill`.
+    """
+    stacked = _stacked_layers(variables)
+    layers = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_layers))
+    return {"params": {**variables["params"], "layers": layers}}
+
+
+def init_suffix(prefix: Any, group: int, response: int) -> Any:
+    """Make an empty cache for samples: (k, v) [N G R K H] of each layer.
+
+    Args:
+        prefix: cache of the prompts, which gives N, K, H and the dtype.
+        group: samples of each prompt, G.
+        response: slots of each sample, R.
+    """
+    n, _, k, h = prefix[0][0].shape
+    zeros = jnp.zeros((n, group, response, k, h), prefix[0][0].dtype)
+    return tuple((zeros, zeros) for _ in prefix)
+
+
+def decode(
+    cfg: Config, variables: Any, tokens: jax.Array, prefix: Any, length: jax.Array, suffix: Any, t: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Append one token to every sample: hidden states [N G D], and the new suffix cache.
+
+    Args:
+        cfg: the architecture.
+        variables: result of `unstack`.
+        tokens: the token of each sample [N G].
+        prefix: cache of the prompts, (k, v) [N P K H] of each layer.
+        length: tokens of each prompt [N].
+        suffix: cache of the samples, (k, v) [N G R K H] of each layer.
+        t: slot of the token in the suffix, one scalar for all samples.
+    """
+    check_positions(cfg, prefix[0][0].shape[1] + suffix[0][0].shape[2])
+    angles = _angles(cfg, (length + t)[:, None, None])
+    x, grown, impl = embed(variables, tokens)[:, :, None], [], attention_impl()
+    for layer, (pk, pv), (sk, sv) in zip(variables["params"]["layers"], prefix, suffix):
+
+        def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv, sk: Any = sk, sv: Any = sv) -> Any:
+            sk = jax.lax.dynamic_update_slice_in_dim(sk, k, t, axis=2)
+            sv = jax.lax.dynamic_update_slice_in_dim(sv, v, t, axis=2)
+            return group_decode_attention(q, pk, pv, length, sk, sv, t, impl=impl), (sk, sv)
+
+        x, kept = _apply_layer(cfg, layer, x, angles, attend)
+        grown.append(kept)
+    return _final_norm(cfg, variables, x[:, :, 0]), tuple(grown)
+
+
+def hidden(
+    cfg: Config, remat: bool, variables: Any, tokens: jax.Array, length: jax.Array, completions: jax.Array
+) -> jax.Array:
+    """Compute the hidden states [N G R D] that predict each completion token, for training.
+
+    The prompt and the G completions of a node go through each layer as one sequence.
+
+    Args:
+        cfg: the architecture.
+        remat: whether layers are computed again in the backward pass.
+        variables: as for `prefill`.
+        tokens: prompts [N P], right-padded.
+        length: tokens of each prompt [N].
+        completions: sampled tokens [N G R].
+    """
+    (n, p), (_, g, r), impl = tokens.shape, completions.shape, attention_impl()
+    check_positions(cfg, p + r)
+    # No state of the last token is needed, but R rows fill tiles of an accelerator, and R - 1 do not.
+    s = r if r > 1 else 0
+    join = lambda x: x.reshape(n, g * s, *x.shape[3:])
+    split = lambda x: x[:, p:].reshape(n, g, s, *x.shape[2:])
+    positions = jnp.broadcast_to(length[:, None, None] + jnp.arange(s), (n, g, s))
+    angles = _angles(cfg, jnp.concatenate([jnp.broadcast_to(jnp.arange(p), (n, p)), join(positions)], axis=1))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        out, (pk, pv) = causal(q[:, :p], k[:, :p], v[:, :p])
+        if s:
+            sampled = group_attention(split(q), pk, pv, length, split(k), split(v), impl=impl)
+            out = jnp.concatenate([out, join(sampled)], axis=1)
+        return out, None
+
+    x = _trunk(cfg, remat, variables, jnp.concatenate([tokens, join(completions[:, :, :s])], axis=1), angles, attend)
+    first = jnp.broadcast_to(_at_last_token(x[:, :p], length)[:, None, None], (n, g, 1, cfg.hidden_size))
+    return _final_norm(cfg, variables, jnp.concatenate([first, split(x)[:, :, :-1]], axis=2))
+
+
+def hidden_tree(
+    cfg: Config, remat: bool, variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array
+) -> jax.Array:
+    """Compute the hidden state [B T D] of each token of sequences that share prefixes, for training.
+
+    Args:
+        cfg: the architecture.
+        remat: whether layers are computed again in the backward pass.
+        variables: as for `prefill`.
+        tokens: tokens [B T] of a forest, depth first; see kernels/attention/tree.
+        position: position of each token in its sequence [B T].
+        end: index behind the last token of each token's subtree [B T]; 0 is padding.
+    """
+    check_positions(cfg, tokens.shape[1])
+    impl = attention_impl()
+    attend: Attend = lambda q, k, v: (tree_attention(q, k, v, end, impl=impl), None)
+    return _final_norm(cfg, variables, _trunk(cfg, remat, variables, tokens, _angles(cfg, position), attend))
 
 
 @functools.cache
 def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
-    """The `Policy` of an architecture. Equal configs give the same object, hence share compiled programs.
+    """Make the `Policy` of an architecture.
 
-    ``remat`` recomputes each layer in the backward pass: memory of one layer instead of L, for one more forward pass.
+    Cached: equal arguments give the same object with the same functions, so that models share compiled programs.
+
+    Args:
+        cfg: the architecture.
+        remat: whether `hidden` and `hidden_tree` compute each layer again in the backward pass. Residuals of one layer
+            instead of L are then in memory, for one more forward pass.
     """
-    block = Block(cfg)
-    # Tiny models are all overhead: without the loop's stacked residuals an update on CPU takes a fifth less time.
-    unroll = cfg.num_layers <= 4
-    freq = rope_frequencies(cfg)
-
-    def angles(positions: jax.Array) -> jax.Array:
-        return positions[..., None].astype(jnp.float32) * freq
-
-    def apply(layer: Any, x: jax.Array, a: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
-        return block.apply(sharding.gather(layer), sharding.cut_rows(x, rest=None), a, attend)
-
-    def layers(variables: Any) -> Any:
-        """Per-layer variables with the leading axis L: {"params": ..., "lora": ...}."""
-        stacked = {"params": variables["params"]["layers"]}
-        if "lora" in variables:
-            stacked["lora"] = variables["lora"]
-        return stacked
-
-    def embed(variables: Any, tokens: jax.Array) -> jax.Array:
-        table = sharding.gather({"embed": {"embedding": variables["params"]["embed"]["embedding"]}})
-        return jnp.take(table["embed"]["embedding"], tokens, axis=0)
-
-    def final(variables: Any, x: jax.Array) -> jax.Array:
-        return rms_norm(sharding.cut_rows(x, rest=None), variables["params"]["norm"]["scale"], cfg.rms_norm_eps)
-
-    def head(variables: Any) -> Head:
-        p = variables["params"]
-        if "lm_head" in p:
-            return Head(p["lm_head"]["kernel"], rows=False, used=cfg.used_vocab)
-        return Head(p["embed"]["embedding"], used=cfg.used_vocab)
-
-    def init(key: jax.Array) -> Any:
-        k_embed, k_layers, k_head = jax.random.split(key, 3)
-        x, a = jnp.zeros((1, 1, cfg.hidden_size), cfg.dtype), angles(jnp.zeros((1, 1), jnp.int32))
-        shape = (cfg.vocab_size, cfg.hidden_size)
-        std = cfg.hidden_size**-0.5
-        params = {
-            "embed": {"embedding": (jax.random.normal(k_embed, shape) * std).astype(cfg.dtype)},
-            "layers": jax.vmap(lambda k: block.init(k, x, a, _causal)["params"])(
-                jax.random.split(k_layers, cfg.num_layers)
-            ),
-            "norm": {"scale": jnp.ones((cfg.hidden_size,), cfg.dtype)},
-        }
-        if not cfg.tie_embeddings:
-            params["lm_head"] = {"kernel": (jax.random.normal(k_head, shape[::-1]) * std).astype(cfg.dtype)}
-        return params
-
-    def last(x: jax.Array, length: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
-
-    def prefill(variables: Any, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
-        a = angles(jnp.arange(tokens.shape[1]))[None]
-        x, kv = jax.lax.scan(
-            lambda x, layer: apply(layer, x, a, _causal), embed(variables, tokens), layers(variables), unroll=unroll
-        )
-        prefix = tuple((kv[0][i], kv[1][i]) for i in range(cfg.num_layers))
-        return final(variables, last(x, length)), prefix
-
-    def extend(
-        variables: Any, tokens: jax.Array, count: jax.Array, start: jax.Array, prefix: Any
-    ) -> tuple[jax.Array, Any]:
-        at = start[:, None] + jnp.arange(tokens.shape[1])  # slots of the new tokens, which are their positions
-        row, a = jnp.arange(len(start))[:, None], angles(at)
-        see = (jnp.arange(prefix[0][0].shape[1]) <= at[..., None])[:, None]
-        x, grown = embed(variables, tokens), []
-        for layer, (pk, pv) in zip(unstack(variables)["params"]["layers"], prefix):
-
-            def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv) -> Any:
-                # Padding behind `count` may lie beyond the cache: dropped, where a slice would be moved.
-                pk, pv = pk.at[row, at].set(k, mode="drop"), pv.at[row, at].set(v, mode="drop")
-                return jax.nn.dot_product_attention(q, pk, pv, mask=see), (pk, pv)
-
-            x, kept = apply(layer, x, a, attend)
-            grown.append(kept)
-        return final(variables, last(x, count)), tuple(grown)
-
-    def unstack(variables: Any) -> Any:
-        """What `decode` takes: one tree per layer, cut once per launch, not once per token."""
-        stacked = layers(variables)
-        of_layers = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_layers))
-        return {"params": {**variables["params"], "layers": of_layers}}
-
-    def init_suffix(prefix: Any, group: int, response: int) -> Any:
-        n, _, k, h = prefix[0][0].shape
-        zeros = jnp.zeros((n, group, response, k, h), prefix[0][0].dtype)
-        return tuple((zeros, zeros) for _ in prefix)
-
-    def decode(
-        variables: Any, tokens: jax.Array, prefix: Any, length: jax.Array, suffix: Any, t: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        a = angles((length + t)[:, None, None])
-        x, grown, impl = embed(variables, tokens)[:, :, None], [], attention_impl()
-        for layer, (pk, pv), (sk, sv) in zip(variables["params"]["layers"], prefix, suffix):
-
-            def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv, sk: Any = sk, sv: Any = sv) -> Any:
-                sk = jax.lax.dynamic_update_slice_in_dim(sk, k, t, axis=2)
-                sv = jax.lax.dynamic_update_slice_in_dim(sv, v, t, axis=2)
-                return group_decode_attention(q, pk, pv, length, sk, sv, t, impl=impl), (sk, sv)
-
-            x, kept = apply(layer, x, a, attend)
-            grown.append(kept)
-        return final(variables, x[:, :, 0]), tuple(grown)
-
-    def trunk(variables: Any, tokens: jax.Array, a: jax.Array, attend: Attend) -> jax.Array:
-        def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return apply(layer, x, a, attend)[0], None
-
-        step = jax.checkpoint(layer_step) if remat else layer_step
-        return jax.lax.scan(step, embed(variables, tokens), layers(variables), unroll=unroll)[0]
-
-    def hidden(variables: Any, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
-        (n, p), (_, g, r), impl = tokens.shape, completions.shape, attention_impl()
-        # Nothing asks for the state of the last token, but R rows fill tiles of an accelerator, and R - 1 do not.
-        s = r if r > 1 else 0
-        rows = lambda x: x.reshape(n, g * s, *x.shape[3:])
-        of_groups = lambda x: x[:, p:].reshape(n, g, s, *x.shape[2:])
-        own = jnp.broadcast_to(length[:, None, None] + jnp.arange(s), (n, g, s))
-        a = angles(jnp.concatenate([jnp.broadcast_to(jnp.arange(p), (n, p)), rows(own)], axis=1))
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-            out, (pk, pv) = _causal(q[:, :p], k[:, :p], v[:, :p])
-            if s:
-                of_own = group_attention(of_groups(q), pk, pv, length, of_groups(k), of_groups(v), impl=impl)
-                out = jnp.concatenate([out, rows(of_own)], axis=1)
-            return out, None
-
-        x = trunk(variables, jnp.concatenate([tokens, rows(completions[:, :, :s])], axis=1), a, attend)
-        first = jnp.broadcast_to(last(x[:, :p], length)[:, None, None], (n, g, 1, cfg.hidden_size))
-        return final(variables, jnp.concatenate([first, of_groups(x)[:, :, :-1]], axis=2))
-
-    def hidden_tree(variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array) -> jax.Array:
-        impl = attention_impl()
-        attend: Attend = lambda q, k, v: (tree_attention(q, k, v, end, impl=impl), None)
-        return final(variables, trunk(variables, tokens, angles(position), attend))
-
-    return Policy(cfg, init, prefill, decode, init_suffix, hidden, Unembed(head), embed, unstack, extend, hidden_tree)
+    bind = functools.partial
+    return Policy(
+        config=cfg,
+        init=bind(init, cfg),
+        prefill=bind(prefill, cfg),
+        decode=bind(decode, cfg),
+        init_suffix=init_suffix,
+        hidden=bind(hidden, cfg, remat),
+        unembed=Unembed(bind(output_head, cfg)),
+        embed=embed,
+        unstack=bind(unstack, cfg),
+        extend=bind(extend, cfg),
+        hidden_tree=bind(hidden_tree, cfg, remat),
+    )

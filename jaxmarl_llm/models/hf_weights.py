@@ -1,9 +1,9 @@
 """Hugging Face checkpoints in and out: safetensors directories both ways, GGUF files in.
 
-Weights are streamed: one tensor of the file is in memory at a time, beside the one leaf (all layers, stacked) that is
-being filled, or where leaves are cut over devices one device's part of both; it goes to its device before the next
-begins. Everything that can be known from headers
-(files, names, shapes, sizes) is checked before the first tensor is read, so nothing is half-loaded.
+Weights are streamed. One tensor of the file is in memory at a time, beside the one leaf (all layers, stacked) that is
+being filled. Where leaves are sharded it is one device's part of both. A part is moved to its device before the next is
+read. Files, names, shapes and sizes are known from headers. They are checked before the first tensor is read, so that
+no load ends half-way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.qwen import Config
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import Tokenizer
-from jaxmarl_llm.weight_files import DTYPES, EMBED, GGUF, HEAD, Safetensors, directory_config
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.tokenizer import Tokenizer
+from jaxmarl_llm.models.weight_files import DTYPES, EMBED, GGUF, HEAD, Safetensors, directory_config
 
 
 class Leaf(NamedTuple):
@@ -43,7 +43,11 @@ class Leaf(NamedTuple):
 
 
 def leaves(cfg: Config) -> list[Leaf]:
-    """Every leaf of the parameters of ``cfg``."""
+    """List the leaves of the parameters of an architecture.
+
+    Args:
+        cfg: the architecture.
+    """
     d, f, h = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
     heads = {"q": cfg.num_heads * h, "k": cfg.num_kv_heads * h, "v": cfg.num_kv_heads * h}
     layer: dict[tuple[str, ...], tuple[int, ...]] = {("input_layernorm", "scale"): (d,)}
@@ -70,7 +74,11 @@ def leaves(cfg: Config) -> list[Leaf]:
 
 
 def read_config(path: str | Path) -> Config:
-    """The architecture in a Hugging Face directory (config.json) or a GGUF file (its metadata)."""
+    """Read the architecture of a checkpoint.
+
+    Args:
+        path: a Hugging Face directory (its config.json), or a GGUF file (its metadata).
+    """
     path = Path(path)
     return GGUF(path).config() if path.suffix == ".gguf" else directory_config(path)
 
@@ -78,10 +86,14 @@ def read_config(path: str | Path) -> Config:
 def load(
     path: str | Path, config: Config | None = None, *, dtype: Any = jnp.float32, sharding: Any = None
 ) -> tuple[Any, Config]:
-    """Parameters and config of a Hugging Face directory or GGUF file.
+    """Load parameters and architecture of a checkpoint.
 
-    ``sharding``: where the leaves go. None (the default device), one Sharding, a tree of them shaped like the
-    parameters, or a function of a leaf's path (a tuple of keys) that returns a Sharding or None.
+    Args:
+        path: a Hugging Face directory or a GGUF file.
+        config: the architecture; None reads it from the checkpoint.
+        dtype: of the parameters.
+        sharding: placement of the leaves. None (the default device), one Sharding, a tree of Shardings shaped like the
+            parameters, or a function of a leaf's path (a tuple of keys) that returns a Sharding or None.
     """
     path, dtype = Path(path), jnp.dtype(dtype)
     source: GGUF | Safetensors
@@ -113,10 +125,19 @@ def save(
     max_shard_bytes: int = 4 * 1024**3,
     overwrite: bool = False,
 ) -> None:
-    """Writes a directory that ``transformers.AutoModelForCausalLM`` loads; ``dtype`` None keeps ``config.dtype``.
+    """Write a directory that ``transformers.AutoModelForCausalLM`` loads.
 
-    It is written under a hidden name beside ``path`` and renamed when complete. Tokenizers without transformers files
-    (bytes) leave only their eos and pad ids.
+    It is written under a hidden name beside ``path`` and renamed when complete. Of tokenizers without transformers
+    files (bytes) only the eos and pad ids are written.
+
+    Args:
+        path: the directory to write.
+        params: parameters, a tree as `load` returns it.
+        config: the architecture.
+        tokenizer: the tokenizer to write beside the weights, or None.
+        dtype: of the written tensors; None is ``config.dtype``.
+        max_shard_bytes: largest size of one file.
+        overwrite: whether to replace an existing directory.
     """
     path, dtype = Path(path), jnp.dtype(dtype or config.dtype)
     if dtype.name not in DTYPES.values():
@@ -214,7 +235,7 @@ def _sharding_of(sharding: Any, path: tuple[str, ...]) -> jax.sharding.Sharding 
 
 
 def _read(source: GGUF | Safetensors, leaf: Leaf, dtype: np.dtype, index: tuple[slice, ...]) -> np.ndarray:
-    """The part ``index`` of a leaf; of a safetensors file nothing else is read."""
+    """Read the part ``index`` of a leaf. Of a safetensors file no more than this part is read."""
     size = [len(range(*s.indices(n))) for s, n in zip(index, leaf.full_shape)]
     host = np.empty(size, dtype)
     names, part = (leaf.names[index[0]], index[1:]) if leaf.stacked else (leaf.names, index)
@@ -227,7 +248,10 @@ def _read(source: GGUF | Safetensors, leaf: Leaf, dtype: np.dtype, index: tuple[
 def _place(
     source: GGUF | Safetensors, leaf: Leaf, dtype: np.dtype, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
-    """The leaf on its devices. jax.make_array_from_callback would hold the parts of all devices before it moves one."""
+    """Read a leaf and put it on its devices, one device's part at a time.
+
+    jax.make_array_from_callback would hold the parts of all devices in memory before it moves the first.
+    """
     shape = leaf.full_shape
     if sharding is None:
         return jnp.asarray(_read(source, leaf, dtype, (slice(None),) * len(shape)))
@@ -242,7 +266,7 @@ def _place(
 
 
 def _check(source: GGUF | Safetensors, config: Config) -> None:
-    """Names and shapes of the whole source against the config, before anything is read."""
+    """Check names and shapes of all tensors against the architecture, before any tensor is read."""
     have = dict(source.shapes)
     for leaf in leaves(config):
         for name in leaf.names:

@@ -1,8 +1,8 @@
-"""Low-rank adapters as a tree of their own, one per role over a shared backbone (Hu et al. 2021).
+"""Low-rank adapters in a tree of their own, one per role over a shared backbone (Hu et al. 2021).
 
 A linear map x W becomes x W + scale (x A) B. The tree mirrors ``params["layers"]`` and holds {"a": [L in r],
-"b": [L r out]} at each adapted kernel; it is the ``lora`` collection of `qwen`'s modules. B starts at zero, so a fresh
-adapter changes nothing.
+"b": [L r out]} at each adapted kernel. It is the ``lora`` collection of the modules in `decoder`. B is 0 at first, so a
+new adapter changes nothing.
 """
 
 from __future__ import annotations
@@ -10,14 +10,21 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import Params
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def init_lora(key: jax.Array, params: Params, rank: int, targets: tuple[str, ...] = TARGETS) -> Params:
-    """A fresh adapter for ``params`` (shapes suffice): A normal with variance 1/in, B zero, float32."""
+    """Draw a new adapter in float32: A normal with variance 1/in, B zero.
+
+    Args:
+        key: typed random key.
+        params: parameters of the backbone, or their shapes.
+        rank: inner dimension r, at least 1.
+        targets: names of the adapted kernels, from `TARGETS`.
+    """
     if rank < 1:
         raise ConfigError(f"lora rank: expected >= 1, got {rank}")
     unknown = sorted(set(targets) - set(TARGETS))
@@ -35,7 +42,13 @@ def init_lora(key: jax.Array, params: Params, rank: int, targets: tuple[str, ...
 
 
 def merge_lora(params: Params, lora: Params, scale: float) -> Params:
-    """``params`` with the adapter folded into its kernels: W + scale A B. What an export writes."""
+    """Add an adapter to the kernels, W + scale A B, as an export does.
+
+    Args:
+        params: parameters of the backbone.
+        lora: the adapter.
+        scale: factor of A B, alpha / rank.
+    """
     layers = {k: dict(v) for k, v in params["layers"].items()}
     for block, modules in lora.items():
         for name, ab in modules.items():

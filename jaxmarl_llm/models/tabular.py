@@ -1,8 +1,8 @@
-"""A policy that is a table: one row of logits for each prompt it knows, one column for each move it can make.
+"""Tabular policy: a table of logits with one row for each known prompt and one column for each possible move.
 
-For games small enough to enumerate, where what a rollout estimates can be computed exactly. It is a `Policy` like any
-other, so sampling, scoring, credit and the learner are those of language models. A completion is one token, its move:
-roles have ``max_new=1``.
+It is for games that are small enough to enumerate, where the expectation of every estimate can be computed exactly. It
+is a `Policy` like any other, so sampling, scoring, credit and the learner are those of language models. A completion is
+one token, the move: roles have ``max_new_tokens=1``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels.head import NEG
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.kernels.head.head import NEG
 from jaxmarl_llm.types import Params, Policy
 
 
 @dataclass(frozen=True)
 class Config:
-    prompts: tuple[tuple[int, ...], ...]  # ids of each known prompt: the rows of the table
-    moves: tuple[int, ...]  # ids of the tokens it can say: the columns; every other token has probability 0
+    """Prompts and moves of a table."""
+
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each known prompt: the rows of the table
+    moves: tuple[int, ...]  # token ids of the moves: the columns; every other token has probability 0
     vocab_size: int
 
     def __post_init__(self):
@@ -37,10 +39,14 @@ class Config:
 
 @functools.cache
 def make_policy(cfg: Config) -> Policy:
-    """``{"params": {"logits": [prompts, moves]}}``; D = moves: the hidden state of a prompt is its row.
+    """Make the `Policy` of a table ``{"params": {"logits": [prompts, moves]}}``.
 
-    A prompt that is not in the table has NaN logits, and so has a second token: neither goes unseen. Raises ValueError
-    when completions of more than one token are scored.
+    The hidden state of a prompt is its row.
+    A prompt that is not in the table has NaN logits, and so has a second token, so that neither goes unnoticed. Raises
+    ValueError when completions of more than one token are scored.
+
+    Args:
+        cfg: prompts, moves and vocabulary.
     """
     size = max(map(len, cfg.prompts))
     table = np.full((len(cfg.prompts), size), -1, np.int32)
@@ -51,7 +57,7 @@ def make_policy(cfg: Config) -> Policy:
     def init(key: jax.Array) -> Params:
         return {"logits": jax.random.normal(key, (len(cfg.prompts), len(cfg.moves)))}
 
-    def rows(variables: Params, tokens: Int[Array, "N P"], length: Int[Array, "N"]) -> Float[Array, "N D"]:
+    def rows(variables: Params, tokens: Int[Array, "N P"], length: Int[Array, " N"]) -> Float[Array, "N D"]:
         short = max(0, size - tokens.shape[1])
         shown = jnp.where(jnp.arange(tokens.shape[1]) < length[:, None], tokens, -1)
         shown = jnp.pad(shown, ((0, 0), (0, short)), constant_values=-1)
@@ -70,7 +76,7 @@ def make_policy(cfg: Config) -> Policy:
 
     def hidden(variables: Params, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
         if completions.shape[-1] != 1:
-            raise ValueError(f"a tabular policy says one token, not {completions.shape[-1]}")
+            raise ValueError(f"a tabular policy samples one token, not {completions.shape[-1]}")
         row = rows(variables, tokens, length)
         return jnp.broadcast_to(row[:, None, None], (*completions.shape, len(moves)))
 

@@ -1,13 +1,14 @@
-"""Text to token ids and back: prompts in which what an agent said is exactly what it sampled.
+"""Text to token ids and back: in a prompt, an agent's own earlier turns are exactly the ids it sampled.
 
-Two promises hold for every tokenizer here:
+Two properties hold for every tokenizer here:
 
-1. Content never becomes control: whatever a user, tool, memory or peer writes, only the chat template puts control ids
-   (role markers, end of turn, ``<think>``, ``<tool_call>``, every added token) into a prompt.
-2. Token-in, token-out: a turn the reader sampled itself is spliced in as ids, and ``render`` is append-only:
-   ``render(prompt + (own turn, ...))`` starts with ``render(prompt) + sampled ids``, for any template. It holds by
-   construction: what precedes an own turn is rendered as it was when the turn was sampled, generation header included.
-   (Templates alone do not do this: Qwen3 drops ``<think>`` blocks from history, also the empty one it writes itself.)
+1. Content never becomes control. Only the chat template puts control ids into a prompt (role markers, end of turn,
+   ``<think>``, ``<tool_call>``, every added token), whatever text a user, tool, memory or peer writes.
+2. Token-in, token-out. A turn that the reader sampled is inserted as ids, and ``render`` is append-only:
+   ``render(prompt + (own turn, ...))`` starts with ``render(prompt) + sampled ids``, for any template. This holds by
+   construction: the text before an own turn is rendered as it was when the turn was sampled, generation header
+   included. (Templates alone do not do this: Qwen3 drops ``<think>`` blocks from history, also the empty one it writes
+   itself.)
 """
 
 from __future__ import annotations
@@ -21,29 +22,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from jaxmarl_llm.text import ConfigError, Message, Prompt
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Message, Prompt
 
 
 class Text(NamedTuple):
-    """Template text without control tokens. Neighbouring texts are encoded together, as the template would be."""
+    """Template text without control tokens. Neighbouring texts are encoded together, as in the whole template."""
 
     text: str
 
 
 class Control(NamedTuple):
+    """A control token of the template."""
+
     id: int
 
 
 class Slot(NamedTuple):
-    """The content of message ``message``; ``strip`` where the template strips it."""
+    """Place of a message's content in the template."""
 
-    message: int
-    strip: bool = False
+    message: int  # index of the message
+    strip: bool = False  # whether the template strips white space around the content
 
 
 class Fitted(NamedTuple):
+    """A prompt that fits a length limit."""
+
     ids: list[int]
-    cut: int  # content tokens left out
+    cut: int  # number of content tokens left out
 
 
 @dataclass
@@ -53,7 +59,10 @@ class _Part:
 
 
 class Tokenizer(ABC):
-    """``stop_ids`` end a completion, the template's own end of turn first. Ids from ``vocab_size`` on do not exist."""
+    """Interface of a tokenizer with a chat template.
+
+    ``stop_ids`` end a completion; the template's own end of turn is the first. All ids are below ``vocab_size``.
+    """
 
     name: str
     vocab_size: int
@@ -62,31 +71,47 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of plain content; never control ids."""
+        """Encode plain content. The result never has control ids."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; control tokens that mark turns are left out."""
+        """Decode ids to text, without the control tokens that mark turns."""
 
     def save(self, directory: Path) -> None:  # noqa: B027
-        """Writes the files transformers reads it from, where there are any."""
+        """Write the files from which transformers reads the tokenizer, where there are any."""
 
     @abstractmethod
     def layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple[Text | Control | Slot, ...]:
-        """The template for messages of these (speaker, spliced) pairs, generation header included."""
+        """Lay out the template, generation header included.
+
+        Args:
+            shape: (speaker, whether the message is inserted as ids) of each message.
+        """
 
     def render(self, prompt: Prompt, reader: str) -> list[int]:
-        """Ids of the prompt, ready for ``reader`` to go on.
+        """Encode a prompt, ready for ``reader`` to continue.
 
-        A message whose owner is ``reader`` and that has ids is spliced in as these ids; the template's end of turn
-        follows and is not doubled when it was sampled. ``raw`` messages are spliced without a template: at the end
-        behind the generation header (a turn to be continued); a prompt of raw messages only has no template at all.
+        A message that has ids and whose owner is ``reader`` is inserted as these ids. The template's end of turn
+        follows; it is not doubled if it was sampled. ``raw`` messages are inserted without a template: at the end they
+        are behind the generation header (a turn to be continued). A prompt of raw messages alone has no template.
+
+        Args:
+            prompt: the messages.
+            reader: name of the agent that samples the next turn.
         """
         return self._join(self._parts(prompt, reader))
 
     def fit(self, prompt: Prompt, reader: str, max_length: int) -> Fitted:
-        """As ``render``, in at most ``max_length`` ids. Tokens are dropped from the middle of the longest content that
-        is not a system message, then of the next longest; template, system text and generation header stay whole."""
+        """Encode a prompt as `render` does, in at most ``max_length`` ids.
+
+        Tokens are dropped from the middle of the longest content that is not a system message, then of the next
+        longest. Template, system text and generation header stay whole. Raises `ConfigError` if these are too long.
+
+        Args:
+            prompt: the messages.
+            reader: name of the agent that samples the next turn.
+            max_length: largest number of ids.
+        """
         parts, cut = self._parts(prompt, reader), 0
         ids = self._join(parts)
         while len(ids) > max_length:
@@ -149,17 +174,17 @@ def _spliced(message: Message, reader: str) -> bool:
 
 
 def _valid(text: str) -> str:
-    """Pairs of surrogates joined, lone ones replaced: what UTF-8 can hold."""
+    """Join pairs of surrogates and replace single ones, so that the text can be encoded in UTF-8."""
     if any("\ud800" <= c <= "\udfff" for c in text):
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes, for models of our own: ids 0-255, then pad, eos, sep, system, user, assistant, tool; 263 is spare.
+    """Tokenizer of UTF-8 bytes: ids 0-255, then pad, eos, sep, system, user, assistant, tool; 263 is unused.
 
-    A message is its role marker, its bytes, and sep, or eos after the assistant's. The generation header is the
-    assistant marker alone.
+    A message is its role marker, its bytes, and sep, or eos for the assistant. The generation header is the assistant
+    marker alone.
     """
 
     PAD, EOS, SEP = 256, 257, 258
@@ -194,18 +219,22 @@ class ByteTokenizer(Tokenizer):
 
 # Ends of text beside the template's end of turn; published generation configs list them as eos too.
 _STOPS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "</s>")
-# Stands for message k in the template: private-use characters, inside white space that tells whether it is stripped.
+# Placeholder of message k in the template: private-use characters. The white space shows whether it is stripped.
 _MARK = "\u2003\ue000{}\ue001\u2003"
 _MARKS = re.compile("(\u2003?)\ue000(\\d+)\ue001\u2003?")
 
 
 class HFTokenizer(Tokenizer):
-    """A Hugging Face tokenizer and its chat template: a directory with ``tokenizer.json``, or a ``.gguf`` file.
+    """Hugging Face tokenizer with its chat template.
 
-    The template sees a placeholder instead of every content, so it cannot look into or change content (but where it
-    strips white space, content is stripped). On content without added tokens and ``</think>`` the ids are those of the
-    tokenizer's own ``apply_chat_template``; this is checked once on construction. ``enable_thinking`` goes to templates
-    that know it (Qwen3); None leaves it out.
+    The template is rendered with a placeholder in place of every content, so it cannot read or change content. Only
+    where it strips white space is content stripped. On content without added tokens and ``</think>`` the ids are those
+    of the tokenizer's own ``apply_chat_template``; this is checked once, on construction.
+
+    Args:
+        path: a directory with ``tokenizer.json``, or a ``.gguf`` file.
+        enable_thinking: argument of templates that know it (Qwen3); None leaves it out.
+        chat_template: a template in place of the tokenizer's own.
     """
 
     def __init__(
@@ -256,7 +285,7 @@ class HFTokenizer(Tokenizer):
     def _layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple[Text | Control | Slot, ...]:
         pieces: list[Text | Control | Slot] = []
         index: list[int] = []  # message of each templated turn so far
-        cut, behind = 0, ""  # turns, and text behind the last of them, that are in pieces already
+        cut, behind = 0, ""  # turns that are in pieces already, and the text behind the last of them that is
 
         def emit(header: bool) -> None:
             nonlocal behind
@@ -285,7 +314,7 @@ class HFTokenizer(Tokenizer):
         return tuple(pieces)
 
     def _template(self, speakers: tuple[str, ...], header: bool) -> str:
-        """The template's text, with a mark for every content; the marks are there once and in order."""
+        """Render the template with a mark for every content. Each mark must occur once, and in order."""
         import jinja2
 
         messages = [{"role": s, "content": _MARK.format(k)} for k, s in enumerate(speakers)]
@@ -314,10 +343,10 @@ class HFTokenizer(Tokenizer):
         return [p for p in pieces if p != Text("")]
 
     def _find_stops(self, path: Path) -> tuple[int, ...]:
-        """The template's end of turn, eos of the tokenizer and of generation_config.json, known ends of text."""
+        """Find the template's end of turn, eos of the tokenizer and of generation_config.json, known ends of text."""
         pieces = self.layout((("user", False), ("assistant", False), ("user", False)))
-        said = next(k for k, piece in enumerate(pieces) if isinstance(piece, Slot) and piece.message == 1)
-        after = pieces[said + 1]
+        answer = next(k for k, piece in enumerate(pieces) if isinstance(piece, Slot) and piece.message == 1)
+        after = pieces[answer + 1]
         stops = [after.id] if isinstance(after, Control) else []
         stops += [] if self.hf.eos_token_id is None else [self.hf.eos_token_id]
         file = path / "generation_config.json"
@@ -330,13 +359,13 @@ class HFTokenizer(Tokenizer):
         return tuple(dict.fromkeys(stops))
 
     def _check(self, path: Path) -> None:
-        """Encoding in pieces gives what the tokenizer gives for the whole (it would not if it marks a text's start)."""
-        said = ("Hi, you: 3 x 4?", "\n 12 \u00e9\u4f60", "And\nthen")
+        """Check that encoding in pieces equals encoding the whole (not so if the tokenizer marks a text's start)."""
+        contents = ("Hi, you: 3 x 4?", "\n 12 \u00e9\u4f60", "And\nthen")
         speakers = ("user", "assistant", "user")
         text = self._template(speakers, header=True)
-        whole = _MARKS.sub(lambda m: said[int(m[2])] if m[1] else said[int(m[2])].strip(), text)
+        whole = _MARKS.sub(lambda m: contents[int(m[2])] if m[1] else contents[int(m[2])].strip(), text)
         expected = self._backend.encode(whole, add_special_tokens=False).ids
-        if self.render(tuple(map(Message, speakers, said)), "") != expected:
+        if self.render(tuple(map(Message, speakers, contents)), "") != expected:
             raise ConfigError(f"tokenizer {path}: its chat template cannot be encoded in pieces")
 
 
@@ -351,7 +380,7 @@ def _load(path: Path) -> Any:
 
 
 def _without_added_tokens(backend: Any) -> Any:
-    """The same tokenizer for content: it knows no added token, special or not."""
+    """Copy a tokenizer without its added tokens, special or not, for content."""
     from tokenizers import Tokenizer as Backend
 
     spec = json.loads(backend.to_str())

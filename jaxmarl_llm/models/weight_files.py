@@ -1,7 +1,7 @@
-"""Readers of checkpoint files: a Hugging Face directory of safetensors, a GGUF file.
+"""Readers of checkpoint files: a Hugging Face directory of safetensors, and a GGUF file.
 
-Each knows names and shapes of its tensors from headers alone (``shapes``) and reads one tensor at a time (``read``).
-Whatever is wrong with a file ends with one line that names it.
+A reader has the names and shapes of its tensors from headers alone (``shapes``) and reads one tensor at a time
+(``read``). Every error is a `ConfigError` of one line that names the file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxmarl_llm.qwen import Config
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.hf_config import read_hf_config
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        path: the file.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: file is missing")
     try:
@@ -34,6 +40,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_pointer(path: Path) -> None:
+    """Raise `ConfigError` for a Git LFS pointer in place of a file.
+
+    Args:
+        path: the file.
+    """
     with open(path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
             size = path.stat().st_size
@@ -41,15 +52,21 @@ def refuse_pointer(path: Path) -> None:
 
 
 def directory_config(path: Path) -> Config:
-    hf = read_json(path / "config.json")
-    try:
-        return Config.from_hf(hf)
-    except KeyError as error:
-        raise ConfigError(f"{path / 'config.json'}: key {error} is missing") from error
+    """Read the architecture from config.json.
+
+    Args:
+        path: a Hugging Face directory.
+    """
+    file = path / "config.json"
+    return read_hf_config(read_json(file), str(file))
 
 
 class Safetensors:
-    """Tensors of a Hugging Face directory."""
+    """Reader of the safetensors files of a Hugging Face directory.
+
+    Args:
+        path: the directory.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,10 +117,16 @@ class Safetensors:
             self._file[name] = file
 
     def where(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
         return self._file[name]
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor, or the part ``index`` of it."""
+        """Read a tensor, or a part of it.
+
+        Args:
+            name: name of the tensor.
+            index: one slice for each axis; () is all of it.
+        """
         from safetensors import safe_open
 
         file = self._file[name]
@@ -113,6 +136,7 @@ class Safetensors:
         return self._open[1].get_tensor(name) if whole else self._open[1].get_slice(name)[index]
 
     def tokenizer_vocab(self) -> int:
+        """Count the ids of the tokenizer beside the weights; 0 without one."""
         file = self.path / "tokenizer.json"
         if not file.is_file():
             return 0
@@ -154,7 +178,11 @@ LAYER = {
 
 
 class GGUF:
-    """Tensors of a GGUF file under their Hugging Face names, dequantized one by one."""
+    """Reader of a GGUF file. Tensors have their Hugging Face names and are dequantized one by one.
+
+    Args:
+        path: the file.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -195,24 +223,31 @@ class GGUF:
         return name
 
     def config(self) -> Config:
+        """Read the architecture from the metadata."""
         hf = {key: self._get(f"{self.arch}.{name}") for key, name in KEYS.items()}
         for key, name in OPTIONAL.items():
             if self._reader.get_field(f"{self.arch}.{name}") is not None:
                 hf[key] = self._get(f"{self.arch}.{name}")
-        scaling = self._get(f"{self.arch}.rope.scaling.type", "none")
-        if scaling != "none":
+        hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
+        hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+        key = f"{self.arch}.rope.scaling.type"
+        scaling = self._get(key, "none")
+        if scaling not in ("none", "linear"):
+            raise ConfigError(f"{self.path}: metadata {key} is {scaling!r}; expected none or linear")
+        if scaling == "linear":
             hf["rope_scaling"] = {"rope_type": scaling, "factor": self._get(f"{self.arch}.rope.scaling.factor")}
         if EMBED not in self.shapes:
             raise ConfigError(f"{self.path}: tensor token_embd.weight is missing")
         tied = HEAD not in self.shapes
-        return Config.from_hf(
-            {**hf, "model_type": self.arch, "vocab_size": self.shapes[EMBED][0], "tie_word_embeddings": tied}
-        )
+        hf |= {"model_type": self.arch, "vocab_size": self.shapes[EMBED][0], "tie_word_embeddings": tied}
+        return read_hf_config(hf, str(self.path))
 
     def where(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
         return self.path
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Read a tensor, or a part of it, as `Safetensors.read` does."""
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
@@ -228,5 +263,6 @@ class GGUF:
         return value.reshape(self.shapes[name])[index]
 
     def tokenizer_vocab(self) -> int:
+        """Count the ids of the tokenizer in the file; 0 without one."""
         field = self._reader.get_field("tokenizer.ggml.tokens")
         return 0 if field is None else len(field.data)

@@ -15,10 +15,10 @@ up to a covariance term, and agent-wise statistics make the factor 1. ``credit.o
 once in the statistics and copies its advantage to its steps (the authors' baseline mode).
 
 Kept: the above, G = 8, PPO's token-level clip, a penalty of 0.1 for an invalid action, one model a role or one for all
-(``team.share``), models of different sizes (``team.overrides``). Chosen where the paper is silent, or changed: the
-penalty reaches the earlier steps of the same role too, by the return-to-go (the authors subtract it from the step
-alone); equal returns give exactly 0; all tokens of a batch are averaged alike; no KL unless ``loss.kl_coef`` is set;
-one learning rate for all models.
+(``team.parameter_sharing``), models of different sizes (``team.overrides``). Chosen where the paper is silent, or
+changed: the penalty reaches the earlier steps of the same role too, by the return-to-go (the authors subtract it from
+the step alone); equal returns give exactly 0; all tokens of a batch are averaged alike; no KL unless ``loss.kl_coef``
+is set; one learning rate for all models.
 
 Expected: on `chain` with a solver and a verifier, both learn; how their gradient norms and successes differ is what
 experiments/claims/dr_mas.py measures.
@@ -31,12 +31,14 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmarl_llm import phases
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.plans import Plan, flat
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.credit.assign import Credit, standard_rule
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.plans import Plan, flat
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.train_step import Algorithm
 
 GROUPS = ("task_role", "task")  # whose steps make the statistics: the agent's (Dr. MAS), or all (the control)
 
@@ -46,7 +48,7 @@ class Config(BaseConfig):
     recipe: str = "dr_mas"
     group: int = 8  # G episodes of each task
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "invalid": 1.0})
-    credit: Credit = Credit(group="task_role", ddof=1, singleton="raw")
+    credit: Credit = Credit(group="task_role", ddof=1)
 
     def check(self, path: str) -> None:
         super().check(path)
@@ -55,7 +57,7 @@ class Config(BaseConfig):
             raise ConfigError(f"{path}.group: expected >= 2 (a group compares samples), got {self.group}")
 
 
-def inflation(returns: Float[Array, "C"], mine: Bool[Array, "C"]) -> Float[Array, ""]:
+def inflation(returns: Float[Array, " C"], mine: Bool[Array, " C"]) -> Float[Array, ""]:
     """The lemma's factor ``(var_k + (mu_k - mu)^2) / var`` of one agent's steps among all steps of a group.
 
     Population variances; 1 with agent-wise statistics. NaN without steps of the agent, or when all returns are equal.
@@ -68,5 +70,9 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> phases.Recipe:
-    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg))
+def algorithm(cfg: Config) -> Algorithm:
+    return Algorithm(standard_rule(cfg.credit, singleton="raw"), cfg.reward)
+
+
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

@@ -3,8 +3,8 @@
 G episodes from each task's first state; advantage (R - mean) / std over the task's episodes, the same for every turn of
 an episode; PPO clip; KL to the reference in the loss (k3) when ``loss.kl_coef`` is set.
 
-Kept: the above. Changed: tokens of all episodes are averaged alike (``loss.aggregate="token"``, DAPO) instead of first
-within each episode (``"sequence"``, the paper's). Groups without a variance are left out: their gradient is zero.
+Kept: the above. Changed: tokens of all episodes are averaged alike (``loss.aggregation="token"``, DAPO) instead of
+first within each episode (``"sequence"``, the paper's). Groups without a variance are left out: their gradient is zero.
 With several roles every role's steps share their episode's group by role, which is the naive extension to a team.
 
 Expected: `experiments/configs/grpo.py:tiny` rises within a minute on CPU; it is the single agent of the ablations.
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmarl_llm import phases
-from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.plans import Plan, flat
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.credit.assign import Credit, standard_rule
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.plans import Plan, flat
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 
 
 @dataclass(frozen=True)
@@ -37,5 +39,9 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> phases.Recipe:
-    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg, drop_equal=True))
+def algorithm(cfg: Config) -> Algorithm:
+    return Algorithm(standard_rule(cfg.credit), cfg.reward, select=unequal_groups)
+
+
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

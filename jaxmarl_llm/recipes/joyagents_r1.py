@@ -8,33 +8,56 @@ Stage 0 fine-tunes every agent on its own samples, memory-bearing ones included.
     4. updates the models that own a selected group, on those groups alone; the others stay bit-identical
     5. evolves every agent's memory by R_A + R_F of the same rollout
 
-Kept from the paper: the above, K = 5, thresholds at 2.5 and 97.5 % of a running normal, alpha = beta = 1.
-Chosen where the paper is silent: the base trajectory's action is one of its node's G samples; alternatives are played
-to the end by the current policies (``continuation="local"``: scored by the environment's verifier instead), and their
-single continuation steps are not trained on; a sample's return is the mean over its node's children, so what lies
-behind a base action is an average of G; advantages (R - mean) / (std + eps) per node; PPO clip 0.2, no KL; memory
-rules of memory.py. Dropped: nothing we know of.
+The authors have published no code. Section 3 of the paper, which defines the method, could not be read: the sources are
+its abstracts and its reviews. "Kept" therefore means kept from those.
+
+Kept: the above, K = 5, thresholds at 2.5 and 97.5 % of a normal of the rewards, alpha = beta = 1, one additive reward
+R_A + R_F - R_E for the policy and R_A + R_F for the memory (`dispatch`). On `assistant` form and efficiency are paid in
+proportion to accuracy, and memory learns from R_A alone; ``env.args.reward="sum"`` is the paper's sum there.
+
+Chosen, because no source states it:
+
+- node: the base trajectory's action is one of its node's G samples. G is a number for each turn and does not adapt to
+  the node.
+- return: alternatives are played to the end by the current policies (``continuation="local"``: scored by the
+  environment's verifier instead), and their single continuation steps are not trained on. A sample's return is the mean
+  over its node's children, so what lies behind a base action is an average of G.
+- loss: advantages (R - mean) / (std + eps) per node, population std; PPO clip 0.2; no KL, although its abstract calls
+  the method a variant of GRPO, whose original form has one.
+- selection: K counts nodes of one task (``scope="batch"``: of the batch), not agents. A group has two samples at least
+  and a variance above 0. With at most K nodes a task, as in the tiny variant (3 nodes, K = 5), it selects every group
+  that has a variance.
+- sizes: group size, learning rate, memory size, and the number and form of retrieved entries.
+- memory: every rule of agents/memory.py beyond those named above. The normal is fitted to the whole history of an
+  agent's rewards, and thresholds are clipped to the least and largest reward. For rewards of 0 and 1 the upper
+  threshold is therefore the best reward seen whenever the success rate is above 1 / (1 + 1.96^2) = 0.21. The lower one
+  is the worst whenever it is below 0.79.
+
+Dropped: nothing that those sources name. What section 3 says beyond them is unknown here, so more may be missing. On
+`dispatch`, the demo, no agent has tools; `assistant` has the master and four specialists with tools and ReAct turns.
+The scales of the rewards are the environments'. The paper's models and data were not at hand.
 
 Expected: on `dispatch`, from a success of at most 0.60 after stage 0 to at least 0.90 (`make demo`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
-import numpy as np
+from jaxtyping import Array
 
-from jaxmarl_llm import phases
-from jaxmarl_llm.arena import Played
-from jaxmarl_llm.credit import Credited
-from jaxmarl_llm.memory import MemoryConfig
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.plans import Plan, flat, node_wise, product
-from jaxmarl_llm.selection import top_k_variance
-from jaxmarl_llm.stages import BaseConfig, Run, credit, learn, remember
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.types import TrainState
+from jaxmarl_llm.agents.memory import MemoryConfig
+from jaxmarl_llm.config import one_of
+from jaxmarl_llm.credit.assign import Credited, standard_rule
+from jaxmarl_llm.credit.selection import top_k_variance
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.plans import Plan, flat, node_wise, product
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.train_step import Algorithm
 
 PLANS = ("node_wise", "flat", "product")
 
@@ -58,10 +81,9 @@ class Config(BaseConfig):
             raise ConfigError(f"{path}.group: expected sizes >= 2 (a group compares samples), got {self.group}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"{path}.top_k: expected >= 1 or None for all, got {self.top_k}")
-        if self.scope not in ("task", "batch"):
-            raise ConfigError(f"{path}.scope: expected task or batch, got {self.scope!r}")
-        if self.plan not in PLANS:
-            raise ConfigError(f"{path}.plan: expected one of {', '.join(PLANS)}, got {self.plan!r}")
+        one_of(f"{path}.scope", self.scope, ("task", "batch"))
+        one_of(f"{path}.plan", self.plan, PLANS)
+        one_of(f"{path}.continuation", self.continuation, ("continue", "local"))
         if self.plan != "node_wise" and len(sizes) > 1:
             raise ConfigError(f"{path}.group: expected one size for plan {self.plan!r}, got {self.group}")
         if self.continuation == "local" and self.plan == "node_wise" and self.credit.discount:
@@ -76,32 +98,29 @@ def make_plan(cfg: Config) -> Plan:
     return flat(size) if cfg.plan == "flat" else product(size)
 
 
-def select(cfg: Config, credited: Credited, tasks: int) -> np.ndarray:
-    """The marginal-benefit groups [K]: largest variance, two members at least, variance above 0."""
-    scope, scopes = (credited.group_task, tasks) if cfg.scope == "task" else (None, 1)
-    eligible = credited.stats.count >= 2
-    return np.asarray(_top_k(credited.stats.variance, eligible, cfg.top_k, scope=scope, num_scopes=scopes))
+def select(cfg: Config) -> Callable[[Credited, int], Array]:
+    """The marginal-benefit groups: largest variance, two members at least, variance above 0."""
+
+    def top_groups(credited: Credited, num_tasks: int) -> Array:
+        scope, scopes = (credited.group_task, num_tasks) if cfg.scope == "task" else (None, 1)
+        eligible = credited.stats.count >= 2
+        return _top_k(credited.stats.variance, eligible, cfg.top_k, scope=scope, num_scopes=scopes)
+
+    return top_groups
 
 
 _top_k = jax.jit(top_k_variance, static_argnames=("k", "num_scopes"))
 
 
-def make(cfg: Config) -> phases.Recipe:
-    remembers = cfg.memory if cfg.use_memory else None
+def algorithm(cfg: Config) -> Algorithm:
+    return Algorithm(
+        standard_rule(cfg.credit),
+        cfg.reward,
+        select=select(cfg),
+        memory=cfg.memory if cfg.use_memory else None,
+        memory_reward=cfg.memory_reward,
+    )
 
-    def improve(run: Run, state: TrainState, played: Played, tasks: int, logger: Logger) -> phases.Improved:
-        team, arena = run.team, run.arena
-        with logger.stage("reward"):
-            credited = credit(cfg, team, arena, played, tasks, cfg.reward)
-            selected = select(cfg, credited, tasks)
-        with logger.first("update"), logger.stage("update"):
-            trained = credited.valid & selected[credited.group]
-            state, updated = learn(team, run.learners, cfg, state, played, credited.advantage, trained)
-        metrics: dict[str, float] = {}
-        if remembers is not None:
-            with logger.first("memory"), logger.stage("memory"):
-                kept = credit(cfg, team, arena, played, tasks, cfg.memory_reward)
-                state, metrics = remember(team, arena, remembers, state, played, kept.returns, kept.valid)
-        return phases.Improved(state, credited, selected, updated, metrics)
 
-    return phases.make_recipe(cfg, make_plan(cfg), improve, remembers)
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmarl_llm import phases
-from jaxmarl_llm.plans import Plan, flat
-from jaxmarl_llm.stages import ActorCritic
-from jaxmarl_llm.team import TeamConfig
+from jaxmarl_llm.agents.team import TeamConfig
+from jaxmarl_llm.credit.assign import standard_rule
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.rollout.plans import Plan, flat
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.actor_critic import CriticAdvantage
+from jaxmarl_llm.training.config import ActorCritic
+from jaxmarl_llm.training.train_step import Algorithm
 
 
 @dataclass(frozen=True)
@@ -32,5 +36,9 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> phases.Recipe:
-    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_critic(cfg), critic_optimizer=cfg.critic_optimizer)
+def algorithm(cfg: Config) -> Algorithm:
+    return Algorithm(standard_rule(cfg.credit), cfg.reward, critic=CriticAdvantage(cfg))
+
+
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env, critic_optimizer=cfg.critic_optimizer)

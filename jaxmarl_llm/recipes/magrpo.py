@@ -9,13 +9,23 @@ Agents act at once, each on its own history; one joint reward. Return of a joint
 advantage (eq. 2) A = R - mean of the group, shared by all agents, no std; objective (eq. 3): mean of A times the summed
 token log-probs; no clip, no KL, no length normalisation. Groups: one agent's samples at one state, and in ``flat``
 one agent's at one turn of one task. ``joint="cross"`` forms every combination of the agents' samples; a completion is
-credited with the mean of its joint actions (``credit.reduce="sum"`` as the library does). ``credit.centre`` none, loo
-and max are MAREINFORCE, MARLOO and MAREMAX; ``credit.scale="std"`` makes all four one algorithm.
+credited with the mean of its joint actions (``credit.reduce="sum"`` as the library does). ``credit.baseline`` none, loo
+and max are MAREINFORCE, MARLOO and MAREMAX; ``credit.normalise="std"`` makes all four one algorithm.
+
+No factor discount^t. The gradient of the discounted return J = E[sum over t of discount^t r_t] weighs the term of turn
+t by discount^t:
+
+    exact   sum over t of discount^t A_t grad log pi(a_t | h_t)
+    here    sum over t of            A_t grad log pi(a_t | h_t)
+
+Without the factor, turn t of a tree counts 1 / discount^t as much as in the exact gradient. The authors' library has no
+factor either. The paper's formula of the return has no discount, and ``credit.discount`` is 1 by default, where both
+agree. The library's default is 0.9.
 
 Kept: the above. Changed, each by intent: the stop token is trained and padding is not; log-probs are those of the
 distribution sampled from; many tasks in a batch, one update on all of them (the library trains task by task, partly
 off policy); gradients are clipped only if ``optimizer.max_grad_norm`` says so; early termination is off unless
-``stop_above`` is set. With one agent and scale std this is GRPO without a clip (tests/test_magrpo.py).
+``stop_above`` is set. With one agent and normalise std this is GRPO without a clip (tests/recipes/test_magrpo.py).
 
 Expected: `experiments/configs/magrpo.py:tiny` passes the untrained team and one agent alone at equal sampled tokens.
 """
@@ -24,13 +34,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxmarl_llm import phases
-from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.plans import JOINT, Plan, flat, handoff, product
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.credit.assign import Credit, standard_rule
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.plans import JOINT, Plan, flat, handoff, product
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
+from jaxmarl_llm.training.train_step import Algorithm
 
 MODES = ("flat", "tree", "best", "first")
 
@@ -42,8 +54,8 @@ class Config(BaseConfig):
     mode: str = "flat"  # flat, tree, best or first
     joint: str = "aligned"  # how the agents' samples are combined: aligned or cross
     stop_above: float | None = None  # a state whose joint actions' mean reward is above it is not played on
-    credit: Credit = Credit(group="task_role_turn", scale="none")
-    loss: Loss = Loss(clip_low=None, aggregate="sum")
+    credit: Credit = Credit(group="task_role_turn", normalise="none")
+    loss: Loss = Loss(clip_low=None, aggregation="sum")
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.0)
 
     def check(self, path: str) -> None:
@@ -75,5 +87,9 @@ def make_plan(cfg: Config) -> Plan:
     return plan._replace(stop_above=cfg.stop_above, reward=tuple(sorted(cfg.reward.items())))
 
 
-def make(cfg: Config) -> phases.Recipe:
-    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg))
+def algorithm(cfg: Config) -> Algorithm:
+    return Algorithm(standard_rule(cfg.credit), cfg.reward)
+
+
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

@@ -31,19 +31,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm import offline, phases, processes
-from jaxmarl_llm.arena import Demonstrations, EnvConfig, Played
-from jaxmarl_llm.config import one_of, to_dict
-from jaxmarl_llm.credit import Credited
-from jaxmarl_llm.diagnose import episodes_of, evaluate, majority
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.plans import Plan, product
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.selection import same_parent_pairs
-from jaxmarl_llm.stages import SFT_LOSS, BaseConfig, Offline, credit, offline_step
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import make_learner, task_order
+from jaxmarl_llm.config import at_least, one_of, to_dict
+from jaxmarl_llm.credit.assign import Credited, assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.credit.selection import same_parent_pairs
+from jaxmarl_llm.distributed import processes
+from jaxmarl_llm.distributed.sharding import to_host
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.rollout.env_runner import Demonstrations, RolloutResult
+from jaxmarl_llm.rollout.keys import TASKS, stream
+from jaxmarl_llm.rollout.plans import Plan, product
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.storage import dataset as offline
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.config import BaseConfig, Offline
+from jaxmarl_llm.training.drivers import HostDriver
+from jaxmarl_llm.training.evaluation import episodes_of, evaluate, majority
+from jaxmarl_llm.training.learner import Learner, make_learner
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.order import shuffled
+from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
+from jaxmarl_llm.training.train_step import Driver
 from jaxmarl_llm.types import Team, TrainState
 
 ROLES = ("generator", "verifier", "refiner")
@@ -78,14 +89,15 @@ class Config(BaseConfig):
     data: str | None = None  # folder of the data set; None: data/ in the run's
     env: EnvConfig = EnvConfig("chain", {"protocol": "refine"})
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0})
-    loss: Loss = Loss(objective="dpo", aggregate="sum")
+    loss: Loss = Loss(objective="dpo", aggregation="sum")
 
     def check(self, path: str) -> None:
         super().check(path)
         if self.group < 2:
             raise ConfigError(f"{path}.group: expected >= 2 (siblings are compared), got {self.group}")
-        if self.pairs < 1 or self.votes < 1 or (self.tasks is not None and self.tasks < 1):
-            raise ConfigError(f"{path}: expected pairs, votes and tasks >= 1")
+        for name in ("pairs", "votes", "tasks"):
+            if getattr(self, name) is not None:
+                at_least(f"{path}.{name}", getattr(self, name), 1)
         one_of(f"{path}.labels", self.labels, ("value", "random"))
         if self.loss.objective != "dpo":
             raise ConfigError(f"{path}.loss.objective: expected 'dpo', got {self.loss.objective!r}")
@@ -93,7 +105,7 @@ class Config(BaseConfig):
             raise ConfigError(f"{path}: expected no past policies and no critic: nothing is played while they learn")
 
 
-def gather(team: Team, played: Played, credited: Credited) -> offline.Tables:
+def gather(team: Team, played: RolloutResult, credited: Credited) -> offline.Tables:
     """By role, its nodes and its steps of known value: prompt [N P], prompt_length and task [N], node [C] into those,
     tokens [C R], length and value [C].
     """
@@ -113,20 +125,6 @@ def gather(team: Team, played: Played, credited: Credited) -> offline.Tables:
         }
         out[role.name] = {name: np.asarray(column) for name, column in table.items()}
     return out
-
-
-def joined(parts: list[dict[str, np.ndarray]], tasks: int) -> dict[str, np.ndarray]:
-    """One table of several batches of ``tasks`` tasks; rows of tokens as wide as the widest."""
-    nodes = np.cumsum([0, *(len(p["task"]) for p in parts)])
-    parts = [{**p, "node": p["node"] + nodes[k], "task": p["task"] + k * tasks} for k, p in enumerate(parts)]
-
-    def column(name: str) -> np.ndarray:
-        arrays = [p[name] for p in parts]
-        width = max(x.shape[-1] for x in arrays) if arrays[0].ndim > 1 else None
-        wide = lambda x: x if width is None else np.pad(x, ((0, 0), (0, width - x.shape[-1])))
-        return np.concatenate([wide(x) for x in arrays])
-
-    return {name: column(name) for name in parts[0]}
 
 
 def labelled(cfg: Config, tables: offline.Tables) -> offline.Tables:
@@ -165,12 +163,8 @@ class Data(NamedTuple):
 def from_tables(tables: offline.Tables) -> Data:
     counts: dict[str, float] = {}
     for role, t in tables.items():
-        rows = {
-            "nodes": len(t["task"]),
-            "steps": len(t["node"]),
-            "positive": t["label"].sum(),
-            "pairs": len(t["pairs"]),
-        }
+        sizes = len(t["task"]), len(t["node"]), t["label"].sum(), len(t["pairs"])
+        rows = dict(zip(("nodes", "steps", "positive", "pairs"), sizes, strict=True))
         counts |= {f"data/{role}/{key}": float(value) for key, value in rows.items()}
     positive = {role: samples(t, np.flatnonzero(t["label"])) for role, t in tables.items()}
     return Data(positive, {role: samples(tables[role], tables[role]["pairs"]) for role in PREFER}, counts)
@@ -180,69 +174,76 @@ def make_plan(cfg: Config) -> Plan:
     return product(cfg.group)
 
 
-def make(cfg: Config) -> phases.Recipe:
-    arena, team = phases.open_arena(cfg)
-    missing = [role for role in ROLES if role not in arena.env.roles]
-    if missing:
-        raise ConfigError(
-            f"config.env: environment {arena.env.name!r} has no role {missing[0]!r}; MALT needs {', '.join(ROLES)}"
-        )
-    if "accuracy" not in arena.env.components:
-        raise ConfigError(f"config.env: environment {arena.env.name!r} pays no 'accuracy', which the vote is scored by")
+ON_HOST = "its data set is sampled once and kept on disk"
+
+
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    env_runner, team = phases.open_env_runner(cfg, env)
+    name = env_runner.env.name
+    for role in [r for r in ROLES if r not in env_runner.env.roles]:
+        raise ConfigError(f"config.env: environment {name!r} has no role {role!r}; MALT needs {', '.join(ROLES)}")
+    if "accuracy" not in env_runner.env.components:
+        raise ConfigError(f"config.env: environment {name!r} pays no 'accuracy', which the vote is scored by")
     plan = make_plan(cfg)
-    learners_of = lambda loss, optimizer: {
-        m.name: make_learner(m.policy, loss, optimizer, Sampling()) for m in team.models
-    }
-    tutors, learners = learners_of(SFT_LOSS, cfg.imitation.optimizer), learners_of(cfg.loss, cfg.optimizer)
+    made = lambda loss, optimizer: {m.name: make_learner(m.policy, loss, optimizer, Sampling()) for m in team.models}
+    tutors, learners = made(SFT_LOSS, cfg.imitation.optimizer), made(cfg.loss, cfg.optimizer)
     latest: dict[str, Any] = {}
     held: dict[Path, Data] = {}
 
     def sample(state: TrainState) -> offline.Tables:
         """The whole tree of every task, labelled."""
-        tasks = list(task_order(cfg.seed, arena.size, 0, cfg.tasks or arena.size))
+        count = cfg.tasks or env_runner.size
+        tasks = shuffled(stream(cfg.seed, TASKS), env_runner.size, 0, count).tolist()
         now, parts = int(state.step), []
         for k, start in enumerate(range(0, len(tasks), cfg.batch)):
             part, key = tasks[start : start + cfg.batch], jax.random.fold_in(jax.random.fold_in(state.key, now), k)
-            played = arena.play(team, state.params, state.memory, part, plan, key, cfg.sampling, None, version=now)
-            credited = credit(cfg, team, arena, played, len(part), cfg.reward)
+            played = env_runner.play(team, state.params, state.memory, part, plan, key, cfg.sampling, None, version=now)
+            sizes = Sizes(env_runner.env.max_turns, len(part), len(team.roles))
+            rule = phases.credit_rule(cfg.credit)
+            credited = to_host(assign(rule, played.tree, weights=cfg.reward, sizes=sizes))
             latest.update(played=played, credited=credited, selected=credited.stats.count > 0)
             parts.append(gather(team, played, credited))
-        return labelled(cfg, {role.name: joined([p[role.name] for p in parts], cfg.batch) for role in team.roles})
+        return labelled(
+            cfg, {role.name: offline.joined([p[role.name] for p in parts], cfg.batch) for role in team.roles}
+        )
 
     def dataset(state: TrainState, logger: Logger) -> Data:
-        """What is held or on disk; sampled by the policy that stage 0 ends with, and by no other."""
+        """The data set in memory or on disk; sampled by the policy that stage 0 ends with, and by no other."""
         folder = Path(cfg.data or logger.workdir / "data")
         if folder not in held:
-            if int(state.step) == cfg.sft.steps and not processes.first(folder.exists):
+            if int(state.step) == cfg.sft.steps and not processes.broadcast_from_0(folder.exists):
                 with logger.first(f"rollout {plan.name}"), logger.stage("rollout"):
                     tables = sample(state)
-                    processes.first(lambda: offline.save(folder, source(cfg), tables))
+                    processes.broadcast_from_0(lambda: offline.save(folder, source(cfg), tables))
             held.clear()
             held[folder] = from_tables(offline.load(folder, source(cfg)))
         return held[folder]
 
-    def imitate(state: TrainState, i: int, logger: Logger) -> tuple[TrainState, dict[str, float]]:
-        data = dataset(state, logger)
-        with logger.first("imitation"), logger.stage("update"):
-            state, out = offline_step(
-                team, tutors, SFT_LOSS, data.positive, cfg.imitation, cfg.seed, state, i, name="imitation"
-            )
-        return state, (data.counts if i == 0 else {}) | out
+    def phase(name: str, loss: Loss, size: Offline, makers: dict[str, Learner], pairs: bool) -> phases.Phase:
+        def step(driver: Driver, state: TrainState, i: int) -> tuple[TrainState, Any]:
+            assert isinstance(driver, HostDriver)
+            data = dataset(state, driver.logger)
+            rows, gain = (data.pairs, (1.0, -1.0)) if pairs else (data.positive, (1.0,))
+            with driver.stage("update", name):
+                state, seen = supervised_step(team, makers, loss, rows, size, driver, state, i, advantages=gain)
+            return state, (seen, data.counts if i == 0 else {})
 
-    def prefer(state: TrainState, i: int, logger: Logger) -> tuple[TrainState, dict[str, float]]:
-        data, size = dataset(state, logger), Offline(batch=cfg.pairs)
-        with logger.first("preferences"), logger.stage("update"):
-            state, out = offline_step(
-                team, learners, cfg.loss, data.pairs, size, cfg.seed, state, i, name="dpo", advantages=(1.0, -1.0)
-            )
-        return state, (data.counts if i == 0 else {}) | out
+        def metrics(result: Any) -> dict[str, float]:
+            return {**result[1], **supervised_metrics(name, loss, result[0])}
 
-    reference = lambda agents: {"reference": jax.tree.map(jnp.copy, agents)}
+        begin = (lambda agents: {"reference": jax.tree.map(jnp.copy, agents)}) if pairs else (lambda agents: {})
+        return phases.Phase(size.steps, makers, step, metrics, begin, ON_HOST)
+
     return phases.make_phases(
         cfg,
         team,
-        arena,
-        [phases.Phase(cfg.imitation.steps, tutors, imitate), phases.Phase(cfg.steps, learners, prefer, reference)],
-        evaluate=lambda state: evaluate(cfg, team, arena, state, None) | majority(cfg, team, arena, state, cfg.votes),
+        env_runner,
+        [
+            phase("imitation", SFT_LOSS, cfg.imitation, tutors, pairs=False),
+            phase("dpo", cfg.loss, Offline(cfg.steps, cfg.pairs), learners, pairs=True),
+        ],
+        evaluate=lambda state: (
+            evaluate(cfg, team, env_runner, state, None) | majority(cfg, team, env_runner, state, cfg.votes)
+        ),
         episodes=lambda: episodes_of(team, **latest, count=cfg.run.episodes) if latest else [],
     )

@@ -9,12 +9,19 @@ so that a side that is bound to lose is compared with itself. Objective: PPO wit
 times the KL to the starting policy (k3), every token alike. With several games in a batch, roles are those of each game
 (`envs/games.py`), which makes the group the paper's game tag x player.
 
+The code's form differs from the text and is ``form="code"``, after the configurations for self-play that the authors
+ship. Turn rewards are centred by game and player (plain mean). Their sums from a turn on are centred by the mean of the
+player's *distinct* values, and whitened over the batch with the sample's standard deviation. The authors also whiten
+the centred turn rewards. That changes nothing for actions of one token: their mean is 0, and the last step divides by
+any scale.
+
 Kept: the above; +-1 and chips as payoffs, +0.05 for the form, -10 and the end for an illegal action, as components with
-weights. The code's form differs from the text and is `CODE`: raw turn rewards are centred by game and player before
-they are summed, every centre is the mean of the *distinct* values, and the advantages of the batch are whitened. Chosen
-where the sources are silent: the episodes of a batch have different deals (``group=1``), and "turn reward" in `CODE` is
-what a player earns until it moves again. Dropped: the length bonus, since an action is one token here. Changed: one
-update on a batch unless ``loss.epochs`` says otherwise (with one, the ratio is 1 and no clip acts).
+weights. Chosen where the sources are silent: the episodes of a batch have different deals (``group=1``), and "turn
+reward" in the code's form is what a player earns until it moves again. Dropped: the length bonus, since an action is
+one token here. Changed: one update on a batch unless ``loss.epochs`` says otherwise (with one, the ratio is 1 and no
+clip acts). In the code's form, statistics count turns, the authors' count tokens, which is the same for actions of one
+token; the authors count the 0 of padding as one more distinct value; they take distinct values by player alone, here
+by game and player.
 
 Expected: Kuhn poker from an exploitability of 0.92 to at most 0.25 (`experiments/claims/marshal.py`).
 """
@@ -23,17 +30,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxmarl_llm import phases
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.plans import Plan, flat
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.team import TeamConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.agents.team import TeamConfig
+from jaxmarl_llm.config import one_of
+from jaxmarl_llm.credit.assign import Credit, standard_rule
+from jaxmarl_llm.credit.rules import (
+    CentreTurnRewards,
+    CreditRule,
+    GroupRelative,
+    PerCompletion,
+    ReturnToGo,
+    Whiten,
+    chain,
+)
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.plans import Plan, flat
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.train_step import Algorithm
 
-TEXT = Credit(group="role", scale="none")
-CODE = Credit(group="role", centre="unique", scale="none", turn_centre="unique", whiten=True)
+FORMS = ("text", "code")
 
 
 @dataclass(frozen=True)
@@ -41,16 +59,19 @@ class Config(BaseConfig):
     recipe: str = "marshal"
     group: int = 1  # games from each first state (deal)
     batch: int = 64
-    team: TeamConfig = TeamConfig(share="shared", max_new=1)
+    team: TeamConfig = TeamConfig(parameter_sharing="shared", max_new_tokens=1)
     env: EnvConfig = EnvConfig("games")
     reward: dict[str, float] = field(default_factory=lambda: {"payoff": 1.0, "format": 0.05, "illegal": -10.0})
-    credit: Credit = TEXT
+    form: str = "text"  # of the advantage: as the paper writes it, or as the authors' code has it
+    credit: Credit = Credit(group="role", normalise="none")
     loss: Loss = Loss(dual_clip=3.0, kl_coef=0.2)
 
     def check(self, path: str) -> None:
         super().check(path)
         if self.group < 1 or self.group * self.batch < 2:
-            raise ConfigError(f"{path}: expected group >= 1 and two games in a batch: a role is compared with itself")
+            expected = "two games in a batch at least, because a role is compared with itself"
+            raise ConfigError(f"{path}.group: expected >= 1, and {expected}, got {self.group} x {self.batch}")
+        one_of(f"{path}.form", self.form, FORMS)
         if self.credit.group not in ("role", "batch"):
             raise ConfigError(f"{path}.credit.group: expected role (batch: for comparison), got {self.credit.group!r}")
 
@@ -59,5 +80,21 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def make(cfg: Config) -> phases.Recipe:
-    return phases.make_recipe(cfg, make_plan(cfg), phases.improve_groups(cfg))
+def algorithm(cfg: Config) -> Algorithm:
+    return Algorithm(text_rule(cfg) if cfg.form == "text" else code_rule(cfg), cfg.reward)
+
+
+def text_rule(cfg: Config) -> CreditRule:
+    """The paper's text: summed rewards, less the mean of the role's turns."""
+    return standard_rule(cfg.credit)
+
+
+def code_rule(cfg: Config) -> CreditRule:
+    """The authors' code: centred turn rewards are summed, centred again, and whitened over the batch."""
+    compare = GroupRelative(cfg.credit.group, "unique", "none")
+    summed = ReturnToGo(cfg.credit.discount), PerCompletion(cfg.credit.reduce)
+    return chain(CentreTurnRewards("mean"), *summed, compare, Whiten(ddof=1))
+
+
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

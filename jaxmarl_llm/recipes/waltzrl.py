@@ -9,11 +9,11 @@ With c_t the answers, and flags compared with a judge's verdict on the answer th
     R_label  = 1 if the flags are the verdict;  R_DIR = R_c(c_(t+1)) - R_c(c_t), 0 without a next answer
 
 (Dynamic Improvement Reward). Every turn is paid for itself: its return runs until its role acts again
-(``credit.horizon="turn"``), which makes R_f of each round the above for any T_max. alpha, lambda and gamma are the
-``reward`` weights of improvement, label and format. Two stages: for ``stage_one`` RL steps the conversation agent is
-frozen (`learns`); then both learn, with lambda = 0 (`weigh`; R_DIR is still gated by R_label). Of each episode one
-round of each agent, drawn at random, is trained. Advantages are normalised over the batch agent by agent (REINFORCE++),
-PPO's clip.
+(`rules.ReturnToGo` with ``until_next_turn``), which makes R_f of each round the above for any T_max. alpha, lambda and
+gamma are the ``reward`` weights of improvement, label and format. Two stages: for ``stage_one`` RL steps the
+conversation agent is frozen (`trainable_roles`); then both learn, with lambda = 0 (`reward_schedule`; R_DIR is still
+gated by R_label). Of each episode one round of each agent, drawn at random, is trained. Advantages are normalised over
+the batch agent by agent (REINFORCE++), PPO's clip.
 
 A judge as a third role of the environment is frozen: taught in stage 0, never in RL. The rule judges otherwise.
 
@@ -34,16 +34,19 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmarl_llm import phases
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.compiled import Program, make_program
-from jaxmarl_llm.credit import Credit
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.plans import Plan, flat
-from jaxmarl_llm.selection import one_round
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.team import TeamConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.agents.team import TeamConfig
+from jaxmarl_llm.config import at_least
+from jaxmarl_llm.credit.assign import Credit, standard_rule
+from jaxmarl_llm.credit.selection import one_round
+from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.envs.contract import roles_of as roles_of_environment
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.plans import Plan, flat
+from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.train_step import Algorithm
 
 NEEDED = ("conversation", "feedback")
 
@@ -54,45 +57,45 @@ class Config(BaseConfig):
     group: int = 1  # episodes of each task
     stage_one: int = 100  # RL steps of stage 1; the rest of ``steps`` is stage 2
     batch: int = 64
-    team: TeamConfig = TeamConfig(max_new=4)
+    team: TeamConfig = TeamConfig(max_new_tokens=4)
     env: EnvConfig = EnvConfig("safety")
     reward: dict[str, float] = field(
         default_factory=lambda: {"response": 1.0, "improvement": 1.0, "label": 1.0, "format": 1.0}
     )
-    credit: Credit = Credit(horizon="turn", group="role")
+    credit: Credit = Credit(group="role")
     loss: Loss = Loss(kl_coef=0.01)
 
     def check(self, path: str) -> None:
         super().check(path)
-        if self.group < 1 or self.stage_one < 0:
-            raise ConfigError(f"{path}: expected group >= 1 and stage_one >= 0")
-        if self.credit.horizon != "turn":
-            raise ConfigError(f"{path}.credit.horizon: expected 'turn': a round is paid for itself alone")
+        at_least(f"{path}.group", self.group, 1)
+        at_least(f"{path}.stage_one", self.stage_one, 0)
         roles = roles_of(self)
         for role in NEEDED:
             if role not in roles:
                 raise ConfigError(
                     f"{path}.env: no role {role!r} in environment {self.env.name!r}, whose roles are {', '.join(roles)}"
                 )
-        if self.team.share == "shared":
-            raise ConfigError(f"{path}.team.share: expected separate or lora: 'conversation' is frozen in stage 1")
+        if self.team.parameter_sharing == "shared":
+            raise ConfigError(
+                f"{path}.team.parameter_sharing: expected separate or lora: 'conversation' is frozen in stage 1"
+            )
         taught = self.sft.steps or getattr(self.team.overrides.get("judge", self.team.backbone), "path", None)
         if "judge" in roles and not taught:
             raise ConfigError(f"{path}.sft.steps: expected >= 1: nothing else teaches the role 'judge'")
 
 
 def roles_of(cfg: Config) -> tuple[str, ...]:
-    return cfg.env.module.make(cfg.env.build()).roles
+    return roles_of_environment(cfg.env.environment())
 
 
-def learns(cfg: Config) -> Callable[[Any], Any]:
+def trainable_roles(cfg: Config) -> Callable[[Any], Any]:
     """RL step -> which roles learn at it [A]: feedback always, conversation in stage 2, a judge never."""
     names = roles_of(cfg)
     first, second = jnp.array([n == "feedback" for n in names]), jnp.array([n in NEEDED for n in names])
     return lambda step: jnp.where(step < cfg.stage_one, first, second)
 
 
-def weigh(cfg: Config) -> Callable[[Any], dict[str, Any]]:
+def reward_schedule(cfg: Config) -> Callable[[Any], dict[str, Any]]:
     """RL step -> reward weights: lambda is 0 in stage 2."""
     return lambda step: {k: w * (step < cfg.stage_one) if k == "label" else w for k, w in cfg.reward.items()}
 
@@ -101,11 +104,14 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def program(cfg: Config) -> Program:
-    """The whole run as one compiled program, see compiled.py."""
-    return make_program(cfg, make_plan(cfg), learns(cfg), weigh=weigh(cfg), pick=one_round)
+def algorithm(cfg: Config) -> Algorithm:
+    return Algorithm(
+        standard_rule(cfg.credit, until_next_turn=True),
+        reward_schedule(cfg),
+        select_steps=one_round,
+        trainable_roles=trainable_roles(cfg),
+    )
 
 
-def make(cfg: Config) -> phases.Recipe:
-    improve = phases.improve_groups(cfg, learns=learns(cfg), weigh=weigh(cfg), pick=one_round)
-    return phases.make_recipe(cfg, make_plan(cfg), improve)
+def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

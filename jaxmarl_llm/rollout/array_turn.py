@@ -1,31 +1,31 @@
-"""Array rollouts: a whole forest of episodes as one compiled program.
+"""One turn of an array rollout, as pure functions of a `RolloutSpec` and of arrays.
 
-The frontier is a static dictionary from plan branches to stacked states; which states are already done is data. Keys
-are folded along the path (task, joint actions, role, sample, position), never split by batch position, so that a sample
-depends on where it is in the tree and on nothing else: `rollout_host` plays the same environment with the same keys
-to the same tokens.
+At a turn, every state of the frontier is observed, the models of its seats generate, and the environment is stepped
+with every joint action. The states that the plan plays on are the next frontier. The number of a turn may be traced:
+what a turn compiles to depends only on ``env.actors`` of the turn and on what the plan says of its branches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.generate import Completions, by_row, sample_completions
-from jaxmarl_llm.memory import MemoryConfig, read
-from jaxmarl_llm.plans import ROOT, Branch, Plan
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import cut_rows
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.agents.memory import MemoryConfig
+from jaxmarl_llm.envs.array_env import ArrayEnv
+from jaxmarl_llm.generation.generate import Completions, by_row, sample_completions
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.rollout.keys import CHILD, ENV, PLAY, fold
+from jaxmarl_llm.rollout.plans import Branch, Plan
+from jaxmarl_llm.rollout.recall import retrieve
 from jaxmarl_llm.types import (
     FROZEN,
     POLICY,
-    ArrayEnv,
-    Counts,
+    Array,
     Model,
     Nodes,
     Params,
@@ -35,20 +35,42 @@ from jaxmarl_llm.types import (
     Steps,
     Team,
     Transitions,
-    Tree,
 )
 
-# Streams folded into a state's key. Roles and samples are folded below PLAY.
-ENV, PLAY, CHILD, RESET = range(4)
+
+@dataclass(frozen=True, eq=False)
+class RolloutSpec:
+    """What is fixed when a rollout is traced: the arguments of `array.make_rollout`."""
+
+    team: Team
+    env: ArrayEnv
+    plan: Plan
+    sampling: Sampling
+    memory_config: MemoryConfig | None
+
+    @property
+    def response(self) -> int:
+        """R: the most tokens that a completion of any role may have."""
+        return max(role.max_new_tokens for role in self.team.roles)
+
+    @property
+    def players(self) -> list[tuple[int, ...]]:
+        """For each role, the models that may play it (indices into ``team.models``), its own model first."""
+        return [self.team.players(role) for role in range(len(self.team.roles))]
+
+    @property
+    def models(self) -> list[Model]:
+        """The models that play any role, in the order of ``team.models``."""
+        return [self.team.models[m] for m in sorted({m for players in self.players for m in players})]
 
 
-def fold(key: jax.Array, *data: Any) -> jax.Array:
-    """fold_in along a path; ``key`` and data may be arrays of equal shape."""
-    for d in data:
-        d = jnp.broadcast_to(jnp.asarray(d, jnp.uint32), key.shape)
-        flat = jax.vmap(jax.random.fold_in)(key.reshape(-1), d.reshape(-1))
-        key = flat.reshape(key.shape)
-    return key
+class Given(NamedTuple):
+    """The arrays that are the same at every turn: arguments of the rollout function of `array.make_rollout`."""
+
+    params: Params
+    memory: PyTree
+    version: jax.Array
+    assignment: jax.Array | None
 
 
 class Place(NamedTuple):
@@ -61,332 +83,335 @@ class Place(NamedTuple):
     done: jax.Array
 
 
-class Block(NamedTuple):
-    """A rectangle of the tables of an array rollout: ``nodes`` nodes with ``group`` steps each, row by row."""
+class Rows(NamedTuple):
+    """A number of rows of each table: where the next rows begin, or how many there are. Integers or traced scalars."""
 
-    branch: Branch
-    first_node: int
-    nodes: int
-    first_step: int
-    group: int
+    nodes: int | jax.Array
+    steps: int | jax.Array
+    transitions: int | jax.Array
 
 
-def layout(plan: Plan, env: ArrayEnv, batch: int) -> list[Block]:
-    """Where `make_rollout` puts which nodes and steps: known before anything runs."""
-    blocks, frontier, n, c = [], {ROOT: batch}, 0, 0
-    for _ in range(env.max_turns):
-        reached: dict[Branch, int] = {}
-        for branch, f in frontier.items():
-            g, count = plan.width(branch), f * env.seats
-            blocks.append(Block(branch, n, count, c, g))
-            n, c = n + count, c + count * g
-            for j in range(len(plan.actions(branch, env.seats))):
-                to = plan.follow(branch, j)
-                if to is not None:
-                    reached[to] = reached.get(to, 0) + f
-        frontier = reached
-    return blocks
+class Tables(NamedTuple):
+    """Rows of the three tables, in the order in which they are played.
 
-
-def check_seats(env: ArrayEnv, tree: Tree) -> None:
-    """Raises ValueError where a seat was taken by a role that ``env.actors`` does not have there: it was not asked."""
-    nodes = tree.nodes
-    seat = np.arange(len(nodes.role)) % env.seats
-    may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
-    for turn in range(env.max_turns):
-        for role in range(len(env.roles)):
-            may[turn, env.seats_of(turn, (role,)), role] = True
-    for i in np.flatnonzero(nodes.valid & ~may[nodes.turn, seat, nodes.role])[:1]:
-        at, taker = int(nodes.turn[i]), env.roles[int(nodes.role[i])]
-        raise ValueError(
-            f"environment {env.name!r}, turn {at}: seat {seat[i]} was taken by {taker!r}, but actors[{at}] is "
-            f"{env.actors[at]}: expected as many as seats in their order, or another number of roles for any seat"
-        )
-
-
-def mean_embedding(embed: Callable, variables: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """Mean of the agent's own token embeddings [N D]: the default memory key, no extra model."""
-    x = embed(variables, tokens).astype(jnp.float32)
-    mask = jnp.arange(tokens.shape[-1]) < length[..., None]
-    return jnp.sum(x * mask[..., None], axis=-2) / jnp.maximum(length, 1)[..., None]
-
-
-def prepend(entries: jax.Array, entry_length: jax.Array, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """[entry_1 | ... | entry_X | prompt] without gaps. entries [N X T], tokens [N P] -> [N X*T + P]."""
-    n, x, t = entries.shape
-    parts = jnp.concatenate([entries.reshape(n, x * t), tokens], axis=1)
-    used = jnp.arange(t) < entry_length[..., None]
-    used = jnp.concatenate([used.reshape(n, x * t), jnp.arange(tokens.shape[1]) < length[:, None]], axis=1)
-    order = jnp.argsort(~used, axis=1, stable=True)
-    return jnp.take_along_axis(parts, order, axis=1)
-
-
-def retrieve(
-    team: Team,
-    config: MemoryConfig,
-    params: Params,
-    memory: PyTree,
-    role: jax.Array,
-    tokens: jax.Array,
-    length: jax.Array,
-    actors: tuple[int, ...],
-) -> tuple[jax.Array, jax.Array, Retrieval]:
-    """Prompts with each role's own retrieved entries in front, and what was retrieved. Row i belongs to role[i]."""
-    n, x = tokens.shape[0], config.retrieve
-    stores = [memory[r.name] for r in team.roles]
-    t, dim = stores[0].ids.shape[1], max(s.key.shape[1] for s in stores)
-    slots, similarity = jnp.full((n, x), -1, jnp.int32), jnp.zeros((n, x), jnp.float32)
-    query, entries, lengths = jnp.zeros((n, dim)), jnp.zeros((n, x, t), jnp.int32), jnp.zeros((n, x), jnp.int32)
-    for r in actors:
-        model, store = team.model_of(r), stores[r]
-        q = mean_embedding(model.policy.embed, model.variables(params), tokens, length)
-        found, cosine = jax.vmap(lambda v, s=store: read(config, s, v))(q)
-        mine, safe = role == r, jnp.maximum(found, 0)
-        slots = jnp.where(mine[:, None], found, slots)
-        similarity = jnp.where(mine[:, None], cosine, similarity)
-        query = jnp.where(mine[:, None], jnp.pad(q, ((0, 0), (0, dim - q.shape[1]))), query)
-        entries = jnp.where(mine[:, None, None], store.ids[safe], entries)
-        lengths = jnp.where(mine[:, None], jnp.where(found >= 0, store.length[safe], 0), lengths)
-    added = lengths.sum(1)
-    return prepend(entries, lengths, tokens, length), length + added, Retrieval(slots, similarity, query, added)
-
-
-def make_rollout(
-    team: Team,
-    env: ArrayEnv,
-    plan: Plan,
-    sampling: Sampling,
-    memory_config: MemoryConfig | None = None,
-) -> Callable[..., Tree]:
-    """A pure function (params, memory, tasks, key, version, cast) -> Tree; jit it.
-
-    With ``team.stacked`` models that may act together are one launch, in which each node has its own model's parameters
-    (a copy a node), instead of one launch each over all nodes. For many small models or adapters of one architecture.
-
-    memory: unused without a config.
-    tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
-    cast: int [B A], which of ``Team.players`` plays each role of each task, or [B M A], which does at each turn; None:
-    its own model plays every role.
-    Raises ConfigError when the plan asks for what the environment lacks, or models to be stacked are not alike.
+    ``branched`` [K]: for each branch at each turn, the valid steps where the plan branches (0 where it does not).
     """
-    plan.check(env)
-    response = max(r.max_new for r in team.roles)
-    players = [team.players(r) for r in range(len(team.roles))]
-    first, *others = (team.models[m] for m in sorted({m for p in players for m in p}))
-    kind = lambda m: (m.policy, m.base, m.tokenizer)
-    other = next((m.name for m in others if kind(m) != kind(first)), None)
-    if team.stacked and other is not None:
-        raise ConfigError(
-            f"config.team.stacked: expected models of one architecture, base and tokenizer; {other!r} is not as "
-            f"{first.name!r}"
+
+    nodes: Nodes
+    steps: Steps
+    transitions: Transitions
+    branched: jax.Array
+
+    @property
+    def rows(self) -> Rows:
+        """How many rows each table has."""
+        return Rows(len(self.nodes.role), len(self.steps.node), len(self.transitions.task))
+
+
+class Observed(NamedTuple):
+    """What `observe_nodes` returns: the rows of the nodes table [F W], and two columns that the table does not have."""
+
+    nodes: Nodes
+    occupied: jax.Array  # bool [F W]: the environment has a role in this seat
+    frozen: jax.Array  # bool [F W]: the model does not learn from what it plays here
+
+
+class Stepped(NamedTuple):
+    """What `joint_step` returns. Leading axes F J: every joint action of every state."""
+
+    state: PyTree
+    child_key: jax.Array  # the key of the state behind the joint action
+    rewards: dict[str, jax.Array]  # by component [F J A], 0 where nothing was played or the value is not finite
+    done: jax.Array
+    played: jax.Array  # False in states that are done, and for a joint action that repeats another one
+    finite: jax.Array  # all rewards are finite numbers
+
+
+class Reached(NamedTuple):
+    """The states behind the joint actions, in the order in which ``plan.follow`` counts them. Leading axes F J."""
+
+    state: PyTree
+    key: jax.Array
+    parent: jax.Array
+    done: jax.Array
+
+
+def acting_roles(spec: RolloutSpec, turn: int, assigned: bool) -> dict[int, list[int]]:
+    """The models that may act at a turn (indices into ``team.models``), each with the roles that it may play there.
+
+    ``assigned``: whether the rollout is given an assignment. Without one, only the first player of a role plays it.
+    """
+    plays = [players if assigned else players[:1] for players in spec.players]
+    acting = sorted(set(spec.env.actors[turn]))
+    able = sorted({m for role in acting for m in plays[role]})
+    return {m: [role for role in acting if m in plays[role]] for m in able}
+
+
+def acting_models(spec: RolloutSpec, turn: int, assigned: bool) -> dict[int, list[int]]:
+    """The models that may act at a turn (indices into ``team.models``), each with the seats that it may take.
+
+    ``assigned``: as for `acting_roles`.
+    """
+    acting = acting_roles(spec, turn, assigned)
+    return {m: spec.env.seats_of(turn, roles) for m, roles in acting.items()}
+
+
+def observe_nodes(spec: RolloutSpec, given: Given, place: Place, turn: int, number: int | jax.Array) -> Observed:
+    """The nodes of a branch: one prompt for every seat of every state, with memory entries in front where it has some.
+
+    ``turn``: a turn with the same actors as this one. ``number``: the number of this turn, which may be traced.
+    """
+    f, w = place.task.shape[0], spec.env.seats
+    seen = jax.vmap(spec.env.observe)(place.state)
+    role, tokens, length, active = (
+        x.reshape(f * w, *x.shape[2:]) for x in (seen.role, seen.tokens, seen.length, seen.active)
+    )
+    if spec.memory_config is None:
+        found = Retrieval.empty(f * w)
+    else:
+        tokens, length, found = retrieve(
+            spec.team, spec.memory_config, given.params, given.memory, role, tokens, length, spec.env.actors[turn]
         )
-    table = jnp.array([(*p, *[p[0]] * (max(map(len, players)) - len(p))) for p in players], jnp.int32)
+    task = jnp.repeat(place.task, w)
+    player = jnp.zeros_like(role)
+    if given.assignment is not None:
+        by_role = given.assignment if given.assignment.ndim == 2 else given.assignment[:, number]
+        player = by_role[task, role]
+    most = max(map(len, spec.players))
+    table = jnp.array([(*p, *[p[0]] * (most - len(p))) for p in spec.players], jnp.int32)
+    nodes = Nodes(
+        tokens=tokens,
+        length=length,
+        role=role,
+        model=table[role, player],
+        task=task,
+        turn=jnp.full((f * w,), number, jnp.int32),
+        parent=jnp.repeat(place.parent, w),
+        retrieved=found,
+        valid=active & jnp.repeat(~place.done, w),
+    )
+    learning = jnp.array([r.learning for r in spec.team.roles])
+    return Observed(nodes, seen.active, player >= learning[role])
 
-    def speak(
-        params: Params,
-        speaker: jax.Array,
-        tokens: jax.Array,
-        length: jax.Array,
-        keys: jax.Array,
-        active: jax.Array,
-        seats: dict[int, list[int]],
-    ) -> Completions:
-        """Completions of every node by its own model: one launch for each model that may act, or for all of them.
 
-        ``seats``: those that each such model may take; its launch has the nodes of no others.
-        """
+def sample_keys(key: jax.Array, role: Array, group: int) -> jax.Array:
+    """The keys [N G] of ``group`` samples at each node, from the keys [F] of the states and the roles [N] of the seats.
 
-        def launch(model: Model, policy: Policy, variables: Params, rows: tuple[jax.Array, ...]) -> Completions:
-            return sample_completions(
-                policy,
-                variables,
-                *rows,
-                max_new=response,
-                stop_ids=model.tokenizer.stop_ids,
-                pad_id=model.tokenizer.pad_id,
-                sampling=sampling,
-            )
+    The nodes of a state follow each other: N = F W.
+    """
+    n = len(role)
+    node_key = fold(jnp.repeat(key, n // len(key)), PLAY, role)
+    return fold(jnp.repeat(node_key[:, None], group, 1), jnp.arange(group)[None].repeat(n, 0))
 
-        if team.stacked:
-            models = list(seats)
-            own = [params["agents"][team.models[m].name] for m in models]
-            place = jnp.searchsorted(jnp.array(models), speaker)
-            rows = jax.tree.map(lambda *x: jnp.stack(x)[place], *own)
-            base = {} if first.base is None else {"params": params["shared"][first.base]}
-            return launch(first, by_row(first.policy, tuple(rows)), {**base, **rows}, (tokens, length, keys, active))
-        every, out = np.arange(len(length)).reshape(-1, env.seats), None
-        for m, taken in seats.items():
-            model, at = team.models[m], every[:, taken].reshape(-1)
-            mine = (speaker == m)[at]
-            given = (tokens[at], length[at], keys[at], active[at] & mine)
-            said = launch(model, model.policy, model.variables(params), given)
-            if out is None:
-                out = jax.tree.map(lambda x: jnp.zeros((every.size, *x.shape[1:]), x.dtype), said)
-                out = out.replace(tokens=out.tokens + model.tokenizer.pad_id)
-            where = jnp.where(mine, at, every.size)
-            out = jax.tree.map(lambda old, new, where=where: old.at[where].set(new, mode="drop"), out, said)
-        assert out is not None
-        return out
 
-    def rollout(
-        params: Params,
-        memory: PyTree,
-        tasks: PyTree,
-        key: jax.Array,
-        version: jax.Array,
-        cast: jax.Array | None = None,
-    ) -> Tree:
-        batch = jax.tree.leaves(tasks)[0].shape[0]
-        tasks = cut_rows(tasks)
-        ids = jnp.arange(batch, dtype=jnp.int32)
-        roots = fold(jnp.broadcast_to(key, (batch,)), ids)
-        state = jax.vmap(env.reset)(fold(roots, RESET), tasks)
-        none = jnp.full((batch,), -1, jnp.int32)
-        frontier = {ROOT: Place(state, roots, none, ids, jnp.zeros((batch,), bool))}
-        nodes: list[Nodes] = []
-        steps: list[Steps] = []
-        moves: list[Transitions] = []
-        calls = jnp.int32(0)
-        launches, branched = 0, jnp.int32(0)
-        n_nodes = n_steps = n_moves = 0
+def generate_nodes(
+    spec: RolloutSpec, params: Params, nodes: Nodes, keys: jax.Array, acting: Mapping[int, Sequence[int]], turn: int
+) -> Completions:
+    """Completions of every node by its own model: one launch for each model that may act, or one for all of them.
 
-        for turn in range(env.max_turns):
-            reached: dict[Branch, list[Place]] = {}
-            for branch, place in frontier.items():
-                g, f, w = plan.width(branch), place.task.shape[0], env.seats
-                obs = jax.vmap(env.observe)(place.state)
-                role, tokens, length, active = (
-                    x.reshape(f * w, *x.shape[2:]) for x in (obs.role, obs.tokens, obs.length, obs.active)
-                )
-                active &= jnp.repeat(~place.done, w)
-                if memory_config is None:
-                    found = Retrieval.empty(f * w)
-                else:
-                    tokens, length, found = retrieve(
-                        team, memory_config, params, memory, role, tokens, length, env.actors[turn]
-                    )
-                node_key = fold(jnp.repeat(place.key, w), PLAY, role)
-                keys = fold(jnp.repeat(node_key[:, None], g, 1), jnp.arange(g)[None].repeat(f * w, 0))
-                each = lambda x, w=w: jnp.repeat(x, w)
-                # Without a cast the first of a role's players plays it, and no launch is made for others.
-                part = jnp.zeros_like(role)
-                if cast is not None:
-                    part = (cast if cast.ndim == 2 else cast[:, turn])[each(place.task), role]
-                speaker = table[role, part]
-                plays = [players[r][: 1 if cast is None else None] for r in range(len(players))]
-                able = sorted({m for r in env.actors[turn] for m in plays[r]})
-                seats = {m: env.seats_of(turn, {r for r, own in enumerate(plays) if m in own}) for m in able}
-                said = speak(params, speaker, tokens, length, keys, active, seats)
-                launches += 1 if team.stacked else len(able)
+    keys: one for each sample [N G]. acting: the models that may act, each with the roles that it may play
+    (`acting_roles`). turn: a turn with the same actors as this one. The launch of a model has the nodes of the seats
+    that it may take and of no others.
+    """
+    team = spec.team
+    if team.stacked:
+        first, index = spec.models[0], list(acting)
+        own = [params["agents"][team.models[m].name] for m in index]
+        which = jnp.searchsorted(jnp.array(index), nodes.model)
+        by_node = jax.tree.map(lambda *x: jnp.stack(x)[which], *own)
+        base = {} if first.base is None else {"params": params["shared"][first.base]}
+        policy = by_row(first.policy, tuple(by_node))
+        rows = (jnp.asarray(nodes.tokens), jnp.asarray(nodes.length), keys, jnp.asarray(nodes.valid))
+        able = sorted({role for roles in acting.values() for role in roles})
+        return _launch(spec, first, policy, {**base, **by_node}, rows, able, jnp.asarray(nodes.role))
+    every, out = np.arange(len(nodes.length)).reshape(-1, spec.env.seats), None
+    for m, roles in acting.items():
+        model, at = team.models[m], jnp.asarray(every[:, spec.env.seats_of(turn, roles)].reshape(-1))
+        mine = (nodes.model == m)[at]
+        rows = (nodes.tokens[at], nodes.length[at], keys[at], nodes.valid[at] & mine)
+        made = _launch(spec, model, model.policy, model.variables(params), rows, roles, jnp.asarray(nodes.role)[at])
+        if out is None:
+            out = jax.tree.map(lambda x: jnp.zeros((every.size, *x.shape[1:]), x.dtype), made)
+            out = out.replace(tokens=out.tokens + model.tokenizer.pad_id)
+        where = jnp.where(mine, at, every.size)
+        out = jax.tree.map(lambda old, new, where=where: old.at[where].set(new, mode="drop"), out, made)
+    assert out is not None
+    return out
 
-                nodes.append(
-                    Nodes(
-                        tokens=tokens,
-                        length=length,
-                        role=role,
-                        model=speaker,
-                        task=each(place.task),
-                        turn=jnp.full((f * w,), turn),
-                        parent=each(place.parent),
-                        crn=each(place.task),
-                        retrieved=found,
-                        valid=active,
-                    )
-                )
-                span = jnp.arange(response)
-                alive = jnp.repeat(active, g)
-                steps.append(
-                    Steps(
-                        node=n_nodes + jnp.repeat(jnp.arange(f * w), g),
-                        tokens=said.tokens.reshape(-1, response),
-                        length=said.length.reshape(-1),
-                        loss_mask=(span < said.length[..., None]).reshape(-1, response),
-                        logprobs=said.logprobs.reshape(-1, response),
-                        truncated=said.truncated.reshape(-1) & alive,
-                        source=jnp.repeat(jnp.where(part > 0, FROZEN, POLICY), g),
-                        version=jnp.full((f * w * g,), version),
-                        valid=alive,
-                    )
-                )
-                if g > 1:
-                    branched += alive.sum()
 
-                # Joint actions [J W]: the sample index of every seat. An empty seat takes part with sample 0 alone.
-                actions = np.array(plan.actions(branch, w))
-                j = len(actions)
-                spread = lambda x, j=j: jnp.repeat(x[:, None], j, 1)
-                wide = jax.tree.map(spread, place.state)
-                seat = np.arange(w)
-                act = said.tokens.reshape(f, w, g, response)[:, seat, actions]
-                size = said.length.reshape(f, w, g)[:, seat, actions]
-                order = jnp.broadcast_to(jnp.arange(j), (f, j))
-                env_key, child_key = jax.vmap(lambda stream: fold(spread(place.key), stream, order))(
-                    jnp.array([ENV, CHILD])
-                )
-                after, rewards, done = jax.vmap(jax.vmap(env.step))(env_key, wide, act, size)
-                if plan.local:
-                    assert env.verify is not None  # the plan was checked
-                    rewards = {**rewards, **jax.vmap(jax.vmap(env.verify))(after)}
-                # Crossed with an empty seat, equal joint actions would come up again and again: the first one counts.
-                twin = jnp.any(~obs.active[:, None] & (actions > 0), axis=2) & (plan.joint == "cross")
-                alive_j = spread(~place.done) & ~twin
-                calls += alive_j.sum()
-                finite = jnp.stack([jnp.isfinite(r).all(-1) for r in rewards.values()]).all(0)
-                good = alive_j & finite
-                clean = {c: jnp.where(alive_j[..., None], jnp.nan_to_num(rewards[c]), 0.0) for c in env.components}
-                index = n_steps + jnp.arange(f * w * g).reshape(f, w, g)[:, seat, actions]
-                moves.append(
-                    Transitions(
-                        steps=jnp.where(obs.active[:, None], index, -1).reshape(f * j, w),
-                        # What was not played is padding, nobody's child: its parent ended the episode and is a leaf.
-                        parent=jnp.where(alive_j, spread(place.parent), -1).reshape(-1),
-                        task=spread(place.task).reshape(-1),
-                        turn=jnp.full((f * j,), turn),
-                        rewards={c: r.reshape(f * j, -1) for c, r in clean.items()},
-                        done=done.reshape(-1),
-                        played=alive_j.reshape(-1),
-                        valid=good.reshape(-1),
-                    )
-                )
+def _launch(
+    spec: RolloutSpec,
+    model: Model,
+    policy: Policy,
+    variables: Params,
+    rows: tuple[jax.Array, ...],
+    roles: Sequence[int],
+    role: jax.Array,
+) -> Completions:
+    """`sample_completions` of the rows (tokens, length, keys, active), with the tokenizer of ``model``.
 
-                ends = spread(place.done) | done | twin
-                move = n_moves + jnp.arange(f * j).reshape(f, j)
-                if plan.rank or plan.stop_above is not None:
-                    value = sum(weight * clean[c].mean(-1) for c, weight in plan.reward)
-                    if plan.stop_above is not None:
-                        mean = jnp.where(good, value, 0.0).sum(1) / jnp.maximum(good.sum(1), 1)
-                        ends |= (good.any(1) & (mean > plan.stop_above))[:, None]
-                    if plan.rank:
-                        best = jnp.argsort(jnp.where(good, -value, jnp.inf), axis=1, stable=True)
-                        rows = jnp.arange(f)[:, None]
-                        pick = lambda x, rows=rows, best=best: x[rows, best]
-                        after, child_key, move, ends = jax.tree.map(pick, (after, child_key, move, ends))
-                for i in range(j):
-                    to = plan.follow(branch, i)
-                    if to is not None:
-                        reached.setdefault(to, []).append(
-                            Place(
-                                jax.tree.map(lambda x, i=i: x[:, i], after),
-                                child_key[:, i],
-                                move[:, i],
-                                place.task,
-                                ends[:, i],
-                            )
-                        )
-                n_nodes, n_steps, n_moves = n_nodes + f * w, n_steps + f * w * g, n_moves + f * j
-            frontier = {b: jax.tree.map(lambda *x: jnp.concatenate(x), *places) for b, places in reached.items()}
+    roles: those that the rows may have. role: the role of each row [N]; its ``max_new_tokens`` is the limit of the row.
+    The result has R columns, which is the largest limit of the team; the launch computes no more than it needs.
+    """
+    limits = [r.max_new_tokens for r in spec.team.roles]
+    own = {limits[i] for i in roles}
+    made = sample_completions(
+        policy,
+        variables,
+        *rows,
+        max_new_tokens=max(own),
+        stop_ids=model.tokenizer.stop_ids,
+        pad_id=model.tokenizer.pad_id,
+        sampling=spec.sampling,
+        limit=jnp.array(limits, jnp.int32)[role] if len(own) > 1 else None,
+    )
+    missing = spec.response - max(own)
+    if not missing:
+        return made
+    widen = lambda x, fill: jnp.pad(x, ((0, 0), (0, 0), (0, missing)), constant_values=fill)
+    return made.replace(tokens=widen(made.tokens, model.tokenizer.pad_id), logprobs=widen(made.logprobs, 0.0))
 
-        join = lambda tables: jax.tree.map(lambda *x: jnp.concatenate(x), *tables)
-        all_nodes, all_steps, all_moves = cut_rows((join(nodes), join(steps), join(moves)))
-        counts = Counts(
-            sequences=all_steps.valid.sum(),
-            branch_sequences=branched,
-            prompt_tokens=jnp.where(all_nodes.valid, all_nodes.length, 0).sum(),
-            completion_tokens=all_steps.length.sum(),
-            env_calls=calls,
-            invalid=(all_moves.played & ~all_moves.valid).sum(),
-            launches=jnp.int32(launches),
-        )
-        return Tree(all_nodes, all_steps, all_moves, counts)
 
-    return rollout
+def step_rows(given: Given, seen: Observed, made: Completions, first_node: int | jax.Array) -> Steps:
+    """The rows of the steps table: the samples of each node one after the other. ``first_node``: row of its first."""
+    n, g, response = made.tokens.shape
+    alive = jnp.repeat(seen.nodes.valid, g)
+    return Steps(
+        node=first_node + jnp.repeat(jnp.arange(n), g),
+        tokens=made.tokens.reshape(-1, response),
+        length=made.length.reshape(-1),
+        loss_mask=(jnp.arange(response) < made.length[..., None]).reshape(-1, response),
+        logprobs=made.logprobs.reshape(-1, response),
+        truncated=made.truncated.reshape(-1) & alive,
+        source=jnp.repeat(jnp.where(seen.frozen, FROZEN, POLICY), g),
+        version=jnp.full((n * g,), given.version),
+        valid=alive,
+    )
+
+
+def joint_step(spec: RolloutSpec, place: Place, seen: Observed, made: Completions, actions: np.ndarray) -> Stepped:
+    """Every state of a branch, stepped with every joint action, and its rewards.
+
+    actions [J W]: the sample index of every seat. An empty seat takes part with sample 0 alone.
+    """
+    f, w, g, j = place.task.shape[0], spec.env.seats, made.tokens.shape[1], len(actions)
+    spread = lambda x: jnp.repeat(x[:, None], j, 1)
+    seat = np.arange(w)
+    tokens = made.tokens.reshape(f, w, g, -1)[:, seat, actions]
+    length = made.length.reshape(f, w, g)[:, seat, actions]
+    order = jnp.broadcast_to(jnp.arange(j), (f, j))
+    keys_of = jax.vmap(lambda stream: fold(spread(place.key), stream, order))
+    env_key, child_key = keys_of(jnp.array([ENV, CHILD]))
+    wide = jax.tree.map(spread, place.state)
+    state, rewards, done = jax.vmap(jax.vmap(spec.env.step))(env_key, wide, tokens, length)
+    if spec.plan.local:
+        assert spec.env.verify is not None  # the plan was checked
+        rewards = {**rewards, **jax.vmap(jax.vmap(spec.env.verify))(state)}
+    # Crossed with an empty seat, equal joint actions would come up again and again: the first one counts.
+    twin = jnp.any(~seen.occupied[:, None] & (actions > 0), axis=2) & (spec.plan.joint == "cross")
+    played = spread(~place.done) & ~twin
+    finite = jnp.stack([jnp.isfinite(r).all(-1) for r in rewards.values()]).all(0)
+    clean = {c: jnp.where(played[..., None], jnp.nan_to_num(rewards[c]), 0.0) for c in spec.env.components}
+    return Stepped(state, child_key, clean, done, played, finite)
+
+
+def transition_rows(
+    place: Place,
+    seen: Observed,
+    stepped: Stepped,
+    actions: np.ndarray,
+    first: Rows,
+    group: int,
+    number: int | jax.Array,
+) -> Transitions:
+    """The rows of the transitions table: the joint actions of each state one after the other.
+
+    ``first``: the first rows of this branch. ``group``: G, samples of a node. ``number``: the number of the turn.
+    """
+    (f, w), j = seen.occupied.shape, len(actions)
+    index = first.steps + jnp.arange(f * w * group).reshape(f, w, group)[:, np.arange(w), actions]
+    spread = lambda x: jnp.repeat(x[:, None], j, 1)
+    return Transitions(
+        steps=jnp.where(seen.occupied[:, None], index, -1).reshape(f * j, w),
+        # What was not played is padding, nobody's child: its parent ended the episode and is a leaf.
+        parent=jnp.where(stepped.played, spread(place.parent), -1).reshape(-1),
+        task=spread(place.task).reshape(-1),
+        turn=jnp.full((f * j,), number, jnp.int32),
+        rewards={c: r.reshape(f * j, -1) for c, r in stepped.rewards.items()},
+        done=stepped.done.reshape(-1),
+        played=stepped.played.reshape(-1),
+        valid=(stepped.played & stepped.finite).reshape(-1),
+    )
+
+
+def rank_or_stop(plan: Plan, stepped: Stepped, reached: Reached) -> Reached:
+    """``reached`` from the best team reward down where the plan ranks, and done where the plan stops at a state.
+
+    A joint action whose rewards are not all finite is the last in the order, and has no part in a state's mean.
+    """
+    if not plan.rank and plan.stop_above is None:
+        return reached
+    good = stepped.played & stepped.finite
+    value = sum(weight * stepped.rewards[c].mean(-1) for c, weight in plan.reward)
+    if plan.stop_above is not None:
+        mean = jnp.where(good, value, 0.0).sum(1) / jnp.maximum(good.sum(1), 1)
+        stops = good.any(1) & (mean > plan.stop_above)
+        reached = reached._replace(done=reached.done | stops[:, None])
+    if plan.rank:
+        best = jnp.argsort(jnp.where(good, -value, jnp.inf), axis=1, stable=True)
+        rows = jnp.arange(len(best))[:, None]
+        reached = jax.tree.map(lambda x: x[rows, best], reached)
+    return reached
+
+
+def play_branch(
+    spec: RolloutSpec, given: Given, branch: Branch, place: Place, number: int | jax.Array, first: Rows
+) -> tuple[Tables, list[tuple[Branch, Place]]]:
+    """One turn of the states of one branch: their rows of the tables, and the states that the plan plays on.
+
+    ``branch.turn``: a turn with the same actors as this one. ``number``: the number of this turn, which may be traced.
+    ``first``: the first rows of this branch.
+    """
+    plan, env, f = spec.plan, spec.env, place.task.shape[0]
+    group, actions = plan.width(branch), np.array(plan.actions(branch, env.seats))
+    seen = observe_nodes(spec, given, place, branch.turn, number)
+    keys = sample_keys(place.key, seen.nodes.role, group)
+    acting = acting_roles(spec, branch.turn, given.assignment is not None)
+    made = generate_nodes(spec, given.params, seen.nodes, keys, acting, branch.turn)
+    steps = step_rows(given, seen, made, first.nodes)
+    stepped = joint_step(spec, place, seen, made, actions)
+    moves = transition_rows(place, seen, stepped, actions, first, group, number)
+    row = first.transitions + jnp.arange(f * len(actions)).reshape(f, -1)
+    ends = stepped.done | ~stepped.played
+    reached = rank_or_stop(plan, stepped, Reached(stepped.state, stepped.child_key, row, ends))
+    onward = []
+    for i in range(len(actions)):
+        to = plan.follow(branch, i)
+        if to is not None:
+            one = jax.tree.map(lambda x, i=i: x[:, i], reached)
+            onward.append((to, Place(one.state, one.key, one.parent, place.task, one.done)))
+    branched = steps.valid.sum() if group > 1 else jnp.zeros((), jnp.int32)
+    return Tables(seen.nodes, steps, moves, branched[None]), onward
+
+
+def play_turn(
+    spec: RolloutSpec, given: Given, frontier: Mapping[Branch, Place], number: int | jax.Array, first: Rows
+) -> tuple[Tables, dict[Branch, Place]]:
+    """One turn of all states of a frontier: the rows of the tables branch by branch, and the next frontier.
+
+    Arguments as those of `play_branch`. The branches of the next frontier stand in the order in which they are reached.
+    """
+    tables: list[Tables] = []
+    reached: dict[Branch, list[Place]] = {}
+    for branch, place in frontier.items():
+        table, onward = play_branch(spec, given, branch, place, number, first)
+        tables.append(table)
+        first = Rows(*(a + b for a, b in zip(first, table.rows, strict=True)))
+        for to, behind in onward:
+            reached.setdefault(to, []).append(behind)
+    return join(tables), {to: join(places) for to, places in reached.items()}
+
+
+def join(parts: Sequence[PyTree]) -> PyTree:
+    """The rows of several equal trees of arrays one after the other."""
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)

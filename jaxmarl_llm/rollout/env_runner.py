@@ -1,98 +1,47 @@
-"""One face for both kinds of environment: play a batch of tasks, give demonstrations, say what was learnt.
-
-An environment module in `jaxmarl_llm.envs` provides ``Config`` and ``make(config)``, and
-
-    array   make_tasks(config, seed, n), entry_length(config), demonstrations(config, seed, n, ...) as token arrays
-    host    tasks(config), demonstrations(config, tasks, memory) as (role, prompt, completion), with_memory, strategy
-"""
+"""One face for both kinds of environment: play a batch of tasks, give demonstrations, make memory entries."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.config import from_dict, nearest, one_of
-from jaxmarl_llm.envs.arrays import HELD_OUT
-from jaxmarl_llm.envs.prompts import asked
-from jaxmarl_llm.envs.protocols import PROTOCOLS, wrap
-from jaxmarl_llm.generate import bucket
-from jaxmarl_llm.memory import MemoryConfig, decode_text, read
-from jaxmarl_llm.meshes import home
-from jaxmarl_llm.plans import Plan
-from jaxmarl_llm.rollout import check_seats, make_rollout, mean_embedding
-from jaxmarl_llm.rollout_host import HostRollout, play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.sharding import current, put_whole, to_host, to_rollout
-from jaxmarl_llm.text import ConfigError, HostEnv, Prompt
-from jaxmarl_llm.types import ArrayEnv, Params, PyTree, Retrieval, Team, Tree
-from jaxmarl_llm.workers import EnvPool
+from jaxmarl_llm.agents.memory import MemoryConfig, decode_text, read
+from jaxmarl_llm.distributed.meshes import model_mesh
+from jaxmarl_llm.distributed.sharding import current, put_whole, to_host, to_rollout
+from jaxmarl_llm.envs.array_env import ArrayEnv
+from jaxmarl_llm.envs.chat import asked
+from jaxmarl_llm.envs.contract import ArrayTask, Environment, HostTask, check
+from jaxmarl_llm.envs.protocols import wrap
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.messages import HostEnv, Prompt
+from jaxmarl_llm.rollout.array import check_seats, make_rollout
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostRollout, HostSettings, play
+from jaxmarl_llm.rollout.plans import Plan
+from jaxmarl_llm.rollout.recall import mean_embedding
+from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Team, Tree
 
-KNOWN = (
-    "dispatch",
-    "dispatch_solo",
-    "matrix",
-    "dilemma",
-    "dilemma_text",
-    "maze",
-    "maze_text",
-    "duet",
-    "chain",
-    "chain_text",
-    "games",
-    "games_text",
-    "safety",
-    "safety_text",
-    "assistant",
-    "coding",
-    "writing",
-)
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
 
 
-@dataclass(frozen=True)
-class EnvConfig:
-    name: str = "dispatch"
-    args: dict[str, Any] = field(default_factory=dict)  # of the environment module's Config
-    workers: int = 2  # processes of a host environment; 0: in this process, without timeouts
-    timeout: float = 20.0  # seconds for one call of a host environment
-    max_prompt: int = 1024  # tokens; longer prompts of a host environment are cut and counted
-    eval_tasks: int = 256
-    protocol: str = "together"  # of a host environment: who hears whom, see envs/protocols.py
-
-    def check(self, path: str) -> None:
-        if self.name not in KNOWN:
-            raise ConfigError(f"{path}.name: no environment {self.name!r}; {nearest(self.name, KNOWN)}")
-        if self.workers < 0 or self.timeout <= 0 or self.eval_tasks < 1 or self.max_prompt < 16:
-            raise ConfigError(f"{path}: expected workers >= 0, timeout > 0, eval_tasks >= 1 and max_prompt >= 16")
-        one_of(f"{path}.protocol", self.protocol, PROTOCOLS)
-        self.build(f"{path}.args")
-
-    def build(self, path: str = "config.env.args") -> Any:
-        """The environment's own Config, checked."""
-        return from_dict(self.module.Config, self.args, path)
-
-    @property
-    def module(self) -> Any:
-        return importlib.import_module(f"jaxmarl_llm.envs.{self.name}")
-
-
-class Played(NamedTuple):
+class RolloutResult(NamedTuple):
     tree: Tree  # numpy arrays
     prompt_text: Callable[[int], str]  # of a step's row
     completion_text: Callable[[int], str]
     failures: list[str]
     records: HostRollout | None  # host environments
-    watched: Mapping[str, float] = {}  # figures of the environment's own, see `HostArena.play`
+    watched: Mapping[str, float] = {}  # figures of the environment's own, see `HostEnvRunner.play`
 
 
 class Demonstrations(NamedTuple):
@@ -104,7 +53,7 @@ class Demonstrations(NamedTuple):
     completion_length: np.ndarray  # [n], or [n, G]
 
 
-class Arena(ABC):
+class EnvRunner(ABC):
     """Plays tasks of one environment with one team; ``array`` tells the kind."""
 
     array: bool
@@ -126,9 +75,9 @@ class Arena(ABC):
         *,
         version: int = 0,
         held_out: bool = False,
-        cast: jax.Array | None = None,
-    ) -> Played:
-        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones. ``cast``: see
+        assignment: Array | None = None,
+    ) -> RolloutResult:
+        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones. ``assignment``: see
         `rollout.make_rollout`.
         """
 
@@ -137,41 +86,51 @@ class Arena(ABC):
         """At most ``n`` supervised samples a role, some with up to ``context`` memory entries in the prompt."""
 
     @abstractmethod
-    def lessons(self, team: Team, played: Played, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    def lessons(self, team: Team, played: RolloutResult, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
         """Memory entries for the steps ``rows``: ids [n T], lengths [n], texts."""
 
     entry_tokens: int
     entry_bytes: int
 
     def close(self) -> None:  # noqa: B027  # only host environments hold processes
-        """End what the arena started."""
+        """End the processes that the runner started."""
 
 
-class ArrayArena(Arena):
+class ArrayEnvRunner(EnvRunner):
     array = True
     env: ArrayEnv
 
-    def __init__(self, cfg: EnvConfig):
-        self.module, self.config = cfg.module, cfg.build()
-        self.env = self.module.make(self.config)
-        self.tasks = self.module.make_tasks(self.config)
+    def __init__(self, task: ArrayTask):
+        self.task, self.env = task, task.env
+        self.tasks, self.held_out = task.tasks, task.held_out
         self.size = len(jax.tree.leaves(self.tasks)[0])
-        self.held_out = self.module.make_tasks(self.config, self.config.seed + HELD_OUT, cfg.eval_tasks)
-        self.entry_tokens = self.module.entry_length(self.config)
-        self.entry_bytes = 2 * self.entry_tokens
+        self.entry_tokens = task.entry_length
+        self.entry_bytes = 1  # an entry is its ids; Orbax saves no array without elements
         self._compiled = functools.lru_cache(maxsize=None)(self._rollout)
 
     def _rollout(self, team: Team, plan: Plan, sampling: Sampling, memory_config: MemoryConfig | None) -> Callable:
         return jax.jit(make_rollout(team, self.env, plan, sampling, memory_config))
 
     def play(
-        self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False, cast=None
+        self,
+        team,
+        params,
+        memory,
+        indices,
+        plan,
+        key,
+        sampling,
+        memory_config,
+        *,
+        version=0,
+        held_out=False,
+        assignment=None,
     ):
         source = self.held_out if held_out else self.tasks
         tasks = jax.tree.map(lambda x: x[np.asarray(indices)], source)
         params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         rollout = self._compiled(team, plan, sampling, memory_config)
-        tree = to_host(rollout(params, memory, tasks, key, jnp.int32(version), cast))
+        tree = to_host(rollout(params, memory, tasks, key, jnp.int32(version), assignment))
         check_seats(self.env, tree)
         decode = team.models[0].tokenizer.decode
 
@@ -180,10 +139,12 @@ class ArrayArena(Arena):
             return decode(tree.nodes.tokens[node, : tree.nodes.length[node]])
 
         completion = lambda row: decode(tree.steps.tokens[row, : tree.steps.length[row]])
-        return Played(tree, prompt, completion, [], None)
+        return RolloutResult(tree, prompt, completion, [], None)
 
     def demonstrations(self, team, n, seed, context):
-        rows = self.module.demonstrations(self.config, seed, n, context=context)
+        if self.task.demonstrations is None:
+            raise ConfigError(f"config.sft.steps: expected 0: environment {self.env.name!r} has no demonstrations")
+        rows = self.task.demonstrations(seed, n, context)
         return {
             r: Demonstrations(d["tokens"], d["length"], d["completion"], d["completion_length"])
             for r, d in rows.items()
@@ -191,68 +152,102 @@ class ArrayArena(Arena):
 
     def lessons(self, team, played, rows):
         """The prompt without what memory had put in front, the completion without its stop id, a separator."""
-        tree, t = played.tree, self.entry_tokens
-        ids, length, texts = np.zeros((len(rows), t), np.int32), np.zeros((len(rows),), np.int32), []
-        for k, row in enumerate(rows):
-            node = tree.steps.node[row]
-            tokenizer = team.models[tree.nodes.model[node]].tokenizer
-            asked = tree.nodes.tokens[node, tree.nodes.retrieved.added[node] : tree.nodes.length[node]]
-            said = tree.steps.tokens[row, : tree.steps.length[row]]
-            said = said[~np.isin(said, tokenizer.stop_ids)]
-            entry = [*asked.tolist(), *said.tolist(), tokenizer.SEP][:t]
-            ids[k, : len(entry)], length[k] = entry, len(entry)
-            texts.append(tokenizer.decode(entry))
-        return ids, length, texts
+        ids, length = to_host(_array_lessons(self, team, played.tree, rows))
+        return ids, length, [""] * len(rows)
 
 
-class HostArena(Arena):
+@functools.partial(jax.jit, static_argnames=("runner", "team"))
+def _array_lessons(runner: ArrayEnvRunner, team: Team, tree: Tree, rows: Array) -> tuple[jax.Array, jax.Array]:
+    return array_lessons(team, tree, rows, runner.entry_tokens)
+
+
+def array_lessons(team: Team, tree: Tree, rows: Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Memory entries of completions, in a compiled program.
+
+    Args:
+        team: Roles and models; their tokenizer has a separator.
+        tree: The rollout.
+        rows: Rows of the table of completions [n].
+        size: Tokens of an entry; longer ones are cut.
+
+    Returns:
+        Ids [n, size] and lengths [n]: the prompt without memory, the completion without its stop id, a separator.
+    """
+    tokenizer = team.models[0].tokenizer
+    node = tree.steps.node[rows]
+    prompts, length, added = tree.nodes.tokens[node], tree.nodes.length[node], tree.nodes.retrieved.added[node]
+    here = jnp.arange(prompts.shape[1])
+    asked = (here >= added[:, None]) & (here < length[:, None])
+    tokens, count = tree.steps.tokens[rows], tree.steps.length[rows]
+    answered = (jnp.arange(tokens.shape[1]) < count[:, None]) & ~jnp.isin(tokens, jnp.array(tokenizer.stop_ids))
+    end = jnp.full((len(rows), 1), tokenizer.SEP, tokens.dtype)
+    ids = jnp.concatenate([prompts, tokens, end], axis=1)
+    used = jnp.concatenate([asked, answered, jnp.ones_like(end, bool)], axis=1)
+    order = jnp.argsort(~used, axis=1, stable=True)
+    ids = jnp.where(jnp.take_along_axis(used, order, 1), jnp.take_along_axis(ids, order, 1), 0)
+    ids = jnp.pad(ids, ((0, 0), (0, max(0, size - ids.shape[1]))))[:, :size]
+    return ids.astype(jnp.int32), jnp.minimum(used.sum(1), size).astype(jnp.int32)
+
+
+class HostEnvRunner(EnvRunner):
     array = False
     entry_tokens, entry_bytes = ENTRY_TOKENS, ENTRY_BYTES
 
-    def __init__(self, cfg: EnvConfig):
-        self.module, self.config, self.cfg = cfg.module, cfg.build(), cfg
-        self.tasks = self.module.tasks(self.config)
-        if not self.tasks:
-            raise ConfigError(f"env {cfg.name}: no training tasks")
+    def __init__(self, task: HostTask, cfg: EnvConfig):
+        self.task, self.cfg = task, cfg
+        self.tasks, self.held_out = task.tasks, task.held_out
         self.size = len(self.tasks)
-        # All usable test tasks, in the order fixed by the seed; loaded now, so that bad data shows before any step.
-        test = dataclasses.replace(self.config, split="test", count=0)
-        self.held_out = self.module.tasks(test)[: cfg.eval_tasks]
         self._pool: EnvPool | None = None
-        self.env = _wrapped(self.module.make, self.config, cfg.protocol)
+        self._factory = functools.partial(_wrapped, task.make, cfg.protocol)
+        self.env = self._factory()
 
     def pool(self) -> EnvPool:
         if self._pool is None:
-            factory = functools.partial(_wrapped, self.module.make, self.config, self.cfg.protocol)
-            self._pool = EnvPool(factory, workers=self.cfg.workers, timeout=self.cfg.timeout)
+            if self.cfg.workers:
+                _check_picklable(self._factory, self.env.name)
+            self._pool = EnvPool(self._factory, workers=self.cfg.workers, timeout=self.cfg.timeout)
         return self._pool
 
     def play(
-        self, team, params, memory, indices, plan, key, sampling, memory_config, *, version=0, held_out=False, cast=None
+        self,
+        team,
+        params,
+        memory,
+        indices,
+        plan,
+        key,
+        sampling,
+        memory_config,
+        *,
+        version=0,
+        held_out=False,
+        assignment=None,
     ):
         source = self.held_out if held_out else self.tasks
         recall = None
         if memory_config is not None:
-            recall = functools.partial(_recall, self.module.with_memory, team, params, memory, memory_config)
+            recall = functools.partial(_recall, self.task.with_memory, team, params, memory, memory_config)
         got = play(
             team,
             params,
             self.pool(),
             [source[i] for i in indices],
-            plan,
             key,
-            sampling,
-            max_prompt=self.cfg.max_prompt,
-            version=version,
-            recall=recall,
-            cast=None if cast is None else np.asarray(cast),
+            HostSettings(
+                plan,
+                sampling,
+                max_prompt=self.cfg.max_prompt,
+                version=version,
+                recall=recall,
+                assignment=None if assignment is None else np.asarray(assignment),
+            ),
         )
 
         def prompt(row: int) -> str:
             return "\n".join(f"[{m.speaker}] {m.text}" for m in got.records[row].prompt)
 
         watched: Mapping[str, float] = {}
-        if hasattr(self.module, "watch"):  # (task, {role: text}) of every joint action -> figures for the log
+        if self.task.episode_metrics is not None:
             moves = got.tree.transitions
             spoken = [
                 (
@@ -262,12 +257,14 @@ class HostArena(Arena):
                 for j, seats in enumerate(moves.steps)
                 if moves.played[j]
             ]
-            watched = self.module.watch(spoken)
-        return Played(got.tree, prompt, lambda row: got.records[row].action.text, got.failures, got, watched)
+            watched = self.task.episode_metrics(spoken)
+        return RolloutResult(got.tree, prompt, lambda row: got.records[row].action.text, got.failures, got, watched)
 
     def demonstrations(self, team, n, seed, context):
         rng = np.random.default_rng([seed, 7])
-        rows = self.module.demonstrations(self.config, self.tasks)
+        if self.task.demonstrations is None:
+            raise ConfigError(f"config.sft.steps: expected 0: environment {self.env.name!r} has no demonstrations")
+        rows = self.task.demonstrations(self.tasks)
         by_role: dict[str, list] = {role: [] for role in self.env.roles}
         for role, prompt, completion in rows:
             by_role["solo" if self.cfg.protocol == "solo" else role].append((prompt, completion))
@@ -282,24 +279,24 @@ class HostArena(Arena):
                 if context and rng.random() < 0.5:  # memory-bearing samples: strategies of other samples in front
                     others = rng.integers(0, len(samples), rng.integers(1, context + 1))
                     entries = [self._example(role.name, samples[j]) for j in others if j != i]
-                    prompt = self.module.with_memory(prompt, entries)
+                    prompt = self.task.with_memory(prompt, entries)
                 ids = tokenizer.fit(prompt, role.name, self.cfg.max_prompt).ids
                 said = [*tokenizer.encode(completion), tokenizer.stop_ids[0]]
-                if len(said) <= role.max_new:
+                if len(said) <= role.max_new_tokens:
                     encoded.append((ids, said))
             if not encoded:
                 raise ConfigError(
-                    f"config.team.max_new: none of the {len(samples)} demonstrations of role {role.name!r} "
-                    f"fits in {role.max_new} tokens"
+                    f"config.team.max_new_tokens: none of the {len(samples)} demonstrations of role {role.name!r} "
+                    f"fits in {role.max_new_tokens} tokens"
                 )
-            out[role.name] = _stack(encoded, role.max_new, tokenizer.pad_id)
+            out[role.name] = _stack(encoded, role.max_new_tokens, tokenizer.pad_id)
         return out
 
     def _example(self, role: str, sample: tuple[Prompt, str]) -> str:
-        from jaxmarl_llm.text import Action
+        from jaxmarl_llm.messages import Action
 
         prompt, completion = sample
-        return self.module.strategy(role, prompt, Action(completion, ()), {"accuracy": 1.0})
+        return self.task.strategy(role, prompt, Action(completion, ()), {"accuracy": 1.0})
 
     def lessons(self, team, played, rows):
         ids, length, texts = np.zeros((len(rows), self.entry_tokens), np.int32), np.zeros((len(rows),), np.int32), []
@@ -308,7 +305,7 @@ class HostArena(Arena):
         for k, row in enumerate(rows):
             record, node = played.records.records[row], tree.steps.node[row]
             own = {c: float(v[move_of[row], tree.nodes.role[node]]) for c, v in tree.transitions.rewards.items()}
-            text = self.module.strategy(record.role, record.prompt, record.action, own)
+            text = self.task.strategy(record.role, record.prompt, record.action, own)
             model = team.models[tree.nodes.model[node]]
             entry = model.tokenizer.encode(text)[: self.entry_tokens]
             ids[k, : len(entry)], length[k] = entry, len(entry)
@@ -321,17 +318,41 @@ class HostArena(Arena):
             self._pool = None
 
 
-def make_arena(cfg: EnvConfig) -> Arena:
-    made = cfg.module.make(cfg.build())
-    if not isinstance(made, ArrayEnv):
-        return HostArena(cfg)
+def make_env_runner(cfg: EnvConfig, task: Environment | None = None, *, seed: int | None = None) -> EnvRunner:
+    """The runner of an environment.
+
+    Args:
+        cfg: Names the environment, and says how it is played.
+        task: The environment itself; None: the one that ``cfg`` names.
+        seed: That of the run, which tasks differ by unless ``cfg.args`` have a seed; None: the environment's default.
+
+    Raises:
+        ConfigError: The environment lacks something, or does not go with ``cfg``.
+    """
+    if task is None:
+        task = cfg.environment(seed)
+    else:
+        check(task, "env")
+    if isinstance(task, HostTask):
+        return HostEnvRunner(task, cfg)
     if cfg.protocol != "together":
-        raise ConfigError(f"config.env.protocol: expected 'together' with the array environment {cfg.name!r}")
-    return ArrayArena(cfg)
+        raise ConfigError(f"config.env.protocol: expected 'together' with the array environment {task.env.name!r}")
+    return ArrayEnvRunner(task)
 
 
-def _wrapped(make: Callable[[Any], HostEnv], config: Any, protocol: str) -> HostEnv:
-    return wrap(make(config), protocol)
+def _wrapped(make: Callable[[], HostEnv], protocol: str) -> HostEnv:
+    return wrap(make(), protocol)
+
+
+def _check_picklable(factory: Callable[[], HostEnv], name: str) -> None:
+    """ConfigError where worker processes cannot build the environment."""
+    try:
+        pickle.dumps(factory)
+    except Exception as error:
+        raise ConfigError(
+            f"config.env.workers: expected 0: worker processes cannot build environment {name!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def _final_move(tree: Tree) -> np.ndarray:
@@ -391,7 +412,7 @@ def _recall(
         for k, i in enumerate(rows):
             ids = model.tokenizer.encode(asked(prompts[i]))[:QUERY_TOKENS]
             tokens[k, : len(ids)], length[k] = ids, len(ids)
-        with home(model.name):
+        with model_mesh(model.name):
             store = put_whole(memory[team.roles[role].name])
             got = to_host(_lookup(model.policy.embed, config, model.variables(params), store, tokens, length))
         texts = np.asarray(store.text)

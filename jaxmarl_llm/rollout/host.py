@@ -1,33 +1,45 @@
-"""Host rollouts: the same plans, keys and tables as `rollout`, over Python environments and text.
+"""Host rollouts: episodes of a Python environment, with the plans, random keys and tables of array rollouts.
 
-The frontier is a list of live states. At each turn every node's prompt is rendered by its role's tokenizer, the models
-that are asked generate (`speakers`), and the environments step in worker processes. Tables come back padded to buckets,
-so that what follows does not recompile either.
+`HostFrontier` holds the states that are still played. In each turn the environment observes every state, the tokenizer
+of a role encodes its prompt, the models generate (`launches`), and the environment steps in worker processes. The
+tables are padded to bucket sizes, so that programs which read them are compiled for few shapes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.generate import bucket
-from jaxmarl_llm.host_tables import checked, make_tables, replace_rewards, reward_row
-from jaxmarl_llm.plans import ROOT, Branch, Plan
-from jaxmarl_llm.rollout import CHILD, ENV, RESET, fold
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.speakers import Asked, Speakers, pad
-from jaxmarl_llm.text import Action, Prompt
+from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.messages import Action, Prompt
+from jaxmarl_llm.rollout.env_pool import EnvPool, Failure
+from jaxmarl_llm.rollout.keys import CHILD, ENV, RESET, fold
+from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, TeamSampler, pad
+from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
+from jaxmarl_llm.rollout.ranking import best_first, stops, team_value
+from jaxmarl_llm.rollout.tables import (
+    Costs,
+    NodeRow,
+    Rows,
+    StepRow,
+    TransitionRow,
+    checked,
+    make_tables,
+    replace_rewards,
+    reward_row,
+)
 from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
-from jaxmarl_llm.workers import EnvPool, Failure
 
 
 class Record(NamedTuple):
-    """One step in words: row i of ``HostRollout.records`` is row i of the steps table."""
+    """One step as text: row i of ``HostRollout.records`` is row i of the steps table."""
 
     role: str
     prompt: Prompt
@@ -35,214 +47,290 @@ class Record(NamedTuple):
 
 
 class HostRollout(NamedTuple):
+    """The result of a host rollout."""
+
     tree: Tree  # numpy arrays
     records: list[Record]
-    failures: list[str]  # what environments failed with, one line each
+    failures: list[str]  # errors of environments, one line each
     cut_tokens: int  # prompt tokens left out because a prompt was too long
 
 
-# (roles [N], prompts [N]) -> (prompts with what memory adds, Retrieval of N rows)
+# (roles [N], prompts [N]) -> (prompts with retrieved memory entries, Retrieval of N rows)
 Recall = Callable[[Sequence[int], Sequence[Prompt]], tuple[list[Prompt], Retrieval]]
 
 
-class _Live(NamedTuple):
+class HostSettings(NamedTuple):
+    """How tasks are played: everything but the team, its parameters, the environment, the tasks and the random key."""
+
+    plan: Plan
+    sampling: Sampling
+    max_prompt: int  # tokens; longer prompts are cut as the tokenizer documents, and the cut tokens are counted
+    version: int = 0  # optimizer steps of the parameters, written into the steps table
+    recall: Recall | None = None  # adds memory entries to prompts; None: no memory
+    assignment: np.ndarray | None = None  # position in `Team.players` by task (, turn) and role [B (M) A]; None: all 0
+
+
+class LiveState(NamedTuple):
+    """An environment state that is still played."""
+
     branch: Branch
-    state: Any
-    key: np.ndarray  # key data
-    parent: int
+    state: Any  # of the environment
+    key: np.ndarray  # key data [2]
+    parent: int  # row of the transition that led here, -1 at a root
     task: int
 
 
+class Seat(NamedTuple):
+    """A role that acts in a state: its index in ``Team.roles`` and its prompt."""
+
+    role: int
+    prompt: Prompt
+
+
+class SeatSamples(NamedTuple):
+    """The completions that were sampled for one `Seat`: ``first_step`` is the row of the first in the steps table."""
+
+    role: str
+    completions: list[SampledCompletion]
+    first_step: int
+
+
+class PlayedAction(NamedTuple):
+    """A joint action that was played, and the environment state it led to."""
+
+    place: int  # index of its state in ``HostFrontier.states``
+    transition: int  # row
+    state: Any  # None where the environment failed
+    key: np.ndarray  # key data [2] of the state it led to
+
+
+def play(
+    team: Team, params: Params, pool: EnvPool, tasks: Sequence[Any], key: jax.Array, settings: HostSettings
+) -> HostRollout:
+    """Play all tasks to their end.
+
+    ``params``: of the team (`Model.variables`). ``pool``: runs the environment. ``tasks``: what the environment's
+    ``reset`` takes, one each. ``key``: typed key; consumed by folding.
+    Raises ConfigError when the plan needs something that the environment lacks.
+    """
+    frontier = HostFrontier(team, params, pool, settings)
+    frontier.reset(tasks, key)
+    while frontier.states and frontier.turn < pool.env.max_turns:
+        frontier.play_turn()
+    return frontier.result()
+
+
+class HostFrontier:
+    """The states of a host rollout that are still played, and the table rows collected so far.
+
+    ``reset`` makes the first states. A turn is ``observe``, ``request_completions``, ``step`` and ``advance``.
+    """
+
+    def __init__(self, team: Team, params: Params, pool: EnvPool, settings: HostSettings) -> None:
+        """Arguments as in `play`."""
+        settings.plan.check(pool.env)
+        self.turn = 0
+        self.states: list[LiveState] = []
+        self.rows = Rows()
+        self.records: list[Record] = []
+        self.failures: list[str] = []
+        self.cut_tokens = self.env_calls = 0
+        self._team, self._pool, self._env, self._settings = team, pool, pool.env, settings
+        self._sampler = TeamSampler(team, params, settings.sampling)
+
+    def reset(self, tasks: Sequence[Any], key: jax.Array) -> None:
+        """The first state of each task; a task whose ``reset`` fails is left out."""
+        roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
+        calls = [(seed_of(k), task) for k, task in zip(resets, tasks)]
+        for i, state in enumerate(self._pool.map("reset", calls, range(len(tasks)))):
+            if isinstance(state, Failure):
+                self.failures.append(f"reset: {state.message}")
+            else:
+                self.states.append(LiveState(ROOT, state, roots[i], -1, i))
+
+    def play_turn(self) -> None:
+        """One turn of every state."""
+        seats = self.observe()
+        if not self.states:
+            return
+        self.advance(self.step(self.request_completions(seats)))
+
+    def observe(self) -> list[list[Seat]]:
+        """The seats of every state, in the order of the environment's roles.
+
+        A state whose observation raises is removed, and the transition that led to it becomes invalid and final.
+        """
+        seats, states = [], []
+        order = self._env.roles.index
+        for live in self.states:
+            try:
+                prompts = sorted(self._env.observe(live.state).items(), key=lambda item: order(item[0]))
+            except Exception as error:  # the joint action that led to this state is at fault
+                self.failures.append(f"turn {self.turn}: observe: {type(error).__name__}: {error}")
+                if live.parent >= 0:
+                    before = self.rows.transitions[live.parent]
+                    self.rows.transitions[live.parent] = before._replace(done=True, valid=False)
+                continue
+            seats.append([Seat(self._team.role_index(role), prompt) for role, prompt in prompts])
+            states.append(live)
+        self.states = states
+        return seats
+
+    def request_completions(self, seats: Sequence[Sequence[Seat]]) -> list[list[SeatSamples]]:
+        """Sample completions for the seats of every state, and add nodes and steps to the tables.
+
+        All prompts of a turn are fixed before any model generates.
+        """
+        flat = [(live, seat) for live, own in zip(self.states, seats, strict=True) for seat in own]
+        if not flat:
+            return [[] for _ in seats]
+        prompts = [seat.prompt for _, seat in flat]
+        if self._settings.recall is not None:
+            prompts, retrieval = self._settings.recall([seat.role for _, seat in flat], prompts)
+            self.rows.retrievals.append(retrieval)
+        requests = [self._request(live, seat.role, prompt) for (live, seat), prompt in zip(flat, prompts)]
+        sampled = self._sampler.sample(requests, more=self.turn + 1 < self._env.max_turns)
+        samples = []
+        for (live, seat), prompt, request, completions in zip(flat, prompts, requests, sampled, strict=True):
+            role, first, node = self._team.roles[seat.role].name, len(self.rows.steps), len(self.rows.nodes)
+            ids = request.prompt_ids
+            self.rows.nodes.append(NodeRow(ids, seat.role, request.model, live.task, self.turn, live.parent))
+            learns = self._player(live.task, seat.role) < self._team.roles[seat.role].learning
+            source = POLICY if learns else FROZEN
+            for action, logprobs in completions:
+                self.rows.steps.append(StepRow(node, action.ids, logprobs, action.truncated, source))
+                self.records.append(Record(role, prompt, action))
+            samples.append(SeatSamples(role, completions, first))
+        rest = iter(samples)
+        return [list(itertools.islice(rest, len(own))) for own in seats]
+
+    def step(self, samples: Sequence[Sequence[SeatSamples]]) -> list[PlayedAction]:
+        """Play the joint actions of every state, and add them to the transitions table."""
+        plan = self._settings.plan
+        chosen = [plan.actions(live.branch, len(own)) for live, own in zip(self.states, samples, strict=True)]
+        env_keys, child_keys = _action_keys([live.key for live in self.states], [len(a) for a in chosen])
+        joint = [(i, j) for i, actions in enumerate(chosen) for j in range(len(actions))]
+        calls = []
+        for i, j in joint:
+            actions = {seat.role: seat.completions[g].action for seat, g in zip(samples[i], chosen[i][j])}
+            calls.append((seed_of(env_keys[i][j]), self.states[i].state, actions))
+        results = self._step_environments([self.states[i].task for i, _ in joint], calls)
+        played = []
+        for (i, j), result in zip(joint, results, strict=True):
+            live, failed = self.states[i], isinstance(result, Failure)
+            rewards, problem = reward_row(result, self._team, self._env.components)
+            if problem:
+                self.failures.append(f"turn {self.turn}: {problem}")
+            played.append(PlayedAction(i, len(self.rows.transitions), None if failed else result[0], child_keys[i][j]))
+            self.rows.transitions.append(
+                TransitionRow(
+                    steps=[seat.first_step + g for seat, g in zip(samples[i], chosen[i][j])],
+                    parent=live.parent,
+                    task=live.task,
+                    turn=self.turn,
+                    rewards=rewards,
+                    done=failed or result[2],
+                    valid=problem is None,
+                )
+            )
+        return played
+
+    def advance(self, played: Sequence[PlayedAction]) -> None:
+        """Replace the states by those that the plan continues from, and begin the next turn.
+
+        ``played``: joint actions of one state stand together, in the order of ``Plan.actions``.
+        """
+        reached = []
+        for place, siblings in itertools.groupby(played, key=lambda action: action.place):
+            live = self.states[place]
+            for position, action in enumerate(self._ranked(list(siblings))):
+                branch = self._settings.plan.follow(live.branch, position)
+                if branch is not None and not self.rows.transitions[action.transition].done:
+                    reached.append(LiveState(branch, action.state, action.key, action.transition, live.task))
+        self.states = reached
+        self.turn += 1
+
+    def result(self) -> HostRollout:
+        """The tables and texts of everything played so far."""
+        costs = Costs(self._sampler.prompt_tokens, self.env_calls, self._sampler.launches)
+        tree = make_tables(self._team, self._env.components, self.rows, self._settings.version, costs)
+        return HostRollout(tree, self.records, self.failures, self.cut_tokens)
+
+    def _player(self, task: int, role: int) -> int:
+        """Position in ``Team.players(role)`` of the model that acts for the role in this turn."""
+        assignment = self._settings.assignment
+        if assignment is None:
+            return 0
+        return int(assignment[task, role] if assignment.ndim == 2 else assignment[task, self.turn, role])
+
+    def _request(self, live: LiveState, role: int, prompt: Prompt) -> GenerationRequest:
+        """The request for one seat of a state; counts the tokens cut from its prompt."""
+        name, tokenizer = self._team.roles[role].name, self._team.model_of(role).tokenizer
+        fitted = tokenizer.fit(prompt, name, self._settings.max_prompt)
+        self.cut_tokens += fitted.cut
+        model = self._team.players(role)[self._player(live.task, role)]
+        width = self._settings.plan.width(live.branch)
+        return GenerationRequest(model, width, live.task, role, live.key, fitted.ids)
+
+    def _step_environments(self, tasks: Sequence[int], calls: Sequence[tuple]) -> list[Any]:
+        """(state, rewards by role, done) or a `Failure` of each call of ``step``; the verifier's rewards if local."""
+        self.env_calls += len(calls)
+        results = [checked(result) for result in self._pool.map("step", calls, tasks)]
+        if not self._settings.plan.local:
+            return results
+        fine = [i for i, result in enumerate(results) if not isinstance(result, Failure)]
+        verdicts = self._pool.map("verify", [(results[i][0],) for i in fine], [tasks[i] for i in fine])
+        for i, verdict in zip(fine, verdicts, strict=True):
+            results[i] = replace_rewards(results[i], verdict)
+        return results
+
+    def _ranked(self, siblings: list[PlayedAction]) -> list[PlayedAction]:
+        """The joint actions of one state in the order that ``Plan.follow`` counts; none where the plan stops."""
+        plan = self._settings.plan
+        if not plan.rank and plan.stop_above is None:
+            return siblings
+        rows = [self.rows.transitions[action.transition] for action in siblings]
+        by_component = np.moveaxis(np.stack([row.rewards for row in rows]), 1, 0)
+        rewards: Mapping[str, np.ndarray] = dict(zip(self._env.components, by_component, strict=True))
+        value, valid = team_value(plan, rewards), np.array([row.valid for row in rows])
+        if stops(plan, value, valid):
+            return []
+        return [siblings[i] for i in best_first(value, valid)] if plan.rank else siblings
+
+
+def seed_of(data: np.ndarray) -> int:
+    """The integer seed that a host environment receives: the 64 bits of ``data``, key data [2]."""
+    return int(data[0]) << 32 | int(data[1])
+
+
+def _action_keys(keys: Sequence[np.ndarray], groups: Sequence[int]) -> tuple[dict[int, np.ndarray], ...]:
+    """Key data of the joint actions of every state: of the environment's step, and of the state it leads to.
+
+    ``keys``: key data of the states. ``groups``: number of joint actions of each. By state: [G 2]. States with equally
+    many joint actions are computed at once.
+    """
+    stores: tuple[dict[int, np.ndarray], ...] = ({}, {})
+    for group in sorted(set(groups)):
+        these = [i for i, number in enumerate(groups) if number == group]
+        data = pad(np.stack([keys[i] for i in these]), bucket(len(these), 4))
+        for store, rows in zip(stores, _branch_keys(data, group=group)):
+            store.update(zip(these, np.asarray(rows)))
+    return stores
+
+
 @functools.partial(jax.jit, static_argnames=("group",))
-def _branch_keys(data: jax.Array, *, group: int) -> tuple[jax.Array, jax.Array]:
-    """Key data [N, G, 2] of each joint action's environment step and of the state behind it."""
-    keys = jnp.repeat(jax.random.wrap_key_data(data)[:, None], group, 1)
+def _branch_keys(data: jax.Array | np.ndarray, *, group: int) -> tuple[jax.Array, jax.Array]:
+    """Key data [N G 2] of the environment's step of each joint action and of the state it leads to.
+
+    ``data``: key data of the states [N 2].
+    """
+    keys = jnp.repeat(jax.random.wrap_key_data(jnp.asarray(data))[:, None], group, 1)
     order = jnp.broadcast_to(jnp.arange(group), keys.shape)
     return jax.random.key_data(fold(keys, ENV, order)), jax.random.key_data(fold(keys, CHILD, order))
 
 
 @jax.jit
 def _root_keys(key: jax.Array, tasks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Key data [B 2] of the first state of each task and of its reset. ``tasks``: numbers [B]."""
     roots = fold(jnp.broadcast_to(key, tasks.shape), tasks)
     return jax.random.key_data(roots), jax.random.key_data(fold(roots, RESET))
-
-
-def seed_of(data: np.ndarray) -> int:
-    """The integer seed a host environment gets: the 64 bits of a key."""
-    return int(data[0]) << 32 | int(data[1])
-
-
-def play(
-    team: Team,
-    params: Params,
-    pool: EnvPool,
-    tasks: Sequence[Any],
-    plan: Plan,
-    key: jax.Array,
-    sampling: Sampling,
-    *,
-    max_prompt: int,
-    version: int = 0,
-    recall: Recall | None = None,
-    cast: np.ndarray | None = None,
-) -> HostRollout:
-    """Play all tasks. Prompts longer than ``max_prompt`` tokens are cut as the tokenizer documents, and counted.
-    ``cast`` is that of `rollout.make_rollout`.
-
-    Raises ConfigError when the plan asks for what the environment lacks.
-    """
-    env = pool.env
-    plan.check(env)
-    roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
-    started = pool.map("reset", [(seed_of(k), task) for k, task in zip(resets, tasks)], range(len(tasks)))
-    failures = [f"reset: {s.message}" for s in started if isinstance(s, Failure)]
-    frontier = [_Live(ROOT, s, roots[i], -1, i) for i, s in enumerate(started) if not isinstance(s, Failure)]
-
-    nodes: list[dict] = []
-    steps: list[dict] = []
-    moves: list[dict] = []
-    records: list[Record] = []
-    found: list[Retrieval] = []
-    speakers = Speakers(team, params, sampling)
-    calls = cut = 0
-    for turn in range(env.max_turns):
-        if not frontier:
-            break
-        now = cast if cast is None or cast.ndim == 2 else cast[:, turn]
-        part = lambda task, role, now=now: 0 if now is None else int(now[task, role])
-        speaker = lambda task, role, part=part: team.players(role)[part(task, role)]
-        # Decision points of this turn, all prompts fixed before anyone speaks.
-        seats: list[list[tuple[str, Prompt]]] = []
-        seen: list[_Live] = []
-        for live in frontier:
-            try:
-                seats.append(sorted(env.observe(live.state).items(), key=lambda item: env.roles.index(item[0])))
-                seen.append(live)
-            except Exception as error:  # the move that led to a state nobody can look at is what failed
-                failures.append(f"turn {turn}: observe: {type(error).__name__}: {error}")
-                if live.parent >= 0:
-                    moves[live.parent].update(done=True, valid=False)
-        frontier = seen
-        if not frontier:
-            break
-        flat = [(i, team.role_index(role), prompt) for i, seat in enumerate(seats) for role, prompt in seat]
-        prompts = [prompt for _, _, prompt in flat]
-        if recall is not None:
-            prompts, retrieval = recall([r for _, r, _ in flat], prompts)
-            found.append(retrieval)
-        widths = [plan.width(live.branch) for live in frontier]
-        ids: list[list[int]] = []
-        for (_, role, _), prompt in zip(flat, prompts):
-            fitted = team.model_of(role).tokenizer.fit(prompt, team.roles[role].name, max_prompt)
-            ids.append(fitted.ids)
-            cut += fitted.cut
-        asked = [
-            Asked(speaker(frontier[i].task, role), widths[i], frontier[i].task, role, frontier[i].key, ids[n])
-            for n, (i, role, _) in enumerate(flat)
-        ]
-        said = speakers.say(asked, more=turn + 1 < env.max_turns)
-
-        # Tables, then the joint actions.
-        step_of: dict[tuple[int, int], int] = {}
-        for n, (i, role, _) in enumerate(flat):
-            live = frontier[i]
-            nodes.append(
-                {
-                    "ids": ids[n],
-                    "role": role,
-                    "model": asked[n].model,
-                    "task": live.task,
-                    "turn": turn,
-                    "parent": live.parent,
-                }
-            )
-            for s, (action, logprobs) in enumerate(said[n]):
-                step_of[n, s] = len(steps)
-                steps.append(
-                    {
-                        "node": len(nodes) - 1,
-                        "ids": action.ids,
-                        "logprobs": logprobs,
-                        "truncated": action.truncated,
-                        "source": FROZEN if part(live.task, role) else POLICY,
-                    }
-                )
-                records.append(Record(team.roles[role].name, prompts[n], action))
-        first = np.cumsum([0] + [len(s) for s in seats])
-        env_keys: dict[int, np.ndarray] = {}
-        child_keys: dict[int, np.ndarray] = {}
-        actions = [plan.actions(live.branch, len(seat)) for live, seat in zip(frontier, seats)]
-        for number in sorted({len(a) for a in actions}):
-            these = [i for i, a in enumerate(actions) if len(a) == number]
-            data = pad(np.stack([frontier[i].key for i in these]), bucket(len(these), 4))
-            for store, got in zip((env_keys, child_keys), _branch_keys(data, group=number)):
-                store.update(zip(these, np.asarray(got)))
-        joint = [(i, j) for i, a in enumerate(actions) for j in range(len(a))]
-        results = pool.map(
-            "step",
-            [
-                (
-                    seed_of(env_keys[i][j]),
-                    frontier[i].state,
-                    {role: said[first[i] + w][actions[i][j][w]][0] for w, (role, _) in enumerate(seats[i])},
-                )
-                for i, j in joint
-            ],
-            [frontier[i].task for i, _ in joint],
-        )
-        results = [checked(r) for r in results]
-        calls += len(joint)
-        if plan.local:
-            played = [(r[0], frontier[i].task) for r, (i, _) in zip(results, joint) if not isinstance(r, Failure)]
-            judged = pool.map("verify", [(state,) for state, _ in played], [task for _, task in played])
-            verdicts = iter(judged)
-            results = [r if isinstance(r, Failure) else replace_rewards(r, next(verdicts)) for r in results]
-        made: dict[int, list[tuple[int, int]]] = {}  # state -> its joint actions: (transition, joint index)
-        after: dict[int, Any] = {}  # transition -> state behind it
-        for (i, j), result in zip(joint, results):
-            live = frontier[i]
-            rewards, problem = reward_row(result, team, env.components)
-            if problem:
-                failures.append(f"turn {turn}: {problem}")
-            failed = isinstance(result, Failure)
-            made.setdefault(i, []).append((len(moves), j))
-            after[len(moves)] = None if failed else result[0]
-            moves.append(
-                {
-                    "steps": [step_of[int(first[i]) + w, s] for w, s in enumerate(actions[i][j])],
-                    "parent": live.parent,
-                    "task": live.task,
-                    "turn": turn,
-                    "rewards": rewards,
-                    "done": failed or result[2],
-                    "valid": problem is None,
-                }
-            )
-        reached = []
-        for i, behind in made.items():
-            live = frontier[i]
-            for place, (move, j) in enumerate(_kept(plan, env.components, moves, behind)):
-                to = plan.follow(live.branch, place)
-                if to is not None and not moves[move]["done"]:
-                    reached.append(_Live(to, after[move], child_keys[i][j], move, live.task))
-        frontier = reached
-    counts = speakers.sent, calls, speakers.launches
-    tree = make_tables(team, env.components, nodes, steps, moves, found, version, *counts)
-    return HostRollout(tree, records, failures, cut)
-
-
-def _kept(
-    plan: Plan, components: tuple[str, ...], moves: list[dict], behind: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """The joint actions of one state in the order ``plan.follow`` counts them; none when the plan stops here."""
-    if not plan.rank and plan.stop_above is None:
-        return behind
-    # float32 as in array rollouts, so that both engines break ties alike
-    weights = [(components.index(c), np.float32(weight)) for c, weight in plan.reward]
-    value = {m: sum((w * moves[m]["rewards"][c].mean() for c, w in weights), np.float32(0)) for m, _ in behind}
-    good = [value[m] for m, _ in behind if moves[m]["valid"]]
-    if plan.stop_above is not None and good and np.mean(good) > plan.stop_above:
-        return []
-    if not plan.rank:
-        return behind
-    return sorted(behind, key=lambda item: (not moves[item[0]]["valid"], -value[item[0]]))

@@ -23,8 +23,9 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxmarl_llm.text import ConfigError, HostEnv
-from jaxmarl_llm.types import ArrayEnv
+from jaxmarl_llm.envs.array_env import ArrayEnv
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import HostEnv
 
 JOINT = ("aligned", "cross")
 

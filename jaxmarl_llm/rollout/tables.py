@@ -1,26 +1,78 @@
-"""From what host environments return, and the rows a host rollout collects, to the tables of `types`.
+"""Checks of the results of host environments, and the tables of `types` from the rows of a host rollout.
 
-What could not be computed is invalid, never 0; the reason is one line for the log.
+A reward that could not be computed is invalid, never 0. Its reason is one line for the log.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxmarl_llm.generate import bucket
+from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.rollout.env_pool import Failure
 from jaxmarl_llm.types import POLICY, Counts, Nodes, Retrieval, Steps, Team, Transitions, Tree
-from jaxmarl_llm.workers import Failure
 
-LARGEST = float(np.finfo(np.float32).max)  # a reward
+LARGEST = float(np.finfo(np.float32).max)  # reward that the tables can hold
+
+
+class NodeRow(NamedTuple):
+    """One decision point: a row of `types.Nodes`."""
+
+    prompt_ids: Sequence[int]
+    role: int
+    model: int
+    task: int
+    turn: int
+    parent: int
+
+
+class StepRow(NamedTuple):
+    """One completion: a row of `types.Steps`."""
+
+    node: int
+    ids: Sequence[int]
+    logprobs: np.ndarray  # of the ids
+    truncated: bool
+    source: int
+
+
+class TransitionRow(NamedTuple):
+    """One joint action: a row of `types.Transitions`."""
+
+    steps: Sequence[int]  # one of each seat
+    parent: int
+    task: int
+    turn: int
+    rewards: np.ndarray  # [components A]
+    done: bool
+    valid: bool
+
+
+@dataclass
+class Rows:
+    """The rows of a rollout in their order. ``retrievals``: one for each turn, of its nodes; empty without memory."""
+
+    nodes: list[NodeRow] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+    transitions: list[TransitionRow] = field(default_factory=list)
+    retrievals: list[Retrieval] = field(default_factory=list)
+
+
+class Costs(NamedTuple):
+    """Those of `types.Counts` that the rows do not show."""
+
+    prompt_tokens: int
+    env_calls: int
+    launches: int
 
 
 def checked(result: Any) -> Any:
-    """What step returned, or a Failure when that is no (state, rewards, done)."""
+    """``result`` of the environment's step, or a Failure when it is not (state, rewards by role, done)."""
     if isinstance(result, Failure):
         return result
     well = isinstance(result, tuple) and len(result) == 3 and isinstance(result[1], Mapping)
@@ -30,8 +82,9 @@ def checked(result: Any) -> Any:
 
 
 def replace_rewards(result: tuple, verdict: Any) -> Any:
-    """A `checked` result with the verifier's rewards, or a Failure. Components that the verifier gives stand for those
-    of the step, as in array rollouts.
+    """A `checked` ``result`` with the rewards of ``verdict``, what the local verifier returned; or a Failure.
+
+    A component that the verifier gives replaces that of the step. The others stay, as in array rollouts.
     """
     judged = verdict if isinstance(verdict, Failure) else checked((result[0], verdict, result[2]))
     if isinstance(judged, Failure):
@@ -41,7 +94,10 @@ def replace_rewards(result: tuple, verdict: Any) -> Any:
 
 
 def reward_row(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np.ndarray, str | None]:
-    """Rewards [components, A] of a `checked` result, 0 where none is given; and why they are invalid, or None."""
+    """Rewards [components A] of a `checked` ``result``, 0 where none is given; and why they are invalid, or None.
+
+    ``components``: reward components that the environment declares, in the order of the table.
+    """
     table = np.zeros((len(components), len(team.roles)), np.float32)
     if isinstance(result, Failure):
         return table, f"environment {result.kind}: {result.message}"
@@ -59,101 +115,100 @@ def reward_row(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np
     return table, None
 
 
-def make_tables(
-    team: Team,
-    components: tuple[str, ...],
-    nodes: list[dict],
-    steps: list[dict],
-    moves: list[dict],
-    found: list[Retrieval],
-    version: int,
-    sent: int,
-    calls: int,
-    launches: int,
-) -> Tree:
-    """The rows of one rollout as numpy tables; N, C, J, P are padded to buckets, R is the longest ``max_new``.
+def make_tables(team: Team, components: tuple[str, ...], rows: Rows, version: int, costs: Costs) -> Tree:
+    """The tables (numpy arrays) of one rollout. N, C, J and P are padded to buckets; R is the largest limit of tokens.
 
-    Keys of a row: ``nodes`` ids, role, model, task, turn, parent; ``steps`` node, ids, logprobs, truncated; ``moves``
-    steps (one a seat), parent, task, turn, rewards [components, A], done, valid. ``found``: a Retrieval for each turn,
-    all nodes in order, or nothing without memory. ``sent``, ``calls``, ``launches``: what the tables do not show, as in
-    `types.Counts` (prompt_tokens, env_calls, launches).
+    ``components``: reward components of the environment. ``version``: optimizer steps of the parameters that sampled.
+    ``costs``: counts that the rows do not show.
     """
-    n, c, j = (bucket(len(rows), 16) for rows in (nodes, steps, moves))
-    p = bucket(max((len(x["ids"]) for x in nodes), default=1), 32)
-    r = max(role.max_new for role in team.roles)
-    w = max((len(x["steps"]) for x in moves), default=1)
+    nodes, steps = _nodes(rows), _steps(rows.steps, max(role.max_new_tokens for role in team.roles), version)
+    transitions = _transitions(rows.transitions, components, len(team.roles))
+    per_node = np.bincount(np.array([row.node for row in rows.steps], np.int64), minlength=1)
+    counts = {
+        "sequences": len(rows.steps),
+        "branch_sequences": int((per_node * (per_node > 1)).sum()),
+        "completion_tokens": sum(len(row.ids) for row in rows.steps),
+        "invalid": sum(not row.valid for row in rows.transitions),
+        **costs._asdict(),
+    }
+    return Tree(nodes, steps, transitions, Counts(**{name: np.array(n, np.int32) for name, n in counts.items()}))
 
-    def column(rows: list[dict], name: str, size: int, fill: Any = 0, dtype: Any = np.int32) -> np.ndarray:
-        out = np.full((size,), fill, dtype)
-        out[: len(rows)] = [x[name] for x in rows]
-        return out
 
-    def matrix(rows: list[dict], name: str, shape: tuple[int, int], fill: Any = 0, dtype: Any = np.int32) -> np.ndarray:
-        out = np.full(shape, fill, dtype)
-        for k, x in enumerate(rows):
-            out[k, : len(x[name])] = x[name]
-        return out
-
-    def lengths(rows: list[dict], size: int) -> np.ndarray:
-        out = np.zeros((size,), np.int32)
-        out[: len(rows)] = [len(x["ids"]) for x in rows]
-        return out
-
-    if found:
-        joined = jax.tree.map(lambda *x: np.concatenate([np.asarray(a) for a in x]), *found)
-        retrieved = jax.tree.map(lambda a: np.concatenate([a, np.zeros((n - len(a), *a.shape[1:]), a.dtype)]), joined)
-    else:
-        retrieved = jax.tree.map(np.asarray, Retrieval.empty(n))
-    parent, task = column(nodes, "parent", n, -1), column(nodes, "task", n)
-    length, prompt_length = lengths(steps, c), lengths(nodes, n)
-    node = column(steps, "node", c)
-    per_node = np.bincount(node[: len(steps)], minlength=n)
-    rewards = np.zeros((j, len(components), len(team.roles)), np.float32)
-    for k, x in enumerate(moves):
-        rewards[k] = x["rewards"]
-    valid = column(moves, "valid", j, False, bool)
-    span = np.arange
-    return Tree(
-        Nodes(
-            tokens=matrix(nodes, "ids", (n, p)),
-            length=prompt_length,
-            role=column(nodes, "role", n),
-            model=column(nodes, "model", n),
-            task=task,
-            turn=column(nodes, "turn", n),
-            parent=parent,
-            crn=task,
-            retrieved=retrieved,
-            valid=span(n) < len(nodes),
-        ),
-        Steps(
-            node=node,
-            tokens=matrix(steps, "ids", (c, r)),
-            length=length,
-            loss_mask=span(r) < length[:, None],
-            logprobs=matrix(steps, "logprobs", (c, r), 0.0, np.float32),
-            truncated=column(steps, "truncated", c, False, bool),
-            source=column(steps, "source", c, POLICY),
-            version=np.full((c,), version, np.int32),
-            valid=span(c) < len(steps),
-        ),
-        Transitions(
-            steps=matrix(moves, "steps", (j, w), -1),
-            parent=column(moves, "parent", j, -1),
-            task=column(moves, "task", j),
-            turn=column(moves, "turn", j),
-            rewards=dict(zip(components, np.moveaxis(rewards, 1, 0))),
-            done=column(moves, "done", j, False, bool),
-            played=span(j) < len(moves),
-            valid=valid,
-        ),
-        Counts(
-            sequences=np.int32(len(steps)),
-            branch_sequences=np.int32((per_node * (per_node > 1)).sum()),
-            prompt_tokens=np.int32(sent),
-            completion_tokens=np.int32(length.sum()),
-            env_calls=np.int32(calls),
-            invalid=np.int32(len(moves) - valid.sum()),
-            launches=np.int32(launches),
-        ),
+def _nodes(rows: Rows) -> Nodes:
+    nodes, size = rows.nodes, bucket(len(rows.nodes), 16)
+    task = _column([row.task for row in nodes], size)
+    return Nodes(
+        tokens=_matrix([row.prompt_ids for row in nodes], size, bucket(_longest(row.prompt_ids for row in nodes), 32)),
+        length=_column([len(row.prompt_ids) for row in nodes], size),
+        role=_column([row.role for row in nodes], size),
+        model=_column([row.model for row in nodes], size),
+        task=task,
+        turn=_column([row.turn for row in nodes], size),
+        parent=_column([row.parent for row in nodes], size, fill=-1),
+        retrieved=_retrieved(rows.retrievals, size),
+        valid=np.arange(size) < len(nodes),
     )
+
+
+def _steps(steps: Sequence[StepRow], response: int, version: int) -> Steps:
+    """``response``: R."""
+    size = bucket(len(steps), 16)
+    length = _column([len(row.ids) for row in steps], size)
+    return Steps(
+        node=_column([row.node for row in steps], size),
+        tokens=_matrix([row.ids for row in steps], size, response),
+        length=length,
+        loss_mask=np.arange(response) < length[:, None],
+        logprobs=_matrix([row.logprobs for row in steps], size, response, fill=0.0, dtype=np.float32),
+        truncated=_column([row.truncated for row in steps], size, fill=False, dtype=bool),
+        source=_column([row.source for row in steps], size, fill=POLICY),
+        version=np.full((size,), version, np.int32),
+        valid=np.arange(size) < len(steps),
+    )
+
+
+def _transitions(transitions: Sequence[TransitionRow], components: tuple[str, ...], roles: int) -> Transitions:
+    """``roles``: A."""
+    size = bucket(len(transitions), 16)
+    rewards = np.zeros((size, len(components), roles), np.float32)
+    for k, row in enumerate(transitions):
+        rewards[k] = row.rewards
+    return Transitions(
+        steps=_matrix([row.steps for row in transitions], size, _longest(row.steps for row in transitions), fill=-1),
+        parent=_column([row.parent for row in transitions], size, fill=-1),
+        task=_column([row.task for row in transitions], size),
+        turn=_column([row.turn for row in transitions], size),
+        rewards=dict(zip(components, np.moveaxis(rewards, 1, 0))),
+        done=_column([row.done for row in transitions], size, fill=False, dtype=bool),
+        played=np.arange(size) < len(transitions),
+        valid=_column([row.valid for row in transitions], size, fill=False, dtype=bool),
+    )
+
+
+def _retrieved(retrievals: Sequence[Retrieval], size: int) -> Retrieval:
+    """The retrievals of all turns as one of ``size`` rows."""
+    if not retrievals:
+        return jax.tree.map(np.asarray, Retrieval.empty(size))
+    joined = jax.tree.map(lambda *x: np.concatenate([np.asarray(a) for a in x]), *retrievals)
+    return jax.tree.map(lambda x: np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)]), joined)
+
+
+def _longest(rows: Iterable[Sequence[Any]]) -> int:
+    return max(map(len, rows), default=1)
+
+
+def _column(values: Sequence[Any], size: int, *, fill: Any = 0, dtype: Any = np.int32) -> np.ndarray:
+    """``values`` and then ``fill`` [size]."""
+    out = np.full((size,), fill, dtype)
+    out[: len(values)] = values
+    return out
+
+
+def _matrix(
+    rows: Sequence[Sequence[Any] | np.ndarray], size: int, width: int, *, fill: Any = 0, dtype: Any = np.int32
+) -> np.ndarray:
+    """``rows`` of any length, then ``fill`` [size width]."""
+    out = np.full((size, width), fill, dtype)
+    for k, row in enumerate(rows):
+        out[k, : len(row)] = row
+    return out

@@ -1,4 +1,4 @@
-"""`fit`: a recipe's run to its last step, checkpointed, and resumed by calling it again."""
+"""`fit`: trains a recipe to its last step with checkpoints. Calling it again resumes the run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxmarl_llm import __version__, deadlines, processes
-from jaxmarl_llm.checkpoint import Checkpointer, digests
+from jaxmarl_llm._version import __version__
 from jaxmarl_llm.config import diff, from_dict, to_dict
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.phases import Recipe
-from jaxmarl_llm.report import episodes_markdown, report
-from jaxmarl_llm.stages import BaseConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.distributed import deadlines, processes
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.runs.phases import Recipe
+from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
+from jaxmarl_llm.storage.workdir import Workdir
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.telemetry.report import episodes_markdown, report
+from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.types import TrainState
-from jaxmarl_llm.workdir import Workdir
 
 
 def fit(
@@ -33,48 +34,38 @@ def fit(
     *,
     allow_config_change: Sequence[str] = (),
 ) -> TrainState:
-    """Train to the last step, from the newest checkpoint in ``workdir`` when there is one.
+    """Train to the last step, from the newest checkpoint in ``workdir`` if one exists.
 
-    Writes metrics.jsonl, TensorBoard events, checkpoints/, config.json, and at the end report.png and episodes.md. A
-    ``workdir`` in an object store is fine: see workdir.py.
+    cfg: configuration of the run. recipe: made from ``cfg`` by a module of `recipes`. workdir: folder of the run, or a
+    URL in an object store (`storage.workdir`). allow_config_change: configuration keys that may differ from those of
+    the checkpoint. Returns the last state.
+
+    Writes metrics.jsonl, TensorBoard events, checkpoints/ and config.json, and at the end report.png and episodes.md.
     """
     folder = Workdir(workdir)
-    with processes.within(cfg.run.deadlines):
+    with processes.watchdog(cfg.run.deadlines):
         with deadlines.stage("save"):
             _check_shared(folder)
             saver = Checkpointer(folder.url, keep=cfg.run.keep)
         try:
             return _fit(cfg, recipe, folder, saver, allow_config_change)
         finally:
-            saver.close()  # waits for a save that is under way, whatever ended the run
+            saver.close()  # waits for a save in progress, also after an error
 
 
 def _fit(
     cfg: BaseConfig, recipe: Recipe, folder: Workdir, saver: Checkpointer, allow_config_change: Sequence[str]
 ) -> TrainState:
-    workdir = folder.local
+    """Resume or start a run, train it to the last step, and write its report. Arguments as in `fit`."""
     with deadlines.stage("save"):
-        meta = saver.read_meta()
-        if meta is not None:
-            _check_same(cfg, meta, allow_config_change)
-        elif steps := saver.steps():
-            raise ConfigError(f"{saver.root}: no usable checkpoint: the meta of steps {steps} cannot be read")
-        if meta is None:
-            state, resumed = recipe.init(0), None
-            backbone = fingerprint_of(state.params["shared"])
-        else:
-            state, resumed = restore(saver, recipe, meta)
-            backbone = meta["backbone"]  # which restore has compared
-    primary = processes.index() == 0  # the others play and learn, and write nothing but their parts of checkpoints
+        state, resumed, backbone = _resume(cfg, recipe, saver, allow_config_change)
+    primary = processes.index() == 0  # the other processes write only their parts of checkpoints
     if primary:
-        workdir.mkdir(parents=True, exist_ok=True)
+        folder.local.mkdir(parents=True, exist_ok=True)
         folder.fetch()
-        (workdir / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
-
-    bad, step, stopping = 0, int(state.step), False
-    save = lambda: saver.save(step, _without_shared(state), _meta(cfg, step, backbone))
+        (folder.local / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
     logger = Logger(
-        workdir,
+        folder.local,
         resume_step=resumed,
         total_steps=recipe.total_steps,
         interval=cfg.run.log_every,
@@ -86,51 +77,104 @@ def _fit(
         with logger:
             if resumed is not None:
                 logger.print(f"resumed {folder} at step {resumed}")
-            deadlines.at(step)
-            while step < recipe.total_steps and not stopping:
-                with deadlines.stage("rollout"):
-                    extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
-                with deadlines.stage("update"):
-                    state, metrics = recipe.step(state, logger)
-                step += 1
-                deadlines.at(step)
-                state = state.replace(step=state.step + 1)
-                bad = bad + 1 if metrics.pop("bad", 0.0) else 0
-                skipped = state.counters["skipped"] + int(bad > 0)
-                state = state.replace(counters={**state.counters, "skipped": skipped})
-                if step == recipe.total_steps:
-                    with deadlines.stage("rollout"):
-                        extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
-                logger.log(step, {**metrics, **extra, "count/skipped": float(skipped)})
-                _check_numbers(cfg, step, bad, metrics, saver)
-                with deadlines.stage("save"):
-                    stopping = processes.stop_asked() and step < recipe.total_steps
-                    if stopping or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
-                        save()
-                        if primary:
-                            folder.push()
-                release_programs()
+            state, stopped = _train(cfg, recipe, folder, saver, logger, state, backbone)
             with deadlines.stage("save"):
-                saver.wait()
-                if stopping:
-                    logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
-                elif primary and (workdir / "metrics.jsonl").exists() and recipe.total_steps:
-                    report(workdir)
-                    episodes_markdown(recipe.episodes(), workdir / "episodes.md")
-                    logger.print(f"wrote report.png and episodes.md to {folder}")
+                _finish(recipe, folder, saver, logger, int(state.step), stopped)
     finally:
-        if primary:  # also when the run failed: the last lines of the metrics tell why
+        if primary:  # also after a failure: the last lines of the metrics show the reason
             with deadlines.stage("save"):
                 folder.push()
     with deadlines.stage("save"):
-        processes.everyone(None)  # process 0 may take longer than the others would wait when they leave
-    if stopping:
-        raise SystemExit(processes.AGAIN)
+        processes.all_gather(None)  # wait for process 0, which may need longer than the others would wait at the exit
+    if stopped:
+        raise SystemExit(processes.EXIT_RETRY)
     return state
 
 
+def _resume(
+    cfg: BaseConfig, recipe: Recipe, saver: Checkpointer, allow_config_change: Sequence[str]
+) -> tuple[TrainState, int | None, str]:
+    """State to continue from: of the newest intact checkpoint, or a new one if no step was saved.
+
+    Returns the state, the step of the checkpoint (None for a new run), and the fingerprint of the frozen backbone.
+    """
+    meta = saver.read_meta()
+    if meta is not None:
+        _check_same(cfg, meta, allow_config_change)
+        state, resumed = restore(saver, recipe, meta)
+        return state, resumed, meta["backbone"]  # `restore` has compared the fingerprint
+    if steps := saver.steps():
+        raise ConfigError(f"{saver.root}: no usable checkpoint: the meta of steps {steps} cannot be read")
+    state = recipe.init(0)
+    return state, None, fingerprint_of(state.params["shared"])
+
+
+def _train(
+    cfg: BaseConfig,
+    recipe: Recipe,
+    folder: Workdir,
+    saver: Checkpointer,
+    logger: Logger,
+    state: TrainState,
+    backbone: str,
+) -> tuple[TrainState, bool]:
+    """Train from ``state`` to the last step, or until SIGTERM.
+
+    backbone: fingerprint of the frozen backbone, for the checkpoints. Returns the last state, and whether SIGTERM
+    stopped the training before the last step.
+    """
+    bad, step, stopped = 0, int(state.step), False
+    deadlines.set_step(step)
+    while step < recipe.total_steps and not stopped:
+        with deadlines.stage("rollout"):
+            extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
+        with deadlines.stage("update"):
+            state, metrics = recipe.step(state, logger)
+        step += 1
+        deadlines.set_step(step)
+        bad = bad + 1 if metrics.pop("bad", 0.0) else 0
+        state = _counted(state, bad > 0)
+        if step == recipe.total_steps:
+            with deadlines.stage("rollout"):
+                extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
+        logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
+        _check_numbers(cfg, step, bad, metrics, saver)
+        with deadlines.stage("save"):
+            stopped = processes.stop_asked() and step < recipe.total_steps
+            if stopped or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
+                saver.save(step, _without_shared(state), _meta(cfg, step, backbone))
+                if processes.index() == 0:
+                    folder.push()
+        release_programs()
+    return state, stopped
+
+
+def _counted(state: TrainState, skipped: bool) -> TrainState:
+    """``state`` after one more step. skipped: whether the step was skipped, because a gradient was not finite."""
+    counters = {**state.counters, "skipped": state.counters["skipped"] + int(skipped)}
+    return state.replace(step=state.step + 1, counters=counters)
+
+
+def _finish(recipe: Recipe, folder: Workdir, saver: Checkpointer, logger: Logger, step: int, stopped: bool) -> None:
+    """Wait for the last checkpoint. Then write the report, or say how to continue a stopped run.
+
+    step: number of the last step. stopped: whether SIGTERM stopped the training.
+    """
+    saver.wait()
+    if stopped:
+        logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
+    elif processes.index() == 0 and (folder.local / "metrics.jsonl").exists() and recipe.total_steps:
+        report(folder.local)
+        episodes_markdown(recipe.episodes(), folder.local / "episodes.md")
+        logger.print(f"wrote report.png and episodes.md to {folder}")
+
+
 def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, float], saver: Checkpointer) -> None:
-    """FloatingPointError after too many bad steps in a row, or when sampler and learner are apart."""
+    """Raise FloatingPointError after too many bad steps in a row, or for a large gap between sampler and learner.
+
+    step: completed steps. bad: bad steps in a row. metrics: of this step; "logprob_gap" is the difference between the
+    log-probabilities of the sampler and the learner. saver: completes its save first.
+    """
     if bad >= cfg.run.max_bad_steps:
         saver.wait()
         kept = [f"the last checkpoint is that of step {n}" for n in saver.steps()[-1:]] or ["there is no checkpoint"]
@@ -146,19 +190,20 @@ def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, f
 
 
 def _check_shared(folder: Workdir) -> None:
-    """ConfigError when what process 0 writes into the workdir is not there for all."""
+    """Raise ConfigError when some process does not see the files that process 0 writes into the workdir."""
     if processes.count() == 1:
         return
     workdir = epath.Path(folder.url)
 
     def write() -> str:
+        """Write an empty file with a unique name; return the name."""
         workdir.mkdir(parents=True, exist_ok=True)
         name = f".of_process_0_{uuid.uuid4().hex}"
         (workdir / name).write_text("")
         return name
 
-    mark = workdir / processes.first(write)
-    blind = [k for k, sees in enumerate(processes.everyone(mark.exists())) if not sees]
+    mark = workdir / processes.broadcast_from_0(write)
+    blind = [k for k, sees in enumerate(processes.all_gather(mark.exists())) if not sees]
     if processes.index() == 0:
         mark.unlink()
     if blind:
@@ -171,8 +216,9 @@ def _check_shared(folder: Workdir) -> None:
 def release_programs(share: float = 0.5) -> bool:
     """Forget compiled programs when they hold more than ``share`` of the memory maps that Linux allows a process.
 
-    On CPU every compiled kernel is a few maps; a long host run meets hundreds of shapes, and beyond vm.max_map_count
-    (65,530 by default) the compiler crashes the process. Programs still needed come back from the compilation cache.
+    On CPU, every compiled kernel needs a few maps, and a long host run compiles hundreds of shapes. Beyond
+    vm.max_map_count (65,530 by default), the compiler crashes the process. A program that is needed again comes from
+    the compilation cache. Returns whether programs were forgotten.
     """
     maps, limit = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
     if jax.default_backend() != "cpu" or not maps.exists() or not limit.exists():
@@ -186,9 +232,11 @@ def release_programs(share: float = 0.5) -> bool:
 def restore(
     saver: Checkpointer, recipe: Recipe, meta: Mapping[str, Any], *, learning: bool = True
 ) -> tuple[TrainState, int]:
-    """The newest good state and its step. The frozen backbone is made anew and must be the one trained on.
+    """Newest intact state and its step.
 
-    ``learning``: False leaves the optimizer states as they begin, unread: for what evaluates or exports.
+    saver: the checkpoints. recipe: gives the structure of the state, and the frozen backbone, which is not saved. meta:
+    metadata of the newest step; ConfigError unless its fingerprint is that of the backbone. learning: False does not
+    read optimizer states and returns new ones, for evaluation and export.
     """
     newest = recipe.init(int(meta["step"]))
     shared = newest.params["shared"]
@@ -197,7 +245,7 @@ def restore(
     if learning:
 
         def like(step: int) -> TrainState:
-            """An earlier step may be of another phase, with other optimizers."""
+            """Structure of the state at ``step``, which may be of another phase with other optimizers."""
             return _without_shared(newest if step == int(meta["step"]) else recipe.init(step))
 
         got = saver.restore(like)
@@ -212,18 +260,19 @@ def restore(
 
 
 def _evaluates(cfg: BaseConfig, step: int) -> bool:
-    """Before the first RL step, and every ``eval_every`` steps of RL."""
+    """Whether to evaluate before ``step``: before the first RL step, and every ``eval_every`` RL steps."""
     rl = step - cfg.sft.steps
     return rl == 0 or (rl > 0 and cfg.run.eval_every > 0 and rl % cfg.run.eval_every == 0)
 
 
 def _without_shared(state: TrainState) -> TrainState:
-    """The frozen backbone is a function of the configuration; its fingerprint is saved instead."""
+    """State without the frozen backbone, which follows from the configuration. Its fingerprint is saved instead."""
     return state.replace(params={k: v for k, v in state.params.items() if k != "shared"})
 
 
 @functools.lru_cache(maxsize=1)
 def _versions() -> dict[str, str]:
+    """Versions of packages and the kind of device, for the metadata of checkpoints."""
     import jaxlib
 
     return {
@@ -236,23 +285,26 @@ def _versions() -> dict[str, str]:
 
 
 def _meta(cfg: BaseConfig, step: int, backbone: str) -> dict[str, Any]:
+    """Metadata of the checkpoint of ``step``. ``backbone``: fingerprint of the frozen backbone."""
     return {"step": step, "config": to_dict(cfg), "versions": _versions(), "backbone": backbone}
 
 
 def fingerprint_of(tree: Any) -> str:
-    """One SHA-256 for a tree of arrays."""
+    """SHA-256 of a tree of arrays."""
     return hashlib.sha256(json.dumps(digests(tree), sort_keys=True).encode()).hexdigest()
 
 
-# What may differ between the runs that make up one: none of it changes a computed value, a mesh but for rounding.
-FREE = ("config.steps", "config.run.", "config.env.workers", "config.env.timeout", "config.mesh")
+# Configuration keys that a resumed run may change. They change no computed value; a mesh changes only rounding.
+CHANGEABLE = ("config.steps", "config.run.", "config.env.workers", "config.env.timeout", "config.mesh")
 
 
 def _check_same(cfg: BaseConfig, meta: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Raise ConfigError when ``cfg`` differs from the configuration in ``meta``, except for the keys ``allowed``."""
     changed = diff(from_dict(type(cfg), meta["config"]), cfg)
-    changed = [c for c in changed if not c.startswith(FREE) and c.split(":")[0].removeprefix("config.") not in allowed]
+    key = lambda change: change.split(":")[0].removeprefix("config.")
+    changed = [c for c in changed if not c.startswith(CHANGEABLE) and key(c) not in allowed]
     if changed:
         raise ConfigError(
             f"the workdir holds a run with another configuration: {'; '.join(changed)}; use a new --workdir, or "
-            f"--allow_config_change={','.join(c.split(':')[0].removeprefix('config.') for c in changed)}"
+            f"--allow_config_change={','.join(map(key, changed))}"
         )

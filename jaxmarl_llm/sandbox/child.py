@@ -1,11 +1,11 @@
-"""What runs inside a jail: confine this process, load the program, answer calls. Nothing here is trusted afterwards.
+"""Code inside a jail: confine this process, load the program, and answer calls. Nothing it sends is trusted.
 
-The source of this file is handed to a fresh interpreter with ``-c``; it imports nothing from the project, and little
-from the standard library, because every import is paid for at each start. The candidate shares this process and may
-break all of it: what it can reach that way are the values it returns, which it decides anyway.
+A new interpreter receives the source of this file with ``-c``. The file imports nothing from the project, and little of
+the standard library, because each start repeats the imports. The generated program shares this process and may change
+all of it. By that, the program only controls the values it returns, which it controls anyway.
 
-Frames are 4 bytes of length (big-endian) and a payload. Into the jail the payload is ``marshal`` (trusted data), out of
-it the JSON that `encode` writes, to be read by `codec.decode` as data of an enemy.
+A frame is 4 bytes of length (big-endian) and a payload. Payloads into the jail are ``marshal`` (trusted data). Payloads
+out of the jail are the JSON of `encode`, which `codec.decode` reads as untrusted data.
 """
 
 import _json
@@ -14,17 +14,20 @@ import marshal
 import os
 import sys
 
-DEPTH = 64  # levels of nesting of a result
-ITEMS = 100_000  # elements of an iterator that are fetched
+DEPTH = 64  # allowed levels of nesting in a result
+ITEMS = 100_000  # allowed elements of an iterator or a range in a result
 TAGS = {"tuple": "t", "set": "s", "frozenset": "f"}
 
 
 class Unplain(Exception):
-    """A result that is not plain data."""
+    """Error for a result that is not plain data."""
 
 
 def encode(value, depth=0):
-    """JSON text of plain data. What JSON does not have becomes an object of one key (see `codec.decode`)."""
+    """JSON text of plain data. A type that JSON lacks becomes an object with one key (see `codec.plain`).
+
+    value: the result. depth: levels of nesting above it. Raises Unplain for other types.
+    """
     if value is None:
         return "null"
     if value is True:
@@ -48,7 +51,7 @@ def encode(value, depth=0):
         if issubclass(kind, base):
             items = ",".join([encode(v, depth + 1) for v in base.__iter__(value)])
             return f'{{"{TAGS[base.__name__]}":[{items}]}}'
-    if issubclass(kind, dict):  # Counter, defaultdict and OrderedDict with it
+    if issubclass(kind, dict):  # also Counter, defaultdict and OrderedDict
         pairs = [f"[{encode(k, depth + 1)},{encode(v, depth + 1)}]" for k, v in dict.items(value)]
         return '{"d":[' + ",".join(pairs) + "]}"
     if issubclass(kind, (bytes, bytearray)):
@@ -73,11 +76,12 @@ def encode(value, depth=0):
 
 
 def quote(text):
+    """JSON string of the first 300 characters of ``text``."""
     return _json.encode_basestring_ascii(str(text)[:300])
 
 
 def raised(error):
-    """The builtin classes an exception descends from, nearest first, and its message."""
+    """JSON of an exception: its builtin base classes, nearest first, its class, and its message."""
     names = [c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins"]
     try:
         message = quote(error)
@@ -87,32 +91,35 @@ def raised(error):
 
 
 def read(channel, count):
+    """Read ``count`` bytes from the descriptor ``channel``. Ends this process when the channel is closed."""
     parts = []
     while count:
         part = os.read(channel, min(count, 1 << 20))
         if not part:
-            os._exit(0)  # the judge has gone
+            os._exit(0)  # the judge closed the channel
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
 
 
 def receive(channel):
+    """Object of the next frame."""
     return marshal.loads(read(channel, int.from_bytes(read(channel, 4), "big")))
 
 
 def send(channel, text):
+    """Send ``text``, which is ASCII, as one frame."""
     data = memoryview(len(text).to_bytes(4, "big") + text.encode("ascii"))
     while data:
         data = data[os.write(channel, data) :]
 
 
 def landlock(paths):
-    """Leave this process reading beneath ``paths`` and nothing else of the file system. Linux >= 5.13."""
+    """Restrict this process by Landlock to reading below ``paths``. Needs Linux >= 5.13."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    create, add, restrict = 444, 445, 446  # the same numbers on every architecture
+    create, add, restrict = 444, 445, 446  # system calls; the same numbers on every architecture
 
     def call(number, *args):
         result = libc.syscall(ctypes.c_long(number), *args)
@@ -122,8 +129,8 @@ def landlock(paths):
 
     abi = call(create, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     execute, read_file, read_dir = 1, 4, 8
-    rights = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1  # files; 2: rename, 3: truncate, 5: ioctl
-    handled = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)  # 4: TCP, 6: signals
+    rights = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1  # ABI 2: rename, 3: truncate, 5: ioctl
+    handled = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)  # ABI 4 adds TCP, 6 signals
     size = 8 if abi < 4 else 16 if abi < 6 else 24
     rules = call(create, ctypes.byref(handled), ctypes.c_size_t(size), ctypes.c_uint(0))
     for path in paths:
@@ -131,7 +138,7 @@ def landlock(paths):
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
-        allowed = execute | read_file | (read_dir if os.path.isdir(path) else 0)  # execute: mapping of libraries
+        allowed = execute | read_file | (read_dir if os.path.isdir(path) else 0)  # execute: needed to map libraries
         rule = allowed.to_bytes(8, sys.byteorder) + fd.to_bytes(4, sys.byteorder)
         call(add, ctypes.c_int(rules), ctypes.c_int(1), rule, ctypes.c_uint(0))
         os.close(fd)
@@ -140,6 +147,7 @@ def landlock(paths):
 
 
 def prctl(option, value, more=None):
+    """Call ``prctl`` of the C library. Raises OSError when it fails."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -149,6 +157,7 @@ def prctl(option, value, more=None):
 
 
 def drop_capabilities():
+    """Remove all capabilities of this process."""
     import ctypes
 
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
@@ -157,7 +166,7 @@ def drop_capabilities():
 
 
 def install(filter_):
-    """Load a seccomp program that libseccomp has written."""
+    """Install a seccomp filter. ``filter_``: BPF program that libseccomp exported."""
     import ctypes
 
     class Program(ctypes.Structure):
@@ -168,7 +177,11 @@ def install(filter_):
 
 
 def confine(how):
-    """Give up, for good, whatever the program must not have."""
+    """Permanently remove rights that the program must not have.
+
+    how: rlimits, uid, die_with (process id of the judge), readable (paths) and filter (BPF program); None leaves one
+    out.
+    """
     import resource
 
     null = os.open("/dev/null", os.O_RDWR)
@@ -181,7 +194,7 @@ def confine(how):
         if os.getresuid() != (how["uid"],) * 3:
             raise OSError("the user id did not change")
     if how["die_with"] is not None:
-        prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL; a change of user id clears it, so it comes after
+        prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL; a change of the user id would clear it
         if os.getppid() != how["die_with"]:
             os._exit(0)
     if how["readable"] is not None:
@@ -189,13 +202,16 @@ def confine(how):
         drop_capabilities()
         landlock(how["readable"])
         install(how["filter"])
-    for fd in (0, 1, 2):  # last: what goes wrong above is still heard
+    for fd in (0, 1, 2):  # last, so that errors above still reach stderr
         os.dup2(null, fd)
     os.close(null)
 
 
 def answer(scope, message):
-    """One request to one JSON reply; whatever the program raises is part of the reply."""
+    """JSON reply to one request. An exception of the program becomes part of the reply.
+
+    scope: global names of the program. message: (nonce, verb, arguments); the verb is "load" or "call".
+    """
     nonce, verb, *rest = message
     try:
         if verb == "load":
@@ -212,11 +228,12 @@ def answer(scope, message):
 
 
 def main():
+    """Confine this process, then answer requests until the channel closes."""
     channel = int(sys.argv[1])
     how = receive(channel)
     confine(how)
     module = type(sys)("candidate")
-    sys.modules["candidate"] = module  # dataclasses look their module up
+    sys.modules["candidate"] = module  # dataclasses look up their module
     sys.argv = [""]
     send(channel, '"ready"')
     while True:

@@ -1,7 +1,7 @@
-"""Reading what a jail answers: JSON of an enemy to plain builtins, bounded in size, depth and in the time it can cost.
+"""Decoder for the replies of a jail: untrusted JSON to plain builtins, with limits on size, depth and time.
 
-Bounded time is more than bounded size: half a megabyte of integers that share one hash keeps ``set()`` busy for minutes
-in the process that holds the verdict. `plain` refuses such a crowd.
+A limit on size does not limit time: half a megabyte of integers with one hash keeps ``set()`` busy for minutes, in the
+process that decides the verdict. `plain` rejects such hash collisions.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 from jaxmarl_llm.sandbox.child import ITEMS
 
-DEPTH = 200  # JSON levels; a tag takes one, so twice the levels of the values and some
-INTEGER_BITS = 1 << 18  # 79,000 decimal digits; a test may raise a result to a power
-CROWD = 64  # different values with one hash
-WORK = 8_000_000  # sum over all values of the JSON levels above them: hashing a nest costs as much
+DEPTH = 200  # JSON levels; a tag needs one, so more than twice the allowed levels of values
+INTEGER_BITS = 1 << 18  # 79,000 decimal digits; a test may compute a power of a result
+MAX_COLLISIONS = 64  # allowed number of different values with one hash
+MAX_WORK = 8_000_000  # allowed sum of depths over all values, a bound of the cost of hashing nested values
 
 
 class ProtocolError(Exception):
-    """A reply that no honest jail sends."""
+    """Error for a reply that an intact jail never sends."""
 
 
 def decode(text: bytes) -> Any:
-    """The JSON value in ``text``, tags still in place. Raises ProtocolError."""
+    """JSON value in ``text``, with tags. Raises ProtocolError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -31,27 +31,28 @@ def decode(text: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Values for JSON with tags: an object of one key, which names what JSON does not have.
+    """Python value of JSON with tags. A tag is an object with one key, which names a type that JSON lacks.
 
-    ``i`` integer in hexadecimal, ``t`` tuple, ``s`` set, ``f`` frozenset, ``d`` dict as pairs, ``b`` bytes and ``a``
-    bytearray in hexadecimal, ``c`` complex, ``r`` range, ``n`` iterator (read to its end), ``m`` a regular expression's
-    match, of which only its truth is kept. Raises ProtocolError for anything else.
+    Tags: ``i`` integer in hexadecimal, ``t`` tuple, ``s`` set, ``f`` frozenset, ``d`` dict as pairs, ``b`` bytes and
+    ``a`` bytearray in hexadecimal, ``c`` complex, ``r`` range, ``n`` iterator (all elements), ``m`` match of a regular
+    expression (only its truth value). Raises ProtocolError for anything else.
     """
     work, level, depth = 0, [value], 0
     while level:
         work += depth * len(level)
-        if work > WORK or depth > DEPTH:
+        if work > MAX_WORK or depth > DEPTH:
             raise ProtocolError("nested too deep" if depth > DEPTH else "too many values nested too deep")
         level = [
             v for node in level if type(node) in (list, dict) for v in (node if type(node) is list else node.values())
         ]
         depth += 1
     result = _plain(value)
-    _refuse_crowds(result, deep=True)
+    _reject_hash_collisions(result, deep=True)
     return result
 
 
 def _plain(value: Any) -> Any:
+    """Python value of JSON with tags, without the limits of `plain`."""
     if isinstance(value, list):
         return [_plain(v) for v in value]
     if not isinstance(value, dict):
@@ -63,40 +64,46 @@ def _plain(value: Any) -> Any:
         raise ProtocolError("an object that is no tag")
     try:
         return _BUILD[tag](_plain(content))
-    except (TypeError, ValueError, OverflowError) as error:  # unhashable elements, pairs that are none, bad digits
+    except (TypeError, ValueError, OverflowError) as error:  # unhashable elements, wrong pairs, wrong digits
         raise ProtocolError(f"tag {tag}: {type(error).__name__}") from None
 
 
 def _integer(text: Any) -> int:
+    """Integer of hexadecimal digits, of limited length."""
     if len(text) > INTEGER_BITS // 4:
         raise ProtocolError(f"an integer of more than {INTEGER_BITS} bits")
     return int(text, 16)
 
 
 def _dict(pairs: Any) -> dict:
-    _refuse_crowds([key for key, _ in pairs])
+    """Dict of pairs, without many keys of one hash."""
+    _reject_hash_collisions([key for key, _ in pairs])
     return {key: value for key, value in pairs}
 
 
-def _gathered(build: Callable) -> Callable:
+def _set_of(build: Callable) -> Callable:
+    """Function from a list to ``build(list)``, which rejects many elements of one hash."""
+
     def of(items: Any) -> Any:
         if not isinstance(items, list):
             raise ProtocolError("a set of no list")
-        _refuse_crowds(items)
+        _reject_hash_collisions(items)
         return build(items)
 
     return of
 
 
 def _list(items: Any) -> list:
+    """``items``, which must be a list."""
     if not isinstance(items, list):
         raise ProtocolError("a tuple of no list")
     return items
 
 
 def _range(ends: Any) -> range:
+    """Range of limited length from (start, stop, step)."""
     result = range(*_list(ends))
-    if len(result) > ITEMS:  # a test may well list it
+    if len(result) > ITEMS:  # a test may make a list of it
         raise ProtocolError(f"a range of more than {ITEMS} elements")
     return result
 
@@ -104,24 +111,24 @@ def _range(ends: Any) -> range:
 _BUILD: dict[str, Callable] = {
     "i": _integer,
     "t": lambda items: tuple(_list(items)),
-    "s": _gathered(set),
-    "f": _gathered(frozenset),
+    "s": _set_of(set),
+    "f": _set_of(frozenset),
     "d": _dict,
     "b": bytes.fromhex,
     "a": bytearray.fromhex,
     "c": lambda parts: complex(*_list(parts)),
     "r": _range,
     "n": lambda items: iter(_list(items)),
-    "m": lambda _: object(),  # true, and equal to nothing
+    "m": lambda _: object(),  # true, and not equal to any other value
 }
 
 
-def _refuse_crowds(value: Any, deep: bool = False) -> None:
-    """ProtocolError when many different elements of ``value`` have one hash: numbers and tuples can be chosen so.
+def _reject_hash_collisions(value: Any, deep: bool = False) -> None:
+    """Raise ProtocolError when many different elements of ``value`` have one hash, as chosen numbers and tuples can.
 
-    ``deep``: among all values inside it, because a test may gather them.
+    deep: check all nested values together, because a test may collect them in one set.
     """
-    crowds: dict[int, set[str]] = {}
+    by_hash: dict[int, set[str]] = {}
     stack = [value] if deep else list(value)
     while stack:
         item = stack.pop()
@@ -134,13 +141,13 @@ def _refuse_crowds(value: Any, deep: bool = False) -> None:
         elif kind not in (int, float, complex) or (kind is int and -(2**60) < item < 2**60):
             continue
         try:
-            key = hash(tuple(item) if kind in (list, set) else item)  # a test may well make tuples of lists
+            key = hash(tuple(item) if kind in (list, set) else item)  # a test may convert lists to tuples
         except TypeError:
             continue
-        crowd = crowds.setdefault(key, set())
+        same_hash = by_hash.setdefault(key, set())
         try:
-            crowd.add(hex(item) if kind is int else repr(item))  # text: its hash is seeded
+            same_hash.add(hex(item) if kind is int else repr(item))  # text, because hashes of text are seeded
         except ValueError:  # an integer inside has too many digits
-            crowd.add(str(id(item)))
-        if len(crowd) > CROWD:
-            raise ProtocolError(f"more than {CROWD} values with one hash")
+            same_hash.add(str(id(item)))
+        if len(same_hash) > MAX_COLLISIONS:
+            raise ProtocolError(f"more than {MAX_COLLISIONS} values with one hash")

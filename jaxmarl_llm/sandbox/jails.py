@@ -1,23 +1,23 @@
-"""Jails: a process that runs one program, confined by one of three tiers, and the channel to it.
+"""Jails: one process for one program, confined by one of three tiers, and the channel to this process.
 
 ============ ==================================================================== =====================================
-tier         what confines                                                        needs
+tier         confinement                                                          needs
 ============ ==================================================================== =====================================
 ``bwrap``    bubblewrap: own user, process, network, mount and IPC namespaces,    bubblewrap; user namespaces, or root
              a file system of the Python installation alone, a small ``/tmp``;
              seccomp where libseccomp is found
 ``landlock`` Landlock: reads the Python installation, writes nowhere; seccomp:    Linux >= 5.13 with Landlock,
              no new processes, no sockets, no signals, no change of metadata      libseccomp
-``unsafe``   nothing but limits of resources                                      the caller's word
+``unsafe``   only limits of resources                                             the caller's consent
 ============ ==================================================================== =====================================
 
-In all of them rlimits hold, the environment is empty of secrets, and the process dies with its judge. Seccomp refuses
-new processes (threads remain), sockets of every family, signals, tracing, mounts and namespaces, keys, BPF, io_uring,
-and memory that RLIMIT_AS does not count (System V shared memory, memfd).
+In every tier, rlimits hold, the environment contains no secrets, and the process dies with its judge. Seccomp denies
+new processes (threads are allowed), sockets of every family, signals, tracing, mounts and namespaces, keys, BPF,
+io_uring, and memory that RLIMIT_AS does not count (System V shared memory, memfd).
 
-As root the jail runs under a user id of its own that owns nothing: RLIMIT_NPROC does not bind root, and counts by user,
-so jails that share an id would take threads from each other. bubblewrap is then started as root, because another user
-may not be able to read the interpreter, and the id changes before the program is loaded.
+If the caller is root, the jail runs under a separate user id that owns nothing. RLIMIT_NPROC does not limit root, and
+it counts by user, so jails with the same id would share one limit of threads. bubblewrap then starts as root, because
+another user may be unable to read the interpreter. The id changes before the program is loaded.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxmarl_llm.sandbox import codec, commands, seccomp
+from jaxmarl_llm.sandbox import codec, command_line, seccomp
 
-START_SECONDS = 20.0  # wall time in which an interpreter must be up
-TICK = 0.05  # seconds between two looks at the clocks
-WALL = 3.0  # wall seconds for each CPU second
-STARVED = 4.0  # times the wall deadline, after which waiting for a processor is the machine's fault
+START_SECONDS = 20.0  # wall time in which an interpreter must start
+TICK = 0.05  # seconds between two checks of the clocks
+WALL = 3.0  # allowed wall seconds for each CPU second
+STARVED = 4.0  # multiple of the wall deadline after which a lack of processor time is an error of the machine
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Stopped(BaseException):
-    """The jail is dead or must die: ``kind`` is timeout, oom, crash, protocol or infra_error.
+    """Error that ends a jail.
 
-    A BaseException, so that a test which expects an exception does not take this for one.
+    kind: timeout, oom, crash, protocol or infra_error. detail: one line of text. It is a BaseException, so that a test
+    that expects an Exception does not catch it.
     """
 
     def __init__(self, kind: str, detail: str):
@@ -56,16 +57,17 @@ class Stopped(BaseException):
 
 
 class Starved(Stopped):
-    """Out of time because the machine gave no processor; worth one retry."""
+    """Timeout because the machine gave no processor time. The judge retries once."""
 
     def __init__(self) -> None:
         super().__init__("infra_error", "no processor for too long")
 
 
 class Jail:
-    """One confined process. ``ask`` raises Stopped, after which the jail can only be closed.
+    """One confined process.
 
-    Raises Stopped with kind infra_error when the process does not come up.
+    tier: "bwrap", "landlock" or "unsafe". limits: `judge.Limits`. Raises Stopped with kind infra_error when the process
+    does not start. After `ask` raised Stopped, only `close` is allowed.
     """
 
     def __init__(self, tier: str, limits: Any):
@@ -80,14 +82,14 @@ class Jail:
             if tier == "bwrap":
                 if filter_ is not None:
                     fds.append(seccomp.memory_file(filter_))
-                command = commands.bwrap_command(fds[0], fds[1] if filter_ else None, limits.tmp_mb << 20)
+                command = command_line.bwrap_command(fds[0], fds[1] if filter_ else None, limits.tmp_mb << 20)
             else:
-                command = commands.python_command(fds[0])
+                command = command_line.python_command(fds[0])
             self._process = subprocess.Popen(
                 command,
-                env={**commands.ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath)}
+                env={**command_line.ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath)}
                 if tier == "bwrap"
-                else commands.ENVIRONMENT,
+                else command_line.ENVIRONMENT,
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -111,22 +113,23 @@ class Jail:
             raise
 
     def _start(self, tier: str) -> None:
+        """Send the rights and limits to the new process, and wait until it is confined."""
         limits = self.limits
         how = {
-            "uid": commands.jail_uid() if tier == "bwrap" else None,
+            "uid": command_line.jail_uid() if tier == "bwrap" else None,
             "die_with": None if tier == "bwrap" else os.getpid(),
-            "readable": [*commands.readable(), "/dev/null", "/dev/urandom", "/dev/zero"]
+            "readable": [*command_line.readable(), "/dev/null", "/dev/urandom", "/dev/zero"]
             if tier == "landlock"
             else None,
             "filter": seccomp.seccomp_filter(False) if tier == "landlock" else None,
             "reply_bytes": limits.output_bytes,
             "rlimits": {
-                "RLIMIT_CPU": math.ceil(limits.total) + 2,  # behind our own clock, which is finer
+                "RLIMIT_CPU": math.ceil(limits.total) + 2,  # later than the finer clock of `_Clock`
                 "RLIMIT_AS": limits.memory_mb << 20,
                 "RLIMIT_STACK": min(64, limits.memory_mb // 4) << 20,
                 "RLIMIT_FSIZE": limits.file_mb << 20,
                 "RLIMIT_NOFILE": 64,
-                # Without seccomp threads cannot be told from processes, and processes escape the clock of this one.
+                # Without seccomp, this limit also allows processes, which would escape the clock.
                 "RLIMIT_NPROC": 1 if tier == "bwrap" and seccomp.seccomp_filter(True) is None else limits.threads,
                 "RLIMIT_CORE": 0,
                 "RLIMIT_MEMLOCK": 0,
@@ -145,26 +148,26 @@ class Jail:
             raise Stopped("infra_error", f"{tier}: unexpected greeting")
 
     def _complaint(self) -> str:
-        """The last line that bubblewrap or the interpreter wrote before it gave up."""
+        """Last line that bubblewrap or the interpreter wrote to stderr."""
         self._process.kill()
         assert self._process.stderr is not None
         os.set_blocking(self._process.stderr.fileno(), False)
         lines = (self._process.stderr.read() or b"").decode("utf-8", "replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")[:300]
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a message")[:300]
 
     # The clocks
 
     def cpu(self) -> float:
-        """Seconds of processor time of the confined process and of children that it has waited for."""
+        """CPU seconds of the confined process and of the children it has waited for."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
             self._cpu = max(self._cpu, sum(map(int, fields[11:15])) / CLOCK_TICKS)
         except (OSError, ValueError, IndexError):
-            pass  # it has ended: the last figure stands
+            pass  # the process has ended: keep the last value
         return self._cpu
 
     def _waited(self) -> float:
-        """Seconds for which its main thread was ready to run and had no processor. 0 where the kernel does not tell."""
+        """Seconds in which its main thread waited for a processor. 0 where the kernel does not report them."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             self._delay = int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[1]) / 1e9
         return self._delay
@@ -172,6 +175,7 @@ class Jail:
     # Frames
 
     def _write(self, payload: bytes, out_of_time: Any) -> None:
+        """Send one frame. Raises _TimeUp when ``out_of_time()`` is true, EOFError when the channel is closed."""
         data = memoryview(len(payload).to_bytes(4, "big") + payload)
         self._channel.settimeout(TICK)
         while data:
@@ -184,6 +188,7 @@ class Jail:
                 raise EOFError from None
 
     def _read(self, out_of_time: Any) -> bytes:
+        """Payload of the next frame. Raises as `_write`, and Stopped for a frame that is too large."""
         self._channel.settimeout(TICK)
         size = None
         while size is None or len(self._data) < size:
@@ -198,7 +203,7 @@ class Jail:
             if not self.pid:
                 for level, kind, data in ancillary:
                     if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                        self.pid = struct.unpack("3i", data)[0]  # translated to our process namespace by the kernel
+                        self.pid = struct.unpack("3i", data)[0]  # the kernel translates it to this process namespace
             if not part:
                 raise EOFError
             self._data += part
@@ -206,20 +211,23 @@ class Jail:
                 size = 4 + int.from_bytes(self._data[:4], "big")
                 if size > 4 + self.limits.output_bytes:
                     raise Stopped("protocol", f"a reply of {size - 4} bytes")
-            if out_of_time():  # a reply that comes a byte at a time
+            if out_of_time():  # also for a reply that arrives one byte at a time
                 raise _TimeUp
         frame = bytes(self._data[4:size])
         del self._data[:size]
         return frame
 
     def ask(self, verb: str, *args: Any, seconds: float) -> list:
-        """The reply, without its nonce, within ``seconds`` of CPU. Raises Stopped, and ValueError for arguments that
-        are no plain data."""
+        """Send a request and return the reply, without its nonce.
+
+        verb: "load" or "call". args: plain data; ValueError for other arguments. seconds: allowed CPU time. Raises
+        Stopped when the jail must end.
+        """
         nonce = secrets.token_hex(8)
         payload = marshal.dumps((nonce, verb, *args))
         clock = _Clock(self, seconds)
         try:
-            self._refuse_early_words()
+            self._reject_early_bytes()
             self._write(payload, clock)
             reply = codec.decode(self._read(clock))
         except _TimeUp:
@@ -228,12 +236,13 @@ class Jail:
             raise self._ended(clock) from None
         except codec.ProtocolError as error:
             raise Stopped("protocol", str(error)) from None
-        # A reply that was written before its question does not know the nonce.
+        # A reply that was written before its request cannot contain the nonce.
         if not isinstance(reply, list) or len(reply) < 3 or reply[0] != nonce:
-            raise Stopped("protocol", "a reply to another question")
+            raise Stopped("protocol", "a reply to another request")
         return reply[1:]
 
-    def _refuse_early_words(self) -> None:
+    def _reject_early_bytes(self) -> None:
+        """Raise Stopped when the jail sent bytes before a request, EOFError when the channel is closed."""
         self._channel.setblocking(False)
         try:
             early = self._channel.recv(1)
@@ -244,10 +253,10 @@ class Jail:
         if early == b"":
             raise EOFError
         if early or self._data:
-            raise Stopped("protocol", "words without a question")
+            raise Stopped("protocol", "bytes without a request")
 
     def _ended(self, clock: _Clock) -> Stopped:
-        """The channel is closed: why."""
+        """Reason why the channel is closed."""
         clock()
         try:
             code = self._process.wait(timeout=1.0)
@@ -261,13 +270,13 @@ class Jail:
         return Stopped("crash", f"exited with code {code}")
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all processes that it started."""
         self.cpu()
         try:
             if self._group:
                 os.killpg(self._process.pid, signal.SIGKILL)
             else:
-                self._process.kill()  # its namespace dies with it
+                self._process.kill()  # this ends all processes of its namespace
         except (ProcessLookupError, PermissionError):
             pass
         self._process.wait()
@@ -277,14 +286,14 @@ class Jail:
 
 
 class _TimeUp(Exception):
-    pass
+    """Signal that the time of a request is over."""
 
 
 class _Clock:
-    """Budget of one question: called, it says whether time is up, and keeps the verdict.
+    """Time budget of one request. A call returns whether the time is over; ``verdict`` then holds the error.
 
-    Time for which the process waited for a processor does not count against the wall deadline, so that a busy machine
-    changes no verdict.
+    jail: the process that is measured. seconds: allowed CPU time. Time in which the process waits for a processor does
+    not count for the wall deadline, so a busy machine changes no verdict.
     """
 
     def __init__(self, jail: Jail, seconds: float):

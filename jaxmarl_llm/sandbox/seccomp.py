@@ -1,4 +1,4 @@
-"""The system calls that a jailed program may not make, as a BPF program written by libseccomp."""
+"""System calls that a jailed program must not make, as a BPF program that libseccomp generates."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import errno
 import functools
 import os
 
-# What seccomp refuses. A list of what is denied rather than of what is allowed: interpreters and C libraries differ in
-# what they use, and behind the filter there are the namespaces or Landlock.
+# Denied system calls. This is not a list of allowed calls, because interpreters and C libraries use different calls.
+# Behind the filter, namespaces or Landlock also protect the system.
 _DENIED = """
     fork vfork execveat unshare setns
     kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open pidfd_getfd
@@ -31,21 +31,23 @@ _DENIED = """
 CLONE_THREAD = 0x10000
 NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902)  # TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
-FCNTLS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals by another way
+FCNTLS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, which could send signals
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000  # SCMP_ACT_*
 _NOT_EQUAL, _MASKED_EQUAL = 1, 7  # SCMP_CMP_*
 
 
 class _Compare(ctypes.Structure):
+    """``struct scmp_arg_cmp`` of libseccomp: a condition on one argument of a system call."""
+
     _fields_ = [("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64)]
 
 
 @functools.cache
 def seccomp_filter(with_exec: bool) -> bytes | None:
-    """The filter as a BPF program written by libseccomp, None where libseccomp is not installed.
+    """Filter as a BPF program from libseccomp; None where libseccomp is not installed.
 
-    Other architectures than the native one (32-bit calls on x86-64) are killed, which is libseccomp's default.
-    ``with_exec``: the filter is loaded before the interpreter is started.
+    with_exec: allow execve, because the filter is installed before the interpreter starts. A call of another
+    architecture (32-bit calls on x86-64) kills the process, which is the default of libseccomp.
     """
     try:
         lib = ctypes.CDLL("libseccomp.so.2")
@@ -56,11 +58,12 @@ def seccomp_filter(with_exec: bool) -> bytes | None:
     refuse, absent = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
 
     def rule(action: int, name: str, *compare: _Compare) -> None:
+        """Add a rule for the system call ``name`` under conditions on its arguments."""
         number = lib.seccomp_syscall_resolve_name(name.encode())
-        if number != -1:  # a call that this libseccomp does not know cannot be named
+        if number != -1:  # otherwise this version of libseccomp does not know the call
             array = (_Compare * max(len(compare), 1))(*compare)
             result = lib.seccomp_rule_add_array(context, ctypes.c_uint32(action), number, len(compare), array)
-            # Calls of other architectures have negative numbers and may be refused.
+            # Calls of other architectures have negative numbers, and libseccomp may refuse them.
             if result and number >= 0:
                 raise OSError(-result, f"libseccomp: {name}: {os.strerror(-result)}")
 
@@ -69,7 +72,7 @@ def seccomp_filter(with_exec: bool) -> bytes | None:
             rule(refuse, name)
         if not with_exec:
             rule(refuse, "execve")
-        # The C library falls back from clone3, whose flags a filter cannot see, to clone.
+        # A filter cannot read the flags of clone3. Without clone3, the C library uses clone.
         rule(absent, "clone3")
         rule(refuse, "clone", _Compare(0, _MASKED_EQUAL, CLONE_THREAD, 0))
         for bit in range(32):
@@ -77,7 +80,7 @@ def seccomp_filter(with_exec: bool) -> bytes | None:
                 rule(refuse, "clone", _Compare(0, _MASKED_EQUAL, 1 << bit, 1 << bit))
         rule(refuse, "prlimit64", _Compare(0, _NOT_EQUAL, 0, 0))  # limits of another process
         for name, requests in {"ioctl": IOCTLS, "fcntl": FCNTLS}.items():
-            for request in requests:  # the kernel reads 32 bits of it
+            for request in requests:  # the kernel reads only 32 bits
                 rule(refuse, name, _Compare(1, _MASKED_EQUAL, 0xFFFFFFFF, request))
         fd = memory_file(b"")
         try:
@@ -91,6 +94,7 @@ def seccomp_filter(with_exec: bool) -> bytes | None:
 
 
 def memory_file(data: bytes) -> int:
+    """Descriptor of an anonymous file with ``data``, at its start."""
     fd = os.memfd_create("sandbox")
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)

@@ -1,9 +1,9 @@
-"""Orbax checkpoints of the whole run: one save, one restore, bit-exact.
+"""Orbax checkpoints of the whole state of a run, restored bit-exactly.
 
-Orbax makes a step directory atomic but does not check its contents: a flipped bit or an empty newest step restores
-silently wrong or not at all. So every step carries the SHA-256 of each leaf, a restore verifies them, and a step that
-fails is moved to ``corrupt/`` in favour of the one before it. What says nothing about the files (memory is full, a
-store does not answer, another structure is asked for) is an error, and moves nothing.
+Orbax writes a step directory atomically but does not verify its contents. A flipped bit or an empty newest step would
+restore wrong values or fail. So every step stores the SHA-256 of each leaf, and a restore verifies them. A step that
+fails is moved to ``corrupt/``, and the previous step is tried. Errors that say nothing about the files move nothing:
+memory is full, a store does not answer, or the caller asks for another structure.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmarl_llm import processes
-from jaxmarl_llm.sharding import pieces
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.distributed import processes
+from jaxmarl_llm.distributed.sharding import pieces
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import PyTree
 
 
 def digests(tree: PyTree) -> dict[str, str]:
-    """SHA-256 of dtype, shape and bytes of every leaf, by path. Typed keys count as their key data.
+    """SHA-256 of dtype, shape and bytes of every leaf, by path. A typed PRNG key counts as its key data.
 
-    Of a tree on devices of several processes each computes some, and all have to ask; what is cut over them is brought
-    together piece by piece.
+    tree: arrays or numbers. For a tree on devices of several processes this is a collective. Each process then computes
+    some digests, and arrays that are split over processes are gathered piece by piece.
     """
     out, leaves = {}, jax.tree_util.tree_leaves_with_path(tree)
     together = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for _, leaf in leaves)
@@ -45,7 +45,7 @@ def digests(tree: PyTree) -> dict[str, str]:
                 found.update(np.ascontiguousarray(piece).tobytes())
         if i % others == own:
             out[jax.tree_util.keystr(path)] = found.hexdigest()
-    return {path: digest for part in processes.everyone(out) for path, digest in part.items()} if together else out
+    return {path: digest for part in processes.all_gather(out) for path, digest in part.items()} if together else out
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
@@ -58,34 +58,38 @@ def shapes(tree: PyTree) -> dict[str, str]:
     return {jax.tree_util.keystr(path): described(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def seal(meta: dict[str, Any]) -> str:
-    """SHA-256 of the meta, but for the seal itself."""
+def meta_checksum(meta: dict[str, Any]) -> str:
+    """SHA-256 of a step's metadata, without its own entry ``seal``. ``meta``: JSON values by name."""
     rest = {k: v for k, v in meta.items() if k != "seal"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-# In messages of what reads a store for Orbax (gRPC's codes): it does not answer, or does not let us in.
-AWAY = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|PERMISSION_DENIED|UNAUTHENTICATED)\b")
+# gRPC codes in error messages of object stores: the store does not answer, or denies access.
+TRANSIENT_ERRORS = re.compile(
+    r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|PERMISSION_DENIED|UNAUTHENTICATED)\b"
+)
 
 
-def passes(error: BaseException) -> bool:
-    """Whether an error of reading says nothing about the files, so that they may be fine when it is over."""
+def is_transient(error: BaseException) -> bool:
+    """Whether an error in reading says nothing about the files, which may be intact. ``error``: the exception."""
     if isinstance(error, (MemoryError, jax.errors.JaxRuntimeError)):
         return True
     missing = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     if isinstance(error, OSError) and not isinstance(error, missing):
         return True
-    return bool(AWAY.search(str(error))) or (error.__cause__ is not None and passes(error.__cause__))
+    return bool(TRANSIENT_ERRORS.search(str(error))) or (error.__cause__ is not None and is_transient(error.__cause__))
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Class of ``error`` and the first 200 characters of its first line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 class Checkpointer:
-    """Steps under ``<workdir>/checkpoints/<step>``; saving is asynchronous, ``close`` waits for it.
+    """Checkpoints of the steps of a run, in ``<workdir>/checkpoints/<step>``. Saving is asynchronous.
 
-    ``read_only``: beside a run that is still writing. Nothing is made, moved or cleaned up.
+    workdir: folder or URL of the run. keep: number of newest steps to keep. read_only: for use beside a run that still
+    writes; nothing is created, moved or deleted.
     """
 
     def __init__(self, workdir: str | epath.Path, *, keep: int = 2, read_only: bool = False):
@@ -94,7 +98,7 @@ class Checkpointer:
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        # cleanup_tmp_directories removes what a killed save left half-written, or another process is writing just now.
+        # cleanup_tmp_directories deletes unfinished steps, also those that another process is writing now.
         writes = {"max_to_keep": self._keep, "create": True, "cleanup_tmp_directories": True}
         reads = {"read_only": True, "create": False, "save_interval_steps": 0}
         return ocp.CheckpointManager(
@@ -102,16 +106,21 @@ class Checkpointer:
         )
 
     def steps(self) -> list[int]:
-        return processes.first(lambda: sorted(self._manager.all_steps()))
+        """Saved steps in ascending order. A collective."""
+        return processes.broadcast_from_0(lambda: sorted(self._manager.all_steps()))
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
-        """Start saving; returns once the arrays are copied. ``meta`` is JSON: configuration, versions, cursors."""
+        """Start to save a step; return as soon as the arrays are copied.
+
+        step: its number. state: arrays; FloatingPointError if one holds NaN. meta: JSON values, such as configuration
+        and versions.
+        """
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             floating = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
             if floating and bool(jax.numpy.isnan(leaf).any()):
                 raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
         meta = {**meta, "sha256": digests(state), "shapes": shapes(state)}
-        meta["seal"] = seal(meta)
+        meta["seal"] = meta_checksum(meta)
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         )
@@ -119,24 +128,25 @@ class Checkpointer:
     def restore(
         self, like: PyTree | Callable[[int], PyTree], step: int | None = None, *, part: bool = False
     ) -> tuple[PyTree, dict[str, Any], int] | None:
-        """The newest good step (or ``step``) as (state, meta, step); None when nothing was ever saved.
+        """Restore the newest intact step as (state, meta, step). Returns None when no step was ever saved.
 
-        ``like`` gives structure, shapes, dtypes and shardings (arrays or ShapeDtypeStructs); a function gives those of
-        the step it is given. ``part``: it is a dict of some of the state's fields, themselves with some of their keys,
-        as one agent's parameters; nothing else is read.
-        Raises ConfigError when there are steps but none is good: never a fresh start in a used directory. Also when a
-        step is good but holds other leaves than ``like``.
+        like: structure, shapes, dtypes and shardings of the state (arrays or ShapeDtypeStructs), or a function from a
+        step to them. step: restore this step only. part: ``like`` is a dict with some fields of the state, and a field
+        may have only some of its keys, such as one agent's parameters. Only these are read.
+
+        Raises ConfigError when steps exist but none is intact, so that a used directory never starts again from zero.
+        Raises ConfigError when an intact step holds other leaves than ``like``.
         """
         tried = []
         for candidate in [step] if step is not None else self.steps()[::-1]:
             got = None
-            meta, problem = self._sealed(candidate)
+            meta, problem = self._checked_meta(candidate)
             if meta is not None:
                 wanted = like(candidate) if callable(like) else like
                 self._check_leaves(candidate, wanted, meta, part)
                 got, problem = self._read(candidate, wanted, meta, part)
             if problem is None:
-                assert meta is not None  # or there was a problem
+                assert meta is not None  # otherwise there is a problem
                 return got, meta, candidate
             tried.append(f"step {candidate} ({problem})")
             logging.getLogger(__name__).warning("checkpoint %s: %s; trying the one before", self.root, tried[-1])
@@ -147,26 +157,25 @@ class Checkpointer:
         return None
 
     def read_meta(self) -> dict[str, Any] | None:
-        """Meta of the newest step whose meta can be read, without touching its arrays."""
-        return next((meta for step in self.steps()[::-1] if (meta := self._sealed(step)[0]) is not None), None)
+        """Metadata of the newest step whose metadata is intact. Reads no arrays."""
+        return next((meta for step in self.steps()[::-1] if (meta := self._checked_meta(step)[0]) is not None), None)
 
-    def _sealed(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
-        """The meta of a step, or what is wrong with it in any process."""
+    def _checked_meta(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
+        """Metadata of a step and None, or None and the problem that some process found."""
         meta = problem = None
         try:
             meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-            problem = (
-                None if meta["seal"] == seal(meta) and isinstance(meta["sha256"], dict) else "checksum of meta differs"
-            )
-        except Exception as error:  # Orbax raises anything on damage
-            if passes(error):
+            intact = meta["seal"] == meta_checksum(meta) and isinstance(meta["sha256"], dict)
+            problem = None if intact else "checksum of meta differs"
+        except Exception as error:  # Orbax raises many classes for a damaged file
+            if is_transient(error):
                 raise
-            problem = said(error)
-        problem = next((p for p in processes.everyone(problem) if p is not None), None)
+            problem = describe_error(error)
+        problem = next((p for p in processes.all_gather(problem) if p is not None), None)
         return (meta if problem is None else None), problem
 
     def _read(self, step: int, like: PyTree, meta: dict[str, Any], part: bool) -> tuple[PyTree | None, str | None]:
-        """The state of a step, or what is wrong with it in any process."""
+        """State of a step, and the problem that some process found, or None. Arguments as in `restore`."""
         places = ocp.checkpoint_utils.construct_restore_args(like)
         some = ocp.args.PyTreeRestore(item=like, restore_args=places, partial_restore=True)
         state = problem = None
@@ -175,17 +184,17 @@ class Checkpointer:
             state = self._manager.restore(step, args=ocp.args.Composite(state=wanted)).state
             wrong = [k for k, v in digests(state).items() if meta["sha256"].get(_saved_as(k, part)) != v]
             problem = f"checksum of {wrong[0]} differs" if wrong else None
-        except Exception as error:  # a bare Exception for a truncated array
-            if passes(error):
+        except Exception as error:  # Orbax raises a bare Exception for a truncated array
+            if is_transient(error):
                 raise
-            problem = said(error)
-        problem = next((p for p in processes.everyone(problem) if p is not None), None)
+            problem = describe_error(error)
+        problem = next((p for p in processes.all_gather(problem) if p is not None), None)
         return state, problem
 
     def _check_leaves(self, step: int, like: PyTree, meta: dict[str, Any], part: bool) -> None:
-        """ConfigError with the first leaf of ``like`` that the step does not hold like that, or the other way round."""
+        """Raise ConfigError for the first leaf that differs between the step and ``like``."""
         asked = {_saved_as(path, part): shape for path, shape in shapes(like).items()}
-        held = dict.fromkeys(meta["sha256"]) | meta.get("shapes", {})  # steps of earlier versions have paths alone
+        held = dict.fromkeys(meta["sha256"]) | meta.get("shapes", {})  # steps of earlier versions have no shapes
         for path in sorted(asked.keys() | (() if part else held.keys())):
             if path not in held or path not in asked:
                 which = "holds no" if path not in held else "also holds"
@@ -200,6 +209,8 @@ class Checkpointer:
                 )
 
     def _quarantine(self, step: int) -> None:
+        """Move a damaged step to ``corrupt/`` of the workdir, under a new name."""
+
         def move() -> None:
             target = self.root.parent / "corrupt"
             target.mkdir(parents=True, exist_ok=True)
@@ -210,17 +221,19 @@ class Checkpointer:
             (self.root / str(step)).rename(target / name)
 
         self._manager.close()
-        processes.first(move)
+        processes.broadcast_from_0(move)
         self._manager = self._open()
 
     def wait(self) -> None:
+        """Wait until the save in progress is complete."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
+        """Wait until the save in progress is complete, and close the manager."""
         self._manager.wait_until_finished()
         self._manager.close()
 
 
 def _saved_as(path: str, part: bool) -> str:
-    """A part's fields are keys, those of the saved state attributes."""
+    """Path of a leaf in the saved state: fields are dict keys in a partial state, attributes in a whole one."""
     return re.sub(r"^\['(\w+)'\]", r".\1", path) if part else path

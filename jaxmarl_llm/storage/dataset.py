@@ -1,7 +1,8 @@
-"""Data sets on disk: named tables of arrays, and the configuration that made them.
+"""Data sets on disk: named tables of arrays, and the configuration that produced them.
 
-A folder of one ``<name>.npz`` a table and ``meta.json`` (configuration, rows, SHA-256 of every array, a seal over all
-that). It appears whole or not at all, and is verified when it is read: what is used is what was written.
+A data set is a folder with one ``<name>.npz`` for each table, and ``meta.json``. That file holds the configuration, the
+numbers of rows, the SHA-256 of every array, and a checksum of itself (``seal``). The folder appears complete or not at
+all. Reading verifies every checksum.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from jaxmarl_llm.checkpoint import digests, seal
 from jaxmarl_llm.config import diff
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.storage.checkpoint import digests, meta_checksum
 
 Tables = dict[str, dict[str, np.ndarray]]
 
 
 def save(folder: Path, config: Mapping[str, Any], tables: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Write a data set. ``config`` is JSON: all that its contents depend on. ConfigError when ``folder`` is there."""
+    """Write a data set.
+
+    folder: new folder; ConfigError when it exists. config: JSON values; everything that the contents depend on. tables:
+    table -> column -> array.
+    """
     if folder.exists():
         raise ConfigError(f"{folder}: exists; a data set is never written over")
     partial = folder.with_name(f"{folder.name}.tmp")
     if partial.exists():
-        shutil.rmtree(partial)  # of a process that was killed
+        shutil.rmtree(partial)  # left by a process that was killed
     partial.mkdir(parents=True)
     for name, arrays in tables.items():
         with open(partial / f"{name}.npz", "wb") as file:
@@ -39,13 +44,17 @@ def save(folder: Path, config: Mapping[str, Any], tables: Mapping[str, Mapping[s
     rows = {name: {key: len(array) for key, array in arrays.items()} for name, arrays in tables.items()}
     meta = {"config": config, "rows": rows, "sha256": {name: digests(dict(arrays)) for name, arrays in tables.items()}}
     with open(partial / "meta.json", "w") as text:
-        json.dump({**meta, "seal": seal(meta)}, text, indent=1)
+        json.dump({**meta, "seal": meta_checksum(meta)}, text, indent=1)
         _sync(text)
     os.rename(partial, folder)
 
 
 def load(folder: Path, config: Mapping[str, Any]) -> Tables:
-    """Read a data set. ConfigError, in one line, when it is missing, damaged or of a configuration not ``config``."""
+    """Read a data set and verify it.
+
+    folder: the data set. config: the expected configuration. Raises ConfigError, in one line, when the data set is
+    missing, damaged, or of another configuration.
+    """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no data set is there")
     meta = _read_meta(folder / "meta.json")
@@ -56,24 +65,26 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tables:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
+    """Verified contents of ``meta.json``."""
     try:
         meta = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; {_REMEDY}") from None
-    except ValueError:  # no JSON, no UTF-8
+    except ValueError:  # not JSON, or not UTF-8
         raise ConfigError(f"{path}: damaged (not JSON); {_REMEDY}") from None
-    if not isinstance(meta, dict) or meta.get("seal") != seal(meta):
+    if not isinstance(meta, dict) or meta.get("seal") != meta_checksum(meta):
         raise ConfigError(f"{path}: damaged (its checksum differs); {_REMEDY}")
     return meta
 
 
 def _read_table(path: Path, sha256: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Arrays of one table, verified against the checksums in ``sha256``."""
     try:
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; {_REMEDY}") from None
-    # All that numpy and zipfile raise on a damaged archive, by where the damage is.
+    # numpy and zipfile raise these classes for a damaged archive, depending on the position of the damage.
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise ConfigError(f"{path}: damaged ({type(error).__name__}); {_REMEDY}") from None
     if digests(arrays) != dict(sha256):
@@ -85,5 +96,20 @@ _REMEDY = "remove the data set's folder and the run's to sample it again"
 
 
 def _sync(file: Any) -> None:
+    """Write the buffers of an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def joined(parts: list[dict[str, np.ndarray]], tasks: int) -> dict[str, np.ndarray]:
+    """One table of several batches of ``tasks`` tasks; rows of tokens as wide as the widest."""
+    nodes = np.cumsum([0, *(len(p["task"]) for p in parts)])
+    parts = [{**p, "node": p["node"] + nodes[k], "task": p["task"] + k * tasks} for k, p in enumerate(parts)]
+
+    def column(name: str) -> np.ndarray:
+        arrays = [p[name] for p in parts]
+        width = max(x.shape[-1] for x in arrays) if arrays[0].ndim > 1 else None
+        wide = lambda x: x if width is None else np.pad(x, ((0, 0), (0, width - x.shape[-1])))
+        return np.concatenate([wide(x) for x in arrays])
+
+    return {name: column(name) for name in parts[0]}

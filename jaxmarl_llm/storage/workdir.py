@@ -1,7 +1,7 @@
-"""A run's folder: on this machine, or in an object store (``gs://``, ``s3://``: whatever etils.epath opens).
+"""Folder of a run, on this machine or in an object store (``gs://``, ``s3://``, all that etils.epath opens).
 
-Checkpoints go to either by themselves. Metrics are appended to, which object stores cannot do: those of a run in a
-store are written to a folder of this machine and copied there with every checkpoint, and come from there on resuming.
+Orbax writes checkpoints to either. Object stores cannot append to a file, as metrics need. So the other files of a run
+in a store are written to a local folder. Every checkpoint copies that folder to the store, and resuming copies it back.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ from pathlib import Path
 
 from etils import epath
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
-ELSEWHERE = ("checkpoints", "corrupt")  # of the store: written there by Orbax
+ORBAX_FOLDERS = ("checkpoints", "corrupt")  # written by Orbax directly; never copied
 
 
 class Workdir:
-    """``url``: what Orbax takes. ``local``: where files are written; the same folder unless ``url`` is in a store."""
+    """Folder of a run.
+
+    url: folder, or URL in a store, that Orbax writes to. ``local``: folder for all other files. It is the same folder
+    unless ``url`` is in a store.
+    """
 
     def __init__(self, url: str | os.PathLike):
         self.url = str(url)
         self._store = _open(self.url) if "://" in self.url else None
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
-        here = Path(tempfile.gettempdir()) / f"jaxmarl_llm_{os.getuid()}"  # others may have the same store
+        here = Path(tempfile.gettempdir()) / f"jaxmarl_llm_{os.getuid()}"  # a folder for each user
         self.local = Path(url) if self._store is None else here / name
 
     def __str__(self) -> str:
         return self.url
 
     def fetch(self) -> None:
-        """The store's files here, in place of what another run may have left."""
+        """Replace the local folder by the files in the store. Without a store, do nothing."""
         if self._store is None:
             return
         shutil.rmtree(self.local, ignore_errors=True)
@@ -42,16 +46,17 @@ class Workdir:
             _copy(self._store, epath.Path(self.local))
 
     def push(self) -> None:
-        """The files here into the store."""
+        """Copy the local files to the store. Without a store, do nothing."""
         if self._store is not None:
             _copy(epath.Path(self.local), self._store)
 
 
 def _open(url: str) -> epath.Path:
+    """Folder of a store, created if necessary. Raises ConfigError when it cannot be opened or written."""
     try:
         store = epath.Path(url)
         store.mkdir(parents=True, exist_ok=True)
-    except (ImportError, KeyError) as error:  # a scheme that is not known, or whose client is not installed
+    except (ImportError, KeyError) as error:  # the scheme is unknown, or its client is not installed
         raise ConfigError(f"--workdir: cannot open {url!r}: {' '.join(str(error).split())}") from error
     except OSError as error:
         raise ConfigError(f"--workdir: cannot write to {url!r}: {error}") from error
@@ -59,10 +64,11 @@ def _open(url: str) -> epath.Path:
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
+    """Copy all files of ``source`` to ``target``, except the folders that Orbax writes."""
     target.mkdir(parents=True, exist_ok=True)
     for item in source.iterdir():
         if item.is_dir():
-            if item.name not in ELSEWHERE:
+            if item.name not in ORBAX_FOLDERS:
                 _copy(item, target / item.name)
         else:
             item.copy(target / item.name, overwrite=True)

@@ -1,4 +1,4 @@
-"""After a run: its figure, drawn from metrics.jsonl by the naming scheme of metrics.py, and episodes for people."""
+"""The figure of a run, drawn from metrics.jsonl by the patterns of `keys`, and episodes as Markdown for a reader."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmarl_llm.metrics import read_metrics, roles_of
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry.metrics_file import read_metrics, roles_of
 
-# Title, unit, and which keys: the group of the pattern is the name of the line.
+# Title, unit, and pattern of the keys; the pattern's group is the name of the line.
 PANELS = (
     ("Reward", "mean", r"reward/(.+)"),
-    ("Tasks solved", "share", r"(success|success_greedy|eval/.*(?:success|accuracy|solved|pass).*)"),
-    ("Evaluation", "", r"(eval/(?!.*(?:success|accuracy|solved|pass)).+)"),
+    ("Tasks solved", "share", r"(success|eval/(?!.*_greedy@).*(?:success|accuracy|solved|pass).*)"),
+    ("Evaluation", "", r"(eval/(?!.*(?:success|accuracy|solved|pass|@)).+)"),
     ("Reward by agent", "mean", r"agent/([^/]+)/reward"),
     ("Groups selected", "share", r"agent/([^/]+)/selected"),
     ("Steps in which the agent was updated", "share", r"agent/([^/]+)/updated"),
@@ -37,52 +37,101 @@ PANELS = (
     ("Cooperation schemes", "share", r"scheme/(.+)"),
     ("Memory", "entries", r"agent/([^/]+)/memory_size"),
     ("Memory hits", "share", r"agent/([^/]+)/memory_hit"),
+    ("Joint actions without a valid reward", "share", r"count/(invalid_share)"),
+    ("Loss of supervised fine-tuning", "nats per token", r"(?:sft|imitation)/([^/]+)/nll"),
+    ("Preferences in the right order", "share", r"dpo/([^/]+)/accuracy"),
     ("Throughput", "tokens per second", r"speed/(.+)"),
     ("Time of a step", "seconds", r"time/((?!step$).+)"),
 )
+# Phases of a run, by the keys that only their steps have.
+PHASES = (
+    (r"(sft|imitation)/.+", "supervised fine-tuning"),
+    (r"dpo/.+", "preference optimization"),
+    (r"reward/.+", "reinforcement learning"),
+)
+# Keys of older files -> their names now.
+RENAMED = {"reward/invalid_share": "count/invalid_share"}
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B8A800")
 FIXED_COLOURS = {"total": "#222222", "step": "#222222"}
 
 
-def report(workdir: str | os.PathLike, path: str | os.PathLike | None = "report.png") -> Any:
+def report(
+    workdir: str | os.PathLike, path: str | os.PathLike | None = "report.png", *, max_rows: int | None = None
+) -> Any:
     """Draw metrics.jsonl: one panel for each kind of key that is present. Returns the matplotlib ``Figure``.
 
-    A relative ``path`` lies in ``workdir``; None saves nothing. Faint lines are the values, strong ones their running
-    mean; lines break where steps are missing. An agent has the same colour in every panel.
+    ``workdir``: folder of the run. ``path``: of the image, relative to ``workdir`` unless absolute; None saves nothing.
+    ``max_rows``: rows of panels; None draws all. Faint lines are the values, strong lines their running mean. Lines
+    break where steps are missing. An agent has the same colour in every panel.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    # What a run ends with is its last evaluation.
-    last = lambda row: {f"eval/{k.removeprefix('final/')}": v for k, v in row.items() if k.startswith("final/")}
-    rows = [row | last(row) for row in read_metrics(workdir)]
+    rows = [_current(row) for row in read_metrics(workdir)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     panels = []
     for title, unit, pattern in PANELS:
         lines = {m[1]: key for key in keys if (m := re.fullmatch(pattern, key))}
         if lines:
-            panels.append((title, unit, lines))
+            panels.append((title, unit, _merged(rows, lines)))
     if not panels:
         raise ConfigError(f"{Path(workdir) / 'metrics.jsonl'}: no key that this report knows")
     colours = {role: COLOURS[i % len(COLOURS)] for i, role in enumerate(roles_of(keys))}
     columns = min(3, len(panels))
+    if max_rows is not None:
+        panels = panels[: columns * max_rows]
     height = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns, 2.9 * height + 0.5), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)  # pyplot is not involved: nothing global, no display
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+    figure = Figure(figsize=(5.2 * columns, 2.9 * height + 0.5), layout=layout, dpi=110)
+    FigureCanvasAgg(figure)  # without pyplot: no global state, no display
     axes = figure.subplots(height, columns, squeeze=False).ravel()
     for axis, (title, unit, lines) in zip(axes, panels):
         _draw(axis, rows, title, unit, lines, colours)
     for axis in axes[len(panels) :]:
         axis.remove()
-    steps = [row["step"] for row in rows]
-    figure.suptitle(f"{Path(workdir).resolve().name} · steps {steps[0]} to {steps[-1]}", fontsize=13, weight="bold")
+    figure.suptitle(f"{Path(workdir).resolve().name} · {_steps(rows)}", fontsize=13, weight="bold")
     if path is not None:
         figure.savefig(Path(workdir) / path)
     return figure
 
 
+def _current(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``row`` with today's names of keys; the evaluation after the last step counts as the last evaluation."""
+    renamed = {RENAMED.get(key, key): value for key, value in row.items()}
+    return renamed | {f"eval/{k.removeprefix('final/')}": v for k, v in renamed.items() if k.startswith("final/")}
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The steps of the run, by phase if it has several, because a panel begins with the phase of its keys."""
+    parts = []
+    for pattern, name in PHASES:
+        steps = [row["step"] for row in rows if any(re.fullmatch(pattern, key) for key in row)]
+        if steps:
+            parts.append(f"{min(steps)} to {max(steps)} {name}")
+    if len(parts) < 2:
+        return f"steps {rows[0]['step']} to {rows[-1]['step']}"
+    return "steps " + ", ".join(parts)
+
+
+def _merged(rows: Sequence[Mapping[str, Any]], lines: Mapping[str, str]) -> dict[str, str]:
+    """``lines`` (name -> key) with equal curves of success and evaluation as one line, whose name lists all of them."""
+    merged: dict[str, list[str]] = {}  # curve, or its key where it stands alone -> names
+    keys: dict[str, str] = {}
+    for name, key in lines.items():
+        curve = str([(row["step"], row[key]) for row in rows if key in row]) if _evaluates(key) else key
+        merged.setdefault(curve, []).append(name)
+        keys.setdefault(curve, key)
+    return {" = ".join(names): keys[curve] for curve, names in merged.items()}
+
+
+def _evaluates(key: str) -> bool:
+    return key == "success" or key.startswith("eval/")
+
+
 def _draw(axis: Any, rows: list[dict], title: str, unit: str, lines: dict[str, str], colours: dict[str, str]) -> None:
+    """One panel. ``lines``: name -> key. ``colours``: of roles."""
     palette = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(lines)} | FIXED_COLOURS | colours
     if title == "Time of a step":
         _stack(axis, rows, lines, palette)
@@ -99,7 +148,7 @@ def _draw(axis: Any, rows: list[dict], title: str, unit: str, lines: dict[str, s
         mean = values if few else _running_mean(values, 8 if binary else 30)
         axis.plot(steps, mean, color=palette[name], linewidth=1.8, marker="o" if few else None, ms=3.5, label=label)
     if unit == "share":
-        axis.set_ylim(-0.03, 1.03) if top > 0.5 else axis.set_ylim(bottom=min(axis.get_ylim()[0], 0.0))
+        axis.set_ylim(-0.03, 1.03) if top > 0.5 or top == 0.0 else axis.set_ylim(bottom=min(axis.get_ylim()[0], 0.0))
     axis.set_title(title, loc="left", fontsize=10.5, weight="bold")
     axis.set_ylabel(unit, fontsize=8.5, color="#555555")
     axis.set_xlabel("step", fontsize=8.5, color="#555555")
@@ -110,18 +159,21 @@ def _draw(axis: Any, rows: list[dict], title: str, unit: str, lines: dict[str, s
         axis.spines[side].set_visible(False)
     axis.spines["bottom"].set_color("#BBBBBB")
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize=8, frameon=False, ncols=2, loc="best", handlelength=1.2, columnspacing=1.0)
+        longest = max(map(len, axis.get_legend_handles_labels()[1]))
+        axis.legend(
+            fontsize=8, frameon=False, ncols=1 if longest > 24 else 2, loc="best", handlelength=1.2, columnspacing=1.0
+        )
 
 
 def _stack(axis: Any, rows: list[dict], lines: Mapping[str, str], palette: Mapping[str, str]) -> None:
-    """Stages of a step, one on the other."""
+    """The times of a step's stages as stacked areas."""
     stacks = [_series([{"step": row["step"], key: row.get(key) or 0.0} for row in rows], key) for key in lines.values()]
     heights = [_running_mean(values, 60) for _, values in stacks]
     axis.stackplot(
         stacks[0][0], heights, labels=list(lines), colors=[palette[name] for name in lines], alpha=0.85, linewidth=0
     )
     totals = sorted(total for total in map(sum, zip(*heights)) if not math.isnan(total))
-    # The steps that compile take far longer than the rest and would flatten it.
+    # The steps that compile take far longer than the rest and would flatten the other values.
     axis.set_ylim(0.0, max(min(totals[-1], 3 * totals[len(totals) // 2]) * 1.25, 1e-6))
 
 
@@ -142,7 +194,7 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], l
 
 
 def _running_mean(values: Sequence[float], parts: int) -> list[float]:
-    """Mean over a window of one of ``parts`` parts of the run around each value; missing values stay missing."""
+    """Mean of the values around each value, in a window of 1 / ``parts`` of the run; missing values stay missing."""
     half = max(len(values) // (2 * parts), 1)
     means = []
     for i, value in enumerate(values):
@@ -152,12 +204,12 @@ def _running_mean(values: Sequence[float], parts: int) -> list[float]:
 
 
 def episodes_markdown(episodes: Sequence[Sequence[Mapping[str, Any]]], path: str | os.PathLike, limit: int = 2000):
-    """Write episodes for a person to read. An episode is a list of turns, each a mapping
+    """Write episodes as Markdown to ``path``. An episode is a list of turns, each a mapping
 
         {turn, role, prompt, completion, rewards: {component: value}, advantage, selected}
 
-    of which all but ``role`` and ``completion`` may be absent. Text beyond ``limit`` characters is left out of its
-    middle, and says so.
+    of which all but ``role`` and ``completion`` may be absent. Of a text longer than ``limit`` characters the middle is
+    left out, with a note.
     """
     out = ["# Episodes", ""]
     for number, episode in enumerate(episodes, 1):
@@ -180,11 +232,11 @@ def episodes_markdown(episodes: Sequence[Sequence[Mapping[str, Any]]], path: str
 
 
 def _fenced(text: str, limit: int) -> str:
-    """``text`` in a code fence that nothing in the text can close."""
+    """``text`` in a code fence that is longer than any fence in the text."""
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters left out …]\n{text[-half:]}"
-    # Escape sequences and other control characters must not reach the terminal of whoever prints the file.
+    # Control characters, which begin escape sequences, must not reach a terminal that prints the file.
     text = "".join(c if c in "\n\t" or not re.match(r"[\x00-\x1f\x7f-\x9f]", c) else f"\\x{ord(c):02x}" for c in text)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}"

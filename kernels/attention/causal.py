@@ -1,11 +1,11 @@
-"""Attention of a prompt over itself.
+"""Causal attention of a prompt.
 
     out[i] = softmax over j <= i of (q_i k_j / sqrt(H)) v_j
 
-The portable form is ``jax.nn.dot_product_attention``, which has the scores [B Q T T] in memory. Here the mask is known
-when the program is traced, so the form for TPU is a kernel that comes with JAX: splash attention, which passes over the
-blocks above the diagonal and has a backward pass of its own. On GPU it is the tree without forks (`tree_blocks`): a
-program with cuDNN's kernel cannot be lowered, hence not be tested, on a machine without cuDNN.
+The portable form is ``jax.nn.dot_product_attention``, which has the scores [B Q T T] in memory. The mask is known at
+trace time, so the form for TPU is a kernel of JAX: splash attention, which skips the blocks above the diagonal and has
+a backward pass of its own. The form for GPU is a tree without forks (`tree_pallas`): a program with cuDNN's kernel
+cannot be lowered, hence not be tested, on a machine without cuDNN.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmarl_llm.kernels.impl import choose
+from jaxmarl_llm.kernels.select_impl import choose
 
-PAYS = {"tpu": 1024}  # tokens from which auto takes a form; the gpu form has not been timed yet
+PAYS = {"tpu": 1024}  # tokens from which auto takes a kernel; that for gpu has not been timed yet
 
 
 def causal_attention(
@@ -29,19 +29,26 @@ def causal_attention(
     impl: str = "auto",
     interpret: bool = False,
 ) -> Float[Array, "B T Q H"]:
-    """Softmax attention of each token over itself and all before it.
+    """Attend from each token to itself and all tokens before it.
 
-    impl: xla, gpu or tpu; auto is tpu where the program is lowered for it and T is a multiple of 128, 1024 or more,
-    else xla. interpret: run a Pallas form on any machine. Raises ValueError for an impl that does not take the shapes.
+    Raises ValueError for an impl that does not take the shapes.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it and T is a multiple of 128, at
+            least 1024, else xla.
+        interpret: run a Pallas form in Pallas' interpreter, on any machine.
     """
     t, heads, h = q.shape[1:]
 
     def refused(impl: str) -> str | None:
-        from jaxmarl_llm.kernels import tree_blocks  # loads Pallas, which takes as long as JAX
+        from jaxmarl_llm.kernels.attention import tree_pallas  # loads Pallas, which takes as long as JAX
 
         if impl == "tpu" and t % 128:
             return f"does not take {t} tokens"
-        return tree_blocks.refused(impl, h)
+        return tree_pallas.refused(impl, h)
 
     return choose(
         impl,
@@ -54,11 +61,11 @@ def causal_attention(
 
 
 def _as_tree(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    from jaxmarl_llm.kernels import tree_blocks
+    from jaxmarl_llm.kernels.attention import tree_pallas
 
     b, t, _, h = q.shape
-    size = tree_blocks.block_size("gpu", t, q.dtype)
-    return tree_blocks.attend("gpu", size, interpret, q * h**-0.5, k, v, jnp.full((b, t), t))
+    size = tree_pallas.block_size("gpu", t, q.dtype)
+    return tree_pallas.attend("gpu", size, interpret, q * h**-0.5, k, v, jnp.full((b, t), t))
 
 
 def _splash(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -66,10 +73,19 @@ def _splash(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Ar
 
     t, heads, h = q.shape[1:]
     size = next(size for size in (512, 256, 128) if t % size == 0)
-    names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
+    blocks = splash.BlockSizes(
+        block_q=size,
+        block_kv=size,
+        block_kv_compute=size,
+        block_q_dkv=size,
+        block_kv_dkv=size,
+        block_kv_dkv_compute=size,
+        block_q_dq=size,
+        block_kv_dq=size,
+    )
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([splash.CausalMask((t, t))] * heads),
-        block_sizes=splash.BlockSizes(**{f"block_{name}": size for name in names}),
+        block_sizes=blocks,
         interpret=interpret,
     )
     by_head = lambda x: jnp.swapaxes(x, 1, 2)

@@ -4,14 +4,14 @@ Every sample g of node n has the same P prompt keys and its own S keys:
 
     out[n,g,t] = softmax([ q k_prefix^T | q k_own^T ] / sqrt(H)) [ v_prefix ; v_own ]
 
-Folding the G samples (and the query heads that share a key head) into the row dimension of one matrix product per node
-reads the prefix once per node instead of once per sample, and never copies it. The same function serves decoding
-(T = 1, own keys in a cache of S slots) and training (T = S, all response tokens at once): own key s is visible to query
-t iff s <= t + offset. Scores and the softmax are float32.
+The portable form folds the G samples, and the query heads that share a key head, into the rows of one matrix product
+per node. It reads the prefix once per node instead of once per sample, and never copies it. It is for decoding (T = 1,
+own keys in a cache of S slots) and for training (T = S, all response tokens at once): own key s is visible to query t
+iff s <= t + offset. Scores and the softmax are float32. Gradients are autodiff's; that of the prefix is the sum over
+the group.
 
-That is the portable form; its gradients are autodiff's, that of the prefix is the sum over the group. In training
-[prompt | G responses] is a tree with one fork, and the Pallas forms are those of `tree_blocks`, with the tokens of the
-responses as queries: no scores in memory, and no product between siblings.
+In training [prompt | G responses] is a tree with one fork. The Pallas forms are those of `tree_pallas`, with the
+response tokens as queries: no scores in memory, and no product between siblings.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels.impl import choose
+from jaxmarl_llm.kernels.attention.constants import NEG
 from jaxmarl_llm.kernels.matmul import matmul
+from jaxmarl_llm.kernels.select_impl import choose
 
-NEG = -1e30  # finite: no NaN. A row always sees its own slot 0
-PAYS = {"tpu": 1024}  # tokens of [prompt | responses] from which auto takes a form; the gpu form has not been timed yet
+PAYS = {"tpu": 1024}  # tokens of [prompt | responses] from which auto takes a kernel; that for gpu has not been timed
 
 
 def group_attention(
     q: Float[Array, "N G T Q H"],
     prefix_k: Float[Array, "N P K H"],
     prefix_v: Float[Array, "N P K H"],
-    prefix_length: Int[Array, "N"],
+    prefix_length: Int[Array, " N"],
     own_k: Float[Array, "N G S K H"],
     own_v: Float[Array, "N G S K H"],
     offset: Int[Array, ""] | int = 0,
@@ -42,19 +42,30 @@ def group_attention(
     block: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "N G T Q H"]:
-    """Softmax attention over [prefix | own]; prefix slots at or beyond ``prefix_length`` are masked.
+    """Attend over the shared prefix and a sample's own keys.
 
-    impl: xla, gpu or tpu; auto is tpu where the program is lowered for it, this is training (T = S, offset 0) and
-    prompt and responses are 1024 tokens or more, else xla. block, interpret: see `tree_attention`. Raises ValueError
-    for an impl that does not take the shapes.
+    Raises ValueError for an impl that does not take the shapes.
+
+    Args:
+        q: queries of each sample.
+        prefix_k: keys of the shared prefix.
+        prefix_v: values of the shared prefix.
+        prefix_length: filled slots of the prefix; those behind are masked.
+        own_k: keys of each sample.
+        own_v: values of each sample.
+        offset: query t sees own keys 0 to t + offset.
+        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it, this is training (T = S, offset 0)
+            and prompt and responses have 1024 tokens or more, else xla.
+        block: see `tree_attention`.
+        interpret: see `tree_attention`.
     """
     training = own_k.shape[2] == q.shape[2] and isinstance(offset, int) and offset == 0
     tokens = prefix_k.shape[1] + own_k.shape[1] * own_k.shape[2]
 
     def refused(impl: str) -> str | None:
-        from jaxmarl_llm.kernels import tree_blocks  # loads Pallas, which takes as long as JAX
+        from jaxmarl_llm.kernels.attention import tree_pallas  # loads Pallas, which takes as long as JAX
 
-        why = tree_blocks.refused(impl, q.shape[-1], block)
+        why = tree_pallas.refused(impl, q.shape[-1], block)
         return why if training else "is for training alone: as many queries as own keys, offset 0"
 
     return choose(
@@ -79,17 +90,17 @@ def _as_tree(
     own_v: jax.Array,
     offset: jax.Array | int,
 ) -> jax.Array:
-    from jaxmarl_llm.kernels import tree_blocks
+    from jaxmarl_llm.kernels.attention import tree_pallas
 
     (n, g, t, heads, h), p = q.shape, prefix_k.shape[1]
     tokens = p + g * t
     row = lambda prefix, own: jnp.concatenate([prefix, own.reshape(n, g * t, *own.shape[3:])], axis=1)
-    of_prompt = jnp.where(jnp.arange(p) < prefix_length[:, None], tokens, 0)
-    of_own = jnp.broadcast_to(p + t * (1 + jnp.arange(g * t) // t), (n, g * t))
-    end = jnp.concatenate([of_prompt, of_own], axis=1)
-    size = block or tree_blocks.block_size(impl, tokens, q.dtype)
+    prompt_end = jnp.where(jnp.arange(p) < prefix_length[:, None], tokens, 0)
+    sample_end = jnp.broadcast_to(p + t * (1 + jnp.arange(g * t) // t), (n, g * t))
+    end = jnp.concatenate([prompt_end, sample_end], axis=1)
+    size = block or tree_pallas.block_size(impl, tokens, q.dtype)
     k, v = row(prefix_k, own_k), row(prefix_v, own_v)
-    return tree_blocks.attend(impl, size, interpret, q.reshape(n, g * t, heads, h), k, v, end).reshape(q.shape)
+    return tree_pallas.attend(impl, size, interpret, q.reshape(n, g * t, heads, h), k, v, end).reshape(q.shape)
 
 
 def _by_einsum(

@@ -2,16 +2,16 @@
 
     out[n,g] = softmax([ q k_prefix^T | q k_own^T ] / sqrt(H)) [ v_prefix ; v_own ]     own slots 0 .. t are filled
 
-which is `group_attention` with one query a sample. That is the portable form. The Pallas forms (`group_blocks`) work
-on parts of the keys. A part j gives, in float32, its largest score m_j, the sum of exponentials l_j and the weighted
-sum of values o_j, and the parts are merged by
+The portable form is `group_attention` with one query per sample. The Pallas forms (`group_decode_pallas`) work on
+parts of the keys. A part j gives, in float32, its largest score m_j, the sum of exponentials l_j and the weighted sum
+of values o_j. The parts are merged by
 
     m = max_j m_j        out = sum_j exp(m_j - m) o_j / sum_j exp(m_j - m) l_j
 
 (Hydragen, arXiv 2402.05099; FlashDecoding). The G Q/K query rows that share a prefix and a key head are the rows of one
-matrix product, so that a key of the prefix is read once per group, and only keys below ``prefix_length`` are. Own keys
-are a part of their own, read up to t on GPU; on TPU XLA forms it. The gradient of a Pallas form is that of the portable
-one, which the backward pass runs.
+matrix product. A key of the prefix is therefore read once per group, and only keys below ``prefix_length`` are read.
+Own keys are one more part, read up to t on GPU; on TPU XLA computes it. The backward pass of a Pallas form runs the
+portable form.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels.group_attention import NEG, group_attention
-from jaxmarl_llm.kernels.impl import choose
+from jaxmarl_llm.kernels.attention.constants import NEG
+from jaxmarl_llm.kernels.attention.group import group_attention
+from jaxmarl_llm.kernels.select_impl import choose
 
-PAYS = {"tpu": 256}  # keys of the prefix from which auto takes a form; the gpu form has not been timed yet
+PAYS = {"tpu": 256}  # keys of the prefix from which auto takes a kernel; that for gpu has not been timed yet
 
 
 def group_decode_attention(
     q: Float[Array, "N G 1 Q H"],
     prefix_k: Float[Array, "N P K H"],
     prefix_v: Float[Array, "N P K H"],
-    prefix_length: Int[Array, "N"],
+    prefix_length: Int[Array, " N"],
     own_k: Float[Array, "N G S K H"],
     own_v: Float[Array, "N G S K H"],
     t: Int[Array, ""] | int,
@@ -40,14 +41,23 @@ def group_decode_attention(
     impl: str = "auto",
     interpret: bool = False,
 ) -> Float[Array, "N G 1 Q H"]:
-    """Softmax attention over the first ``prefix_length`` keys of the prefix and own slots 0 to t.
+    """Attend from one token of each sample to the shared prefix and own slots 0 to t.
 
-    t: the slot of the present token, already written; -1 for none. impl: xla, gpu or tpu; auto is tpu where the program
-    is lowered for it and the prefix has room for 256 keys, else xla. interpret: run a Pallas form on any machine.
+    Raises ValueError for shapes that do not fit each other or the impl, and where there is no key at all. Errors that
+    depend on data give NaN, not a wrong number: a cache that is too small (t or ``prefix_length`` beyond it), a row
+    without keys. With impl xla they are not checked, and the caller must avoid them.
 
-    Raises ValueError for shapes that do not fit each other or the impl, and where there is no key at all. What only the
-    data tells gives NaN, not a wrong number: a cache too small (t or ``prefix_length`` beyond it), a row without keys.
-    Not with impl xla, where whoever calls has to see to it.
+    Args:
+        q: query of each sample.
+        prefix_k: keys of the shared prefix.
+        prefix_v: values of the shared prefix.
+        prefix_length: filled slots of the prefix.
+        own_k: keys of each sample.
+        own_v: values of each sample.
+        t: slot of the present token, which is already written; -1 for none.
+        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it and the prefix has room for 256
+            keys, else xla.
+        interpret: run a Pallas form in Pallas' interpreter, on any machine.
     """
     n, g, one, heads, h = q.shape
     (p, kv), s = prefix_k.shape[1:3], own_k.shape[2]
@@ -61,9 +71,9 @@ def group_decode_attention(
         raise ValueError(f"the suffix cache has {s} slots, no slot {int(t)}")
 
     def refused(impl: str) -> str | None:
-        from jaxmarl_llm.kernels import group_blocks  # loads Pallas, which takes as long as JAX
+        from jaxmarl_llm.kernels.attention import group_decode_pallas  # loads Pallas, which takes as long as JAX
 
-        return group_blocks.refused(h)
+        return group_decode_pallas.refused(h)
 
     t = jnp.asarray(t, jnp.int32)
     out = choose(
@@ -92,7 +102,7 @@ def _by_parts(
     own_v: jax.Array,
     t: jax.Array,
 ) -> jax.Array:
-    from jaxmarl_llm.kernels.group_blocks import parts
+    from jaxmarl_llm.kernels.attention.group_decode_pallas import parts
 
     n, g, _, heads, h = q.shape
     kv, s = prefix_k.shape[2], own_k.shape[2]
@@ -104,7 +114,7 @@ def _by_parts(
         by_sample = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], g, heads // kv, *x.shape[4:]), 3, 1)
         found.append([by_sample(x) for x in got])
     if s and impl == "tpu":
-        # XLA lays out a cache that grows for writing; a kernel would have all of it copied at every step.
+        # XLA chooses a layout for writing to this cache; for a kernel it would copy all of it at every step.
         found.append([x[:, :, None] for x in _part(rows, own_k, own_v, t)])
     elif s:
         flat = lambda x: x.reshape(n * g, *x.shape[2:])
@@ -118,7 +128,7 @@ def _by_parts(
 
 
 def _part(rows: jax.Array, k: jax.Array, v: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The own keys as one part, by XLA."""
+    """Compute the part of the own keys by XLA."""
     f32 = {"preferred_element_type": jnp.float32}
     see = jnp.arange(k.shape[2]) <= t
     score = jnp.where(see, jnp.einsum("ngkrh,ngskh->ngkrs", rows, k, **f32), NEG)

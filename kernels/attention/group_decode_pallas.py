@@ -1,19 +1,20 @@
-"""Parts of a softmax over the first keys of a cache (Pallas): what `group_decode` merges.
+"""Parts of a softmax over the first keys of a cache (Pallas), which `group_decode` merges.
 
 For rows q [M H] of a key head, and part j of its keys:
 
     s = q k^T        m_j = max s        l_j = sum exp(s - m_j)        o_j = exp(s - m_j) v        all float32
 
 GPU (Triton): a program takes one key head, up to 64 rows and a part of the keys. The keys are cut into as many parts as
-keep a large GPU busy, but not below 256 keys. Head sizes are rounded up to a power of two, rows to 16; masks cover the
-rest. TPU (Mosaic): one part; a program takes a block of keys of several heads at once, and running m, l and o stay on
-the chip from block to block. Blocks behind the last key are not fetched: their index stays where it was.
+keep a large GPU busy, of at least 256 keys. Head sizes are rounded up to a power of two and rows to 16; the padding is
+masked. TPU (Mosaic): there is one part. A program takes a block of keys of several heads at once, and running m, l and
+o stay in on-chip memory from block to block. Blocks behind the last key are not fetched: the block index stays the
+same.
 
-On TPU keys are taken as [K H L], the tokens along the 128 lanes, which is how XLA lays out a prefix of small heads in
-its own programs: a loop of decoding copies nothing, and no lane is empty at H = 64 (a cache [.., L H] would leave half
-of them). What is wasted is half of the depth of a matrix product at H = 64, which decoding has to spare.
+On TPU keys are [K H L], with tokens along the 128 lanes. XLA chooses this layout for a prefix of small heads in its own
+programs. A decoding loop therefore copies nothing, and no lane is empty at H = 64 (a cache [.., L H] would leave half
+of them empty). Half of the depth of a matrix product is unused at H = 64, which does not slow decoding down.
 
-Compiler parameters are always given: the backend that Pallas takes on GPU without them differs between releases of JAX.
+Compiler parameters are always given, because the default backend of Pallas on GPU differs between releases of JAX.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from jax.experimental.pallas import tpu as mosaic
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels.group_attention import NEG
+from jaxmarl_llm.kernels.attention.constants import NEG
 
-LARGEST = 256  # head size
-ON_CHIP = 1 << 20  # TPU: bytes of what one program takes of keys and rows
-KEYS, ROWS = 512, 512  # TPU: of one block
-PART = 256  # GPU: keys of a part, at least
-PROGRAMS = 512  # GPU: as many keep it busy
+LARGEST = 256  # largest head size
+ON_CHIP = 1 << 20  # TPU: largest size in bytes of the keys and rows of one program
+KEYS, ROWS = 512, 512  # TPU: keys and rows of one block
+PART = 256  # GPU: least number of keys of a part
+PROGRAMS = 512  # GPU: number of programs that keeps it busy
 
 Parts = tuple[Float[Array, "B J K M"], Float[Array, "B J K M"], Float[Array, "B J K M H"]]
 
 
 def refused(h: int) -> str | None:
-    """Why there is no form for heads of size ``h``; None where there is."""
+    """Say why there is no kernel for heads of size ``h``, or return None where there is one."""
     return None if h % 8 == 0 and h <= LARGEST else f"does not take heads of size {h}"
 
 
@@ -48,18 +49,33 @@ def parts(
     q: Float[Array, "B K M H"],
     k: Float[Array, "B L K H"],
     v: Float[Array, "B L K H"],
-    length: Int[Array, "B"],
+    length: Int[Array, " B"],
     *,
     impl: str,
     interpret: bool = False,
 ) -> Parts:
-    """Largest score, sum and weighted values over parts J of the first ``length`` keys; q is already scaled."""
-    length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # nothing behind the arrays is read
+    """Compute largest score, sum of exponentials and weighted values over parts J of the first keys.
+
+    Args:
+        q: scaled query rows M of each key head.
+        k: keys of the cache.
+        v: values of the cache.
+        length: number of keys to read of each row.
+        impl: gpu or tpu.
+        interpret: run in Pallas' interpreter.
+    """
+    length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # no read beyond the arrays
     return {"gpu": _triton, "tpu": _mosaic}[impl](q, k, v, length, interpret)
 
 
 def product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
-    """Float32, of float32 too: neither TF32 nor bfloat16 passes."""
+    """Multiply two matrices with float32 sums. Float32 operands are not rounded to TF32 or bfloat16.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        over: the contracted axis of each.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(
         a, b, (((over[0],), (over[1],)), ((), ())), precision=precision, preferred_element_type=jnp.float32
@@ -67,9 +83,14 @@ def product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
 
 
 def fold(carry: Any, score: jax.Array, see: jax.Array, v: jax.Array, axis: int) -> Any:
-    """The running (m [M 1], l [M 1], o [M H]) with a block of keys more.
+    """Add a block of keys to the running (m [M 1], l [M 1], o [M H]).
 
-    see: which scores count. axis: the one of ``v`` along which the keys are.
+    Args:
+        carry: the running sums.
+        score: scores of the block [M keys].
+        see: which scores are visible.
+        v: values of the block.
+        axis: axis of ``v`` that counts keys.
     """
     top, total, out = carry
     score = jnp.where(see, score, NEG)
@@ -148,7 +169,7 @@ def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, top: Any, tot
         @pl.when(filled > 0)
         def more(e: int = e, filled: jax.Array = filled) -> None:
             see = jax.lax.broadcasted_iota(jnp.int32, (1, wide), 1) < filled
-            # Weight 0 does not silence what stands behind the last key: it may be no number.
+            # A weight of 0 is not enough behind the last key: memory there may hold NaN.
             values = jnp.where(see, v[e], jnp.zeros_like(v[e]))
             carry = top[e], total[e], out[e]
             top[e], total[e], out[e] = fold(carry, product(q[e], k[e], (1, 0)), see, values, 1)

@@ -1,20 +1,20 @@
-"""Attention of the tokens of trees that share their beginnings, each token once.
+"""Attention in trees of token sequences with shared prefixes, each token once.
 
-A forest of token sequences that begin alike (a conversation that branches, a prompt with its samples) laid out in depth
-first order, T tokens in one row: token i sees token j iff j is one of its ancestors or itself, which in that order is
+Sequences with shared prefixes (a conversation that branches, a prompt with its samples) are laid out depth first, T
+tokens in one row. Token i sees token j iff j is one of its ancestors or itself, which in that order is
 
     j <= i < end[j]        end[j]: index behind the last token of j's subtree
 
     out[i] = softmax over the j that i sees of (q_i k_j / sqrt(H)) v_j
 
-Several trees may stand in one row, and padding has ``end`` 0: nothing sees it (its own output means nothing and is
-finite). [prompt | G responses] is the tree with one fork. Scores and the softmax are float32.
+A row may hold several trees. Padding has ``end`` 0: no token sees it, and its own output is finite and meaningless.
+[prompt | G responses] is the tree with one fork. Scores and the softmax are float32.
 
-The portable form takes ``chunk`` queries at a time, made again in the backward pass, so that no more than [B Q chunk T]
-scores are alive; its gradients are autodiff's. The Pallas forms (`tree_blocks`) have no scores in memory, pass over the
-blocks that no query of theirs sees, and have a backward pass of their own. In each, keys and values of a token gather
-their gradients from all that stands behind it, which is the sum over the sequences that use it. (Splash attention,
-JAX's own for TPU, wants its mask when it is traced, and cuDNN's has no such mask; here the trees are data.)
+The portable form takes ``chunk`` queries at a time and computes them again in the backward pass, so that at most
+[B Q chunk T] scores are in memory. Its gradients are autodiff's. The Pallas forms (`tree_pallas`) have no scores in
+memory, skip blocks that none of their queries sees, and have a backward pass of their own. In every form the gradient
+of a token's key and value is the sum over the sequences that contain the token. (Splash attention, JAX's own kernel for
+TPU, needs its mask at trace time, and cuDNN's has no such mask; here the trees are data.)
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels.group_attention import NEG
-from jaxmarl_llm.kernels.impl import choose
+from jaxmarl_llm.kernels.attention.constants import NEG
 from jaxmarl_llm.kernels.matmul import matmul
+from jaxmarl_llm.kernels.select_impl import choose
 
 CHUNK = 128  # queries
-PAYS = {"tpu": 1024}  # tokens of a row from which auto takes a form; the gpu form has not been timed yet
+PAYS = {"tpu": 1024}  # tokens of a row from which auto takes a kernel; that for gpu has not been timed yet
 
 
 def tree_attention(
@@ -45,12 +45,20 @@ def tree_attention(
     block: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T Q H"]:
-    """Softmax attention of each token over its ancestors and itself.
+    """Attend from each token to its ancestors and itself.
 
-    impl: xla, gpu or tpu; auto is tpu where the program is lowered for it and a row has 1024 tokens or more, else xla.
-    chunk: queries at a time of the portable form. block: tokens of a block of the Pallas forms, a power of two from 16
-    on (GPU) or a multiple of 128 (TPU). interpret: run a Pallas form on any machine. Raises ValueError for shapes that
-    do not fit each other or the impl.
+    Raises ValueError for shapes that do not fit each other or the impl.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        end: index behind the last token of each token's subtree; 0 is padding.
+        chunk: queries that the portable form takes at once.
+        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it and a row has 1024 tokens or more,
+            else xla.
+        block: tokens of a block of the Pallas forms: a power of two, at least 16 (GPU), or a multiple of 128 (TPU).
+        interpret: run a Pallas form in Pallas' interpreter, on any machine.
     """
     b, t, heads, h = q.shape
     kv = k.shape[2]
@@ -59,14 +67,14 @@ def tree_attention(
         raise ValueError(f"shapes do not fit [B T Q H], [B T K H] twice, [B T]: {shapes}")
 
     def refused(impl: str) -> str | None:
-        from jaxmarl_llm.kernels import tree_blocks  # loads Pallas, which takes as long as JAX
+        from jaxmarl_llm.kernels.attention import tree_pallas  # loads Pallas, which takes as long as JAX
 
-        return tree_blocks.refused(impl, h, block)
+        return tree_pallas.refused(impl, h, block)
 
     def pallas(impl: str) -> Callable[..., jax.Array]:
-        from jaxmarl_llm.kernels import tree_blocks
+        from jaxmarl_llm.kernels.attention import tree_pallas
 
-        return functools.partial(tree_blocks.attend, impl, block or tree_blocks.block_size(impl, t, q.dtype), interpret)
+        return functools.partial(tree_pallas.attend, impl, block or tree_pallas.block_size(impl, t, q.dtype), interpret)
 
     return choose(
         impl,

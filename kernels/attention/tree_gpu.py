@@ -1,4 +1,4 @@
-"""`tree_blocks` on GPU (Triton): a program goes through the list of its block."""
+"""`tree_pallas` on GPU (Triton). A program walks the list of its block."""
 
 from __future__ import annotations
 
@@ -11,15 +11,28 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxmarl_llm.kernels.group_attention import NEG
-from jaxmarl_llm.kernels.group_blocks import product
-from jaxmarl_llm.kernels.tree_tiles import Lists, finish, fold, pulled
+from jaxmarl_llm.kernels.attention.constants import NEG
+from jaxmarl_llm.kernels.attention.group_decode_pallas import product
+from jaxmarl_llm.kernels.attention.tree_tiles import Lists, finish, fold, pulled
 
 
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array, seen: Lists, size: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(output, L [B heads queries])"""
+    """Run the forward pass.
+
+    Args:
+        q: scaled queries [B S Q H], those of the last S tokens.
+        k: keys [B T K H].
+        v: values [B T K H].
+        end: index behind each token's subtree [B T].
+        seen: lists of the blocks of keys that each block of queries sees.
+        size: tokens of a block.
+        interpret: run in Pallas' interpreter.
+
+    Returns:
+        The output [B S Q H] and L [B Q S], the log-sum-exp of each query's scores.
+    """
     norm = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     out, norm = _call(_forward, size, (q, k, v, end, *seen), [q, norm], interpret)
     return out, norm
@@ -28,7 +41,20 @@ def forward(
 def backward(
     saved: tuple, do: jax.Array, dot: jax.Array, seen: Lists, seers: Lists, size: int, interpret: bool
 ) -> tuple:
-    """The gradients of q, k and v; ``saved``: (q, k, v, end, L)."""
+    """Run the backward pass.
+
+    Args:
+        saved: (q, k, v, end, L), arguments and result of the forward pass.
+        do: cotangent of the output [B S Q H].
+        dot: D, the inner product of output and cotangent [B Q S].
+        seen: lists of the blocks of keys that each block of queries sees.
+        seers: lists of the blocks of queries that see each block of keys.
+        size: tokens of a block.
+        interpret: run in Pallas' interpreter.
+
+    Returns:
+        Gradients of q, k and v.
+    """
     q, k, v, end, norm = saved
     given = q, k, v, do, norm, dot, end
     (dq,) = _call(_to_queries, size, (*given, *seen), [q], interpret)

@@ -6,13 +6,14 @@ For query i and key j with s_ij = q_i k_j (q already scaled), visible iff j <= i
     D_i = dout_i out_i             dv_j = sum_i p_ij dout_i    ds_ij = p_ij (dout_i v_j - D_i)
                                    dq_i = sum_j ds_ij k_j      dk_j = sum_i ds_ij q_i
 
-(FlashAttention-2, arXiv 2307.08691.) The forward pass keeps L, in float32; the backward pass forms p again. A block of
-keys is visited by a block of queries only if one of its keys has an ``end`` beyond the first of them, so samples never
-meet the blocks of their siblings: of [prompt | G responses] remain the prompt and one response each. Which blocks are
-left is data: XLA makes lists of them, and a program goes through its list. The gradients of keys and values are summed
-over the query heads that share them in the program that owns the keys.
+(FlashAttention-2, arXiv 2307.08691.) The forward pass keeps L in float32; the backward pass computes p again.
 
-Here is what GPU (`tree_triton`) and TPU (`tree_mosaic`) have in common; the mathematics of a block is `tree_tiles`.
+A block of queries visits a block of keys only if one of the keys has an ``end`` beyond the first query. Samples
+therefore never visit the blocks of their siblings: of [prompt | G responses] remain the prompt and one response each.
+The visited blocks depend on data: XLA makes lists of them, and a program walks its list. The gradients of keys and
+values are summed over the query heads that share them, in the program that owns the keys.
+
+This module is common to GPU (`tree_gpu`) and TPU (`tree_tpu`). The mathematics of a block is in `tree_tiles`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels import tree_mosaic, tree_triton
+from jaxmarl_llm.kernels.attention import tree_gpu, tree_tpu
 
-FORMS = {"gpu": tree_triton, "tpu": tree_mosaic}
+FORMS = {"gpu": tree_gpu, "tpu": tree_tpu}
 
 LARGEST = {"gpu": 128, "tpu": 256}  # head size
 
 
 def refused(impl: str, h: int, block: int | None = None) -> str | None:
-    """Why ``impl`` has no form for heads of size ``h`` in blocks of ``block`` tokens; None where it has one."""
+    """Say why ``impl`` has no kernel for these shapes, or return None where it has one.
+
+    Args:
+        impl: gpu or tpu.
+        h: head size.
+        block: tokens of a block, or None for `block_size`.
+    """
     if h % 8 or h > LARGEST[impl]:
         return f"does not take heads of size {h}"
     fits = block is None or (block % 128 == 0 if impl == "tpu" else block >= 16 and block & (block - 1) == 0)
@@ -41,7 +48,13 @@ def refused(impl: str, h: int, block: int | None = None) -> str | None:
 
 
 def block_size(impl: str, t: int, dtype: Any) -> int:
-    """Tokens of a block: GPU, what registers hold; TPU, as many as leave four blocks in a row of ``t`` tokens."""
+    """Choose the tokens of a block. GPU: what registers hold. TPU: the largest with four blocks in a row.
+
+    Args:
+        impl: gpu or tpu.
+        t: tokens of a row.
+        dtype: of queries and keys.
+    """
     if impl == "gpu":
         return 64 if jnp.dtype(dtype).itemsize == 2 else 16
     return next((size for size in (512, 256) if t >= 4 * size), 128)
@@ -50,9 +63,15 @@ def block_size(impl: str, t: int, dtype: Any) -> int:
 def visits(
     end: Int[Array, "B T"], size: int, queries: int
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """For each block of the last ``queries`` tokens the blocks of keys it sees, for each of those the former ones.
+    """List the blocks of keys that each block of queries sees, and the blocks of queries that see each block of keys.
 
-    Each as (list [B n m], how many of it count [B n]); behind them the last one is repeated.
+    Args:
+        end: index behind each token's subtree.
+        size: tokens of a block.
+        queries: number of queries, which are the last tokens.
+
+    Returns:
+        Two pairs (list [B n m], number of valid entries [B n]). Behind the valid entries the last one is repeated.
     """
     t = end.shape[1]
     n, m = pl.cdiv(queries, size), pl.cdiv(t, size)
@@ -79,7 +98,17 @@ def attend(
     v: Float[Array, "B T K H"],
     end: Int[Array, "B T"],
 ) -> Float[Array, "B S Q H"]:
-    """`tree_attention` of queries that are already scaled, those of the last S tokens, in blocks of ``size`` tokens."""
+    """Compute `tree_attention` by Pallas kernels.
+
+    Args:
+        impl: gpu or tpu.
+        size: tokens of a block.
+        interpret: run in Pallas' interpreter.
+        q: scaled queries of the last S tokens.
+        k: keys.
+        v: values.
+        end: index behind each token's subtree.
+    """
     return _forward(impl, size, interpret, q, k, v, end)[0]
 
 

@@ -1,7 +1,7 @@
-"""The mathematics of `tree_blocks` for one block of keys and one of queries, inside of a program, on GPU as on TPU.
+"""Mathematics of `tree_pallas` for one block of keys and one block of queries, inside a kernel, on GPU and TPU.
 
-Tiles are [H tokens], so that the tokens lie along the lanes of a TPU (none is empty at H = 64), ``end`` is [keys 1],
-and what there is one of per query is a row [1 queries]. ``first``: the first tokens of the two blocks.
+Tiles are [H tokens], so that tokens are along the lanes of a TPU (no lane is empty at H = 64). ``end`` is [keys 1];
+numbers per query are rows [1 queries]. ``first`` are the indices of the first key and the first query.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmarl_llm.kernels.group_attention import NEG
-from jaxmarl_llm.kernels.group_blocks import product
+from jaxmarl_llm.kernels.attention.constants import NEG
+from jaxmarl_llm.kernels.attention.group_decode_pallas import product
 
-Lists = tuple[jax.Array, jax.Array]  # blocks to visit [B n m], and how many of them count [B n]: `tree_blocks.visits`
+Lists = tuple[jax.Array, jax.Array]  # blocks to visit [B n m], and how many of them count [B n]: `tree_pallas.visits`
 
 
 def scores(q: jax.Array, k: jax.Array, end: jax.Array, first: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-    """Scores [keys queries], and which count."""
+    """Compute the scores [keys queries], and which of them are visible."""
     shape = k.shape[1], q.shape[1]
     key = first[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     query = first[1] + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -26,7 +26,7 @@ def scores(q: jax.Array, k: jax.Array, end: jax.Array, first: tuple[Any, Any]) -
 
 
 def fold(carry: Any, q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array, first: tuple[Any, Any]) -> Any:
-    """The running maximum [1 queries], sum [1 queries] and output [H queries] with a block of keys more."""
+    """Add a block of keys to the running maximum [1 queries], sum [1 queries] and output [H queries]."""
     top, total, out = carry
     score, see = scores(q, k, end, first)
     most = jnp.maximum(top, jnp.where(see, score, NEG).max(0, keepdims=True))
@@ -36,7 +36,7 @@ def fold(carry: Any, q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array, f
 
 
 def finish(carry: Any) -> tuple[jax.Array, jax.Array]:
-    """(output, L); 0 for queries that see nothing."""
+    """Return output and L of the running sums; 0 for queries that see no key."""
     top, total, out = carry
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
@@ -46,7 +46,7 @@ def finish(carry: Any) -> tuple[jax.Array, jax.Array]:
 def pulled(
     q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, norm: jax.Array, dot: jax.Array, end: jax.Array, first: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """p and ds [keys queries], in the dtype of the keys."""
+    """Compute p and ds [keys queries], in the dtype of the keys."""
     score, see = scores(q, k, end, first)
     p = jnp.where(see, jnp.exp(score - norm), 0.0)
     ds = p * (product(v, do, (0, 0)) - dot)

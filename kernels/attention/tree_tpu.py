@@ -1,25 +1,25 @@
-"""`tree_blocks` on TPU (Mosaic): sums stay on the chip while the last axis of the grid goes through a block's list."""
+"""`tree_pallas` on TPU (Mosaic). The last grid axis walks the list of a block; running sums stay in on-chip memory."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as mosaic
 
-from jaxmarl_llm.kernels.group_attention import NEG
-from jaxmarl_llm.kernels.group_blocks import product
-from jaxmarl_llm.kernels.tree_tiles import Lists, finish, fold, pulled
+from jaxmarl_llm.kernels.attention.constants import NEG
+from jaxmarl_llm.kernels.attention.group_decode_pallas import product
+from jaxmarl_llm.kernels.attention.tree_tiles import Lists, finish, fold, pulled
 
 
 def forward(
     q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array, seen: Lists, size: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """(output, L [B heads queries])"""
+    """Run the forward pass. Arguments and results are those of `tree_gpu.forward`."""
     (b, s, heads, h), (_, t, kvs, _) = q.shape, k.shape
     n, m = pl.cdiv(s, size), pl.cdiv(t, size)
     specs = Specs(size, n, m, heads // kvs)
@@ -40,7 +40,7 @@ def forward(
 def backward(
     saved: tuple, do: jax.Array, dot: jax.Array, seen: Lists, seers: Lists, size: int, interpret: bool
 ) -> tuple:
-    """The gradients of q, k and v; ``saved``: (q, k, v, end, L)."""
+    """Run the backward pass. Arguments and results are those of `tree_gpu.backward`."""
     q, k, v, end, norm = saved
     (b, s, heads, h), (_, t, kvs, _) = q.shape, k.shape
     n, m, share = pl.cdiv(s, size), pl.cdiv(t, size), heads // kvs
@@ -72,7 +72,7 @@ def backward(
 
 
 def _lay(x: jax.Array, size: int) -> jax.Array:
-    """[B T heads H] -> [B heads H T], T rounded up to whole blocks."""
+    """Transpose [B T heads H] to [B heads H T], with T padded to whole blocks."""
     return _whole(jnp.transpose(x, (0, 2, 3, 1)), size)
 
 
@@ -165,7 +165,8 @@ def _call(
     shapes: list,
     **more: Any,
 ) -> list:
-    semantics = ("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3)
+    sequential: list[Literal["parallel", "arbitrary"]] = ["arbitrary" for _ in grid[3:]]
+    semantics: list[Literal["parallel", "arbitrary"]] = ["parallel", "parallel", "parallel", *sequential]
     return pl.pallas_call(
         body,
         grid_spec=mosaic.PrefetchScalarGridSpec(
@@ -179,13 +180,22 @@ def _call(
 
 
 class Specs:
-    """Blocks of arrays [B heads H T], [B heads 1 T] and [B T 1], by grid index and lists (``order`` [B n m], flat)."""
+    """Block specifications of arrays [B heads H T], [B heads 1 T] and [B T 1].
+
+    They map a grid index and the lists of blocks (``order`` [B n m], flat) to a block.
+
+    Args:
+        size: tokens of a block.
+        n: number of blocks that own a list.
+        m: number of blocks that a list can hold.
+        share: query heads of one key/value head.
+    """
 
     def __init__(self, size: int, n: int, m: int, share: int) -> None:
         self.size, self.n, self.m, self.share = size, n, m, share
 
     def own(self, h: int) -> pl.BlockSpec:
-        """The block of its head that a program owns."""
+        """The block, of height ``h``, that a program owns."""
         return pl.BlockSpec((1, 1, h, self.size), lambda b, head, i, *_: (b, head, 0, i))
 
     def own_ends(self) -> pl.BlockSpec:
@@ -195,7 +205,7 @@ class Specs:
         return order[(b * self.n + i) * self.m + x]
 
     def keys(self, h: int) -> pl.BlockSpec:
-        """A block that the program's queries see."""
+        """A block of keys or values that the program's queries see."""
         head_of = lambda head: jax.lax.div(head, self.share)
         at = lambda b, head, i, x, order, count: (b, head_of(head), 0, self.listed(order, b, i, x))
         return pl.BlockSpec((1, 1, h, self.size), at)
@@ -205,6 +215,6 @@ class Specs:
         return pl.BlockSpec((1, self.size, 1), at)
 
     def queries(self, h: int) -> pl.BlockSpec:
-        """A block that sees the program's keys, of head r among those that share them."""
+        """A block of queries that sees the program's keys, of the r-th query head that shares them."""
         at = lambda b, kv, i, r, x, order, count: (b, kv * self.share + r, 0, self.listed(order, b, i, x))
         return pl.BlockSpec((1, 1, h, self.size), at)

@@ -5,18 +5,18 @@ With z = h W / temperature, y the target, s = sum_j exp(z_j) and p_j = exp(z_j) 
     logprob = z_y - log s                      d logprob / d z_j = [j = y] - p_j
     entropy = log s - sum_j p_j z_j            d entropy / d z_j = -p_j (log p_j + entropy)
 
-`head_logprob` returns both for each token. Its backward pass gets one cotangent per token and output, and forms the
+`head_logprob` returns both for each token. Its backward pass gets one cotangent per token and output, and computes the
 logits of a chunk of tokens again: four matrix products in all.
 
-`head_loss` is for a loss that adds over rows, ``sum_i loss(logprob_i, entropy_i, data_i)``, where a row is a token, a
-completion or a group. The cotangents of a row are known as soon as its own log-probs are, so the gradient is formed in
-the forward pass, while the row's logits are there: three products. The backward pass only scales it. (Liger's
-fused losses work alike, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009, is the form with four.)
+`head_loss` is for a loss that is a sum over rows, ``sum_i loss(logprob_i, entropy_i, data_i)``, where a row is a token,
+a completion or a group. The cotangents of a row are known once its own log-probs are. The gradient is therefore
+computed in the forward pass, while the row's logits are in memory: three products. The backward pass only scales it.
+(Liger's fused losses do so too, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009, is the form with four.)
 
-A chunk holds 1/128 of the tokens, at least 128. Everything is accumulated in float32, the gradient of the weight too;
-its products take the logits' gradient in the dtype of the hidden states. A weight that is not differentiated (a frozen
-backbone under adapters) gets no gradient and costs no product. With ``axis_name`` the weight is one shard of the
-vocabulary, inside `jax.shard_map`, and the sums over the vocabulary go over that axis.
+A chunk holds 1/128 of the tokens, at least 128. All sums are float32, also those of the weight's gradient; its products
+take the logits' gradient in the dtype of the hidden states. A weight that is not differentiated (a frozen backbone
+under adapters) gets no gradient and costs no product. With ``axis_name`` the weight is one shard of the vocabulary,
+inside `jax.shard_map`, and sums over the vocabulary include that axis.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels.head import Head, logits
+from jaxmarl_llm.kernels.head.head import Head, logits
 
-SHARE = 128  # chunks that the tokens are cut into, unless they would be smaller than the two numbers below
-SMALLEST = 1 << 20  # entries of a chunk's logits
-FEWEST = 128  # tokens: the rows of a matrix product, which reads the whole weight
-TILE = 8192  # ids that a product of the gradient takes at once, or as many entries of the weight's
+SHARE = 128  # number of chunks, unless they would be smaller than the next two numbers
+SMALLEST = 1 << 20  # least number of entries of a chunk's logits
+FEWEST = 128  # least number of tokens of a chunk: rows of a matrix product, which reads the whole weight
+TILE = 8192  # ids in one product of the hidden states' gradient, or as many entries of a product of the weight's
 
 # (logprob [rows of a chunk, ...], entropy, data of those rows) -> (loss, sums to report)
 RowLoss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class HeadLoss(NamedTuple):
-    """Only ``loss`` carries gradient."""
+    """Result of `head_loss`. Only ``loss`` carries gradient."""
 
     loss: Float[Array, ""]
-    sums: dict[str, Float[Array, ""]]  # added up over the chunks
+    sums: dict[str, Float[Array, ""]]  # sums over all rows
     logprob: Float[Array, "*rows"]
     entropy: Float[Array, "*rows"]
 
 
 class _Form(NamedTuple):
-    """What is static."""
+    """Static arguments."""
 
     rows: bool
     used: int | None
@@ -63,7 +63,12 @@ class _Form(NamedTuple):
 
 
 def chunk_tokens(tokens: int, vocab: int) -> int:
-    """Tokens of a chunk: 1/128 of all, but no fewer than make 2^20 logits, and at least 128."""
+    """Choose the tokens of a chunk: 1/128 of all, but at least 128 and at least 2^20 logits.
+
+    Args:
+        tokens: number of tokens.
+        vocab: number of ids.
+    """
     return max(-(-tokens // SHARE), SMALLEST // vocab, FEWEST)
 
 
@@ -74,7 +79,7 @@ def _form(head: Head, tokens: int, temperature: float, chunk: int | None, axis_n
 
 
 def _start(form: _Form, vocab: int) -> jax.Array | int:
-    """The first id of this shard, of ``vocab`` ids."""
+    """Return the first id of this shard, of ``vocab`` ids."""
     return 0 if form.axis_name is None else jax.lax.axis_index(form.axis_name) * vocab
 
 
@@ -82,8 +87,8 @@ def _over_shards(form: _Form, x: Any) -> Any:
     return x if form.axis_name is None else jax.lax.psum(x, form.axis_name)
 
 
-class _Seen(NamedTuple):
-    """A chunk's logits and what is known of each token [C]."""
+class _ChunkLogits(NamedTuple):
+    """Logits of a chunk of C tokens, and statistics [C] of each token."""
 
     z: jax.Array  # [C V], divided by the temperature
     norm: jax.Array  # log-sum-exp
@@ -91,7 +96,7 @@ class _Seen(NamedTuple):
     entropy: jax.Array
 
 
-def _see(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> _Seen:
+def _chunk_logits(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> _ChunkLogits:
     head = form.head(weight)
     start = _start(form, head.vocab)
     z = logits(hidden, head, start) / form.temperature
@@ -105,11 +110,13 @@ def _see(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) 
     at = jnp.take_along_axis(z, jnp.where(here, own, 0)[:, None], axis=-1)[:, 0]
     total, moment, at = _over_shards(form, (e.sum(-1), (e * shifted).sum(-1), jnp.where(here, at, 0.0)))
     norm = jnp.log(total)
-    return _Seen(z, top + norm, at - top - norm, norm - moment / total)
+    return _ChunkLogits(z, top + norm, at - top - norm, norm - moment / total)
 
 
-def _pull(form: _Form, seen: _Seen, targets: jax.Array, to_logprob: jax.Array, to_entropy: jax.Array) -> jax.Array:
-    """The gradient with respect to h W [C V], from cotangents of log-prob and entropy [C]."""
+def _pull(
+    form: _Form, seen: _ChunkLogits, targets: jax.Array, to_logprob: jax.Array, to_entropy: jax.Array
+) -> jax.Array:
+    """Compute the gradient with respect to h W [C V] from cotangents of log-prob and entropy [C]."""
     ids = jnp.arange(seen.z.shape[-1])
     log_p = seen.z - seen.norm[:, None]
     dz = -jnp.exp(log_p) * (to_logprob[:, None] + to_entropy[:, None] * (log_p + seen.entropy[:, None]))
@@ -120,7 +127,7 @@ def _pull(form: _Form, seen: _Seen, targets: jax.Array, to_logprob: jax.Array, t
 
 
 def _in_tiles(add: Callable[[Any, Any, int], Any], total: Any, size: int, tile: int) -> Any:
-    """``add(total, start, width)`` for each ``tile`` of 0 .. size, and for what remains."""
+    """Call ``total = add(total, start, width)`` for each ``tile`` of 0 .. size, and for the remainder."""
     full = size // tile
     if full:
         total = jax.lax.fori_loop(0, full, lambda i, total: add(total, i * tile, tile), total)
@@ -128,7 +135,7 @@ def _in_tiles(add: Callable[[Any, Any, int], Any], total: Any, size: int, tile: 
 
 
 def _to_hidden(form: _Form, dz: jax.Array, weight: jax.Array) -> jax.Array:
-    """dz W^T, summed over some ids at a time: XLA's CPU product over all of them at once takes half as long again."""
+    """Compute dz W^T, summed over a tile of ids at a time: XLA's CPU product over all ids takes half as long again."""
     ids = 0 if form.rows else 1
 
     def add(total: jax.Array, start: jax.Array | int, width: int) -> jax.Array:
@@ -141,9 +148,9 @@ def _to_hidden(form: _Form, dz: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _add_to_weight(form: _Form, total: jax.Array, dz: jax.Array, hidden: jax.Array) -> jax.Array:
-    """total + dz^T h, some rows at a time: a product as large as the weight would be a second copy of it.
+    """Compute total + dz^T h, a tile of rows at a time: one product would be a second array as large as the weight.
 
-    Rows, that is ids [V D] or hidden units [D V], because they lie together: a tile of columns takes twice the time.
+    Rows are ids [V D] or hidden units [D V]. They are contiguous; a tile of columns takes twice the time.
     """
     left, right = (dz, hidden) if form.rows else (hidden, dz)
     size = total.shape[0]
@@ -159,17 +166,26 @@ def _add_to_weight(form: _Form, total: jax.Array, dz: jax.Array, hidden: jax.Arr
 
 
 def _gradients(
-    form: _Form, seen: _Seen, hidden: jax.Array, weight: jax.Array, targets: jax.Array, cotangents: Any, total: Any
+    form: _Form,
+    seen: _ChunkLogits,
+    hidden: jax.Array,
+    weight: jax.Array,
+    targets: jax.Array,
+    cotangents: Any,
+    total: Any,
 ) -> tuple[jax.Array, Any]:
-    """Gradient of the chunk's hidden states, and ``total`` plus that of the weight (None stays None)."""
+    """Compute the gradient of the chunk's hidden states, and add the weight's to ``total`` (None stays None)."""
     dz = _pull(form, seen, targets, *cotangents).astype(hidden.dtype)
     dh = _to_hidden(form, dz, weight).astype(hidden.dtype)
     return dh, None if total is None else _add_to_weight(form, total, dz, hidden)
 
 
 def _scan(function: Callable, carry: Any, rows: Any, size: int) -> tuple[Any, Any, Any]:
-    """``function(carry, rows of a chunk) -> carry, outputs of those rows, sums``, over chunks of ``size`` rows and
-    what remains of them."""
+    """Scan a function over chunks of ``size`` rows and the remainder.
+
+    ``function(carry, rows of a chunk)`` returns (carry, outputs of those rows, sums). Outputs are concatenated and sums
+    added.
+    """
     n = jax.tree.leaves(rows)[0].shape[0]
     full = n // size if n > size else 0
     outputs, sums = [], []
@@ -203,7 +219,7 @@ def _zeros(form: _Form, shape: tuple[int, ...]) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprob(form: _Form, hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     def step(carry: None, rows: Any) -> tuple[None, Any, None]:
-        seen = _see(form, rows[0], weight, rows[1])
+        seen = _chunk_logits(form, rows[0], weight, rows[1])
         return None, (seen.logprob, seen.entropy), None
 
     return _scan(step, None, (hidden, targets), form.chunk)[1]
@@ -221,7 +237,7 @@ def _logprob_backward(form: _Form, saved: Any, cotangents: Any) -> tuple[Any, An
 
     def step(total: Any, rows: Any) -> tuple[Any, jax.Array, None]:
         hidden, targets, *cotangents = rows
-        seen = _see(form, hidden, weight, targets)
+        seen = _chunk_logits(form, hidden, weight, targets)
         dh, total = _gradients(form, seen, hidden, weight, targets, cotangents, total)
         return total, dh, None
 
@@ -246,10 +262,18 @@ def head_logprob(
     chunk: int | None = None,
     axis_name: str | None = None,
 ) -> tuple[Float[Array, "*T"], Float[Array, "*T"]]:
-    """Float32 log-probs of ``targets`` and entropies (nats) of the distributions they are from.
+    """Compute float32 log-probs of targets, and entropies (nats) of their distributions.
 
-    chunk: tokens whose logits are in memory at once. axis_name: see above; hidden states and targets (ids of the whole
-    vocabulary) are the same on all its devices. Raises ValueError for a temperature that is not positive.
+    Raises ValueError for a temperature that is not positive.
+
+    Args:
+        hidden: hidden states.
+        head: the linear map to logits.
+        targets: ids to score, of the whole vocabulary.
+        temperature: divisor of the logits.
+        chunk: tokens whose logits are in memory at once; None is `chunk_tokens`.
+        axis_name: mesh axis that the vocabulary is sharded over, or None. Hidden states and targets are the same on all
+            its devices.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     form = _form(head, len(flat), temperature, chunk, axis_name)
@@ -275,15 +299,15 @@ def _over_rows(
     data: Any,
     trained: bool | None = None,
 ) -> tuple[HeadLoss, jax.Array | None, jax.Array | None]:
-    """The loss, and the gradients of hidden states and weight.
+    """Compute the loss, and the gradients of hidden states and weight.
 
-    ``trained``: whether the weight has one; None is for the loss alone.
+    ``trained`` says whether the weight has a gradient. None computes the loss alone.
     """
 
     def step(total: Any, rows: Any) -> tuple[Any, Any, Any]:
         hidden, targets, data = rows
         flat, ids = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        seen = _see(form, flat, weight, ids)
+        seen = _chunk_logits(form, flat, weight, ids)
         as_rows = lambda x: x.reshape(targets.shape)
         of_rows = lambda logprob, entropy: row_loss(as_rows(logprob), as_rows(entropy), data)
         if trained is None:
@@ -322,7 +346,7 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 def head_loss(
     hidden: Float[Array, "N *T D"],
     head: Head,
-    targets: Int[Array, "N *T"],
+    targets: Int[Array, " N *T"],
     data: Any,
     row_loss: RowLoss,
     *,
@@ -330,12 +354,19 @@ def head_loss(
     chunk: int | None = None,
     axis_name: str | None = None,
 ) -> HeadLoss:
-    """``sum over rows of row_loss(logprob, entropy, data)``, with the gradient of hidden states and weight.
+    """Compute a loss that is a sum over rows, with the gradient of hidden states and weight.
 
-    row_loss: takes some of the rows (their leading axis), returns (scalar, {name: scalar}); both must add over rows.
-        It is a function of its arguments alone: arrays go into ``data`` (leading axis N), which has no gradient.
-    chunk: tokens whose logits are in memory at once; a multiple of whole rows is taken. Where a single row is larger,
-        `head_logprob` scores it in pieces and its logits are formed twice.
+    Args:
+        hidden: hidden states of N rows.
+        head: the linear map to logits.
+        targets: ids to score.
+        data: arrays with leading axis N, without gradient.
+        row_loss: function of (logprob, entropy, data) of some rows that returns (scalar, {name: scalar}). Both must add
+            over rows. It must be a function of its arguments alone: arrays go into ``data``.
+        temperature: divisor of the logits.
+        chunk: tokens whose logits are in memory at once, rounded to whole rows; None is `chunk_tokens`. Where a single
+            row is larger, `head_logprob` scores it in pieces and its logits are computed twice.
+        axis_name: mesh axis that the vocabulary is sharded over, or None.
     """
     form = _form(head, targets.size, temperature, chunk, axis_name)
     if targets[0].size > form.chunk:
@@ -346,4 +377,5 @@ def head_loss(
         out = HeadLoss(loss, sums, logprob, entropy)
     else:
         out = _loss(form, row_loss, hidden, head.weight, targets, data)
-    return HeadLoss(out.loss, *jax.lax.stop_gradient(tuple(out[1:])))
+    sums, logprob, entropy = jax.lax.stop_gradient((out.sums, out.logprob, out.entropy))
+    return HeadLoss(out.loss, sums, logprob, entropy)

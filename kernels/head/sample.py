@@ -1,14 +1,14 @@
-"""A token and its log-prob from hidden states, by inverting the cumulative distribution at one uniform number a row.
+"""Sampling from hidden states: inversion of the cumulative distribution at one uniform number per row.
 
 With z = h W / temperature, top = max z and e_j = exp(z_j - top), the token is the least j with
-``e_0 + ... + e_j > u sum e``, its log-prob ``z_j - top - log sum e``. The sums of blocks of e choose a block (found in
-groups of blocks where there are many), the running sum inside it the token. One uniform number per row, so that a row's
-token depends on its own number and not on batch or mesh.
+``e_0 + ... + e_j > u sum e``, its log-prob ``z_j - top - log sum e``. The sums of blocks of e choose a block (through
+groups of blocks where there are many), the running sum inside it the token. A row's token depends on its own uniform
+number and not on batch or mesh.
 
-``sample_logits`` reads the logits twice, for their maximum and for the sums of blocks of exponentials, and writes
-nothing of their size; e is formed again for the chosen block alone. The portable form of `head_sample` is this on
-logits of its own; filters (top-k, top-p, min-p) and greedy sampling always take it. The Pallas forms (`head_blocks`)
-get the sums of blocks without logits, and form those of the chosen block once more.
+`sample_logits` reads the logits twice, for their maximum and for the sums of blocks of exponentials. It writes no array
+of their size; e is computed again for the chosen block alone. The portable form of `head_sample` computes logits and
+calls it; filters (top-k, top-p, min-p) and greedy sampling always take this form. The Pallas forms (`sample_pallas`)
+compute the sums of blocks without logits in memory, and the logits of the chosen block once more.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.kernels.head import NEG, Head, logits
-from jaxmarl_llm.kernels.impl import choose
+from jaxmarl_llm.kernels.head.head import NEG, Head, logits
+from jaxmarl_llm.kernels.select_impl import choose
 
 BLOCK = 256  # entries of one block of the inverse CDF, or 128 or 64 where that divides the vocabulary and 256 does not
-PAYS = {"tpu": 16_384}  # ids from which auto takes a form; the gpu form has not been timed yet
-FEW = 64  # entries among which one is found by a triangular product at once
+PAYS = {"tpu": 16_384}  # ids from which auto takes a kernel; that for gpu has not been timed yet
+FEW = 64  # entries up to which one triangular product finds the index
 
 Keep = Callable[[Float[Array, "*B V"]], Bool[Array, "*B V"]]  # which of the scaled logits may be drawn
 
 
 def _of_few(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`first_over` in one piece."""
+    """Compute `first_over` by one triangular product."""
     positions = jnp.arange(weights.shape[-1])
     # A cumulative sum as a triangular product: it compiles ten times faster than a scan, in every generation program.
     upper = (positions[:, None] <= positions).astype(weights.dtype)
@@ -46,12 +46,12 @@ def _of_few(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [*B blocks size], index [*B] -> [*B size]."""
+    """Select block ``index`` [*B] of x [*B blocks size]: [*B size]."""
     return jnp.take_along_axis(x, index[..., None, None], axis=-2)[..., 0, :]
 
 
 def _blocks(x: jax.Array, size: int, fill: float) -> jax.Array:
-    """[*B V] -> [*B blocks size], filled up at the end."""
+    """Cut [*B V] into [*B blocks size], padded at the end with ``fill``."""
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)], constant_values=fill)
     return x.reshape(*x.shape[:-1], -1, size)
 
@@ -59,9 +59,14 @@ def _blocks(x: jax.Array, size: int, fill: float) -> jax.Array:
 def first_over(
     weights: Float[Array, "*B V"], target: Float[Array, "*B"]
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """The first index at which the running sum of ``weights`` (>= 0) exceeds ``target``, and that sum before it.
+    """Find the first index at which the running sum of weights exceeds a target, and the sum before that index.
 
-    Never an index of weight 0, whatever rounding does; with a target of u times their sum, the inverse CDF at u.
+    With a target of u times the sum of weights this is the inverse CDF at u. The weight at the index is never 0,
+    whatever rounding does.
+
+    Args:
+        weights: weights, at least 0.
+        target: target of each row.
     """
     n = weights.shape[-1]
     if n <= FEW:
@@ -76,7 +81,7 @@ def first_over(
 def _draw(
     sums: Float[Array, "*B blocks"], u: Float[Array, "*B"], size: int, block_at: Callable[[jax.Array], jax.Array]
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """Token and log-prob from the sums of blocks of e and, once one is chosen, its log e [*B size]."""
+    """Draw token and log-prob from the sums of blocks of e. ``block_at`` gives log e [*B size] of the chosen blocks."""
     total = sums.sum(-1)
     block, before = first_over(sums, u * total)
     inside = block_at(block)
@@ -86,7 +91,13 @@ def _draw(
 
 
 def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """The lowest index of the maximum, by two reductions: many times faster on CPU than one that carries the index."""
+    """Find the lowest index of the maximum, by two reductions.
+
+    On CPU this is many times faster than one reduction that carries the index.
+
+    Args:
+        x: numbers to compare.
+    """
     ids = jnp.arange(x.shape[-1], dtype=jnp.int32)
     return jnp.min(jnp.where(x < x.max(-1, keepdims=True), x.shape[-1] - 1, ids), axis=-1)
 
@@ -99,9 +110,14 @@ def sample_logits(
     keep: Keep | None = None,
     parts: int = 1,
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """Token and float32 log-prob; see `head_sample`.
+    """Draw token and float32 log-prob from logits; see `head_sample`.
 
-    ``parts``: devices that V is cut over; no block goes across where a block of 8 ids or more divides what each has.
+    Args:
+        z: logits.
+        u: uniform numbers in [0, 1).
+        temperature: divisor of the logits; 0 is greedy.
+        keep: see `head_sample`.
+        parts: devices that V is sharded over. No block crosses devices where a block of 8 ids or more divides a shard.
     """
     if temperature == 0:
         token = argmax(z)
@@ -127,24 +143,30 @@ def head_sample(
     impl: str = "auto",
     interpret: bool = False,
 ) -> tuple[Int[Array, "*B"], Float[Array, "*B"]]:
-    """Token and float32 log-prob of one draw a row, from uniform numbers ``u`` in [0, 1).
+    """Draw one token per row, with its float32 log-prob. Padding ids are never drawn.
 
-    temperature: 0 is greedy: the lowest id of the largest logit, log-prob 0. keep: which of the logits, already divided
-    by the temperature, may be drawn (top-k, top-p, min-p); the rest is renormalised. Padding ids are never drawn.
+    Raises ValueError for an impl that cannot do what is asked.
 
-    impl: xla, gpu or tpu; auto is tpu where the program is lowered for it, the vocabulary has 16,384 ids or more and
-    the form can do what is asked, else xla. interpret: run a Pallas form on any machine, slowly. Raises ValueError for
-    an impl that cannot do what is asked.
+    Args:
+        hidden: hidden states.
+        head: the linear map to logits.
+        u: one uniform number in [0, 1) per row.
+        temperature: divisor of the logits. 0 is greedy: the lowest id of the largest logit, with log-prob 0.
+        keep: function that marks which of the logits, already divided by the temperature, may be drawn (top-k, top-p,
+            min-p). The distribution is renormalised over them. None keeps all.
+        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it, the vocabulary has 16,384 ids or
+            more, and the form can do what is asked, else xla.
+        interpret: run a Pallas form in Pallas' interpreter, on any machine, slowly.
     """
     if hidden.shape[-1] != head.dim:
         raise ValueError(f"hidden states of size {hidden.shape[-1]} do not fit a head of {head.dim}")
 
     def refused(impl: str) -> str | None:
-        from jaxmarl_llm.kernels import head_blocks  # loads Pallas, which takes as long as JAX
+        from jaxmarl_llm.kernels.head import sample_pallas  # loads Pallas, which takes as long as JAX
 
         if keep is not None or temperature == 0:
             return "has no filters and no temperature 0"
-        return None if head_blocks.takes(head, impl) else f"does not take hidden states of size {head.dim}"
+        return None if sample_pallas.takes(head, impl) else f"does not take hidden states of size {head.dim}"
 
     return choose(
         impl,
@@ -162,7 +184,7 @@ AT_ONCE = 64  # rows whose chosen blocks of the weight are gathered at once
 def _from_blocks(
     hidden: jax.Array, head: Head, u: jax.Array, *, temperature: float, impl: str, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    from jaxmarl_llm.kernels.head_blocks import BLOCK, block_stats
+    from jaxmarl_llm.kernels.head.sample_pallas import BLOCK, block_stats
 
     flat, shape, u = hidden.reshape(-1, head.dim), u.shape, u.reshape(-1)
     tops, totals = block_stats(flat, head, temperature=temperature, impl=impl, interpret=interpret)

@@ -1,12 +1,13 @@
-"""Maximum and sum of exponentials of every block of ids, from hidden states, with no logits in memory (Pallas).
+"""Maximum and sum of exponentials of every block of ids, from hidden states, without logits in memory (Pallas).
 
 For block k of 128 ids and row b, with z = h W / temperature:
 
     top[k, b] = max_j z_j        total[k, b] = sum_j exp(z_j - top[k, b])        over j in the block
 
-Each program forms the logits of its ids for some rows in registers or on-chip memory and writes two numbers a block and
-row: 1/64 of what the logits would take. One body for GPU (Triton) and one for TPU (Mosaic); padding ids count as -1e30.
-Compiler parameters are always given: the backend that Pallas takes on GPU without them differs between releases of JAX.
+Each program computes the logits of its ids for some rows in registers or on-chip memory. It writes two numbers per
+block and row: 1/64 of the logits' size. There is one body for GPU (Triton) and one for TPU (Mosaic); the logits of
+padding ids are -1e30. Compiler parameters are always given, because the default backend of Pallas on GPU differs
+between releases of JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax.experimental.pallas import tpu as mosaic
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jaxmarl_llm.kernels.head import NEG, Head
+from jaxmarl_llm.kernels.head.head import NEG, Head
 
 BLOCK = 128
 DEPTH = 64  # GPU: hidden units of one partial product
@@ -31,13 +32,27 @@ Stats = tuple[Float[Array, "blocks B"], Float[Array, "blocks B"]]
 
 
 def takes(head: Head, impl: str) -> bool:
-    """Whether ``impl`` (gpu, tpu) has a form for this head: on TPU a block of ids must fit on the chip."""
+    """Whether a platform has a kernel for this head: on TPU a block of ids must fit in on-chip memory.
+
+    Args:
+        head: the linear map to logits.
+        impl: gpu or tpu.
+    """
     return impl == "gpu" or BLOCK * head.dim * head.weight.dtype.itemsize <= ON_CHIP
 
 
 def block_stats(
     hidden: Float[Array, "B D"], head: Head, *, temperature: float, impl: str, interpret: bool = False
 ) -> Stats:
+    """Compute maximum and sum of exponentials of every block of `BLOCK` ids.
+
+    Args:
+        hidden: hidden states.
+        head: the linear map to logits.
+        temperature: divisor of the logits.
+        impl: gpu or tpu.
+        interpret: run in Pallas' interpreter.
+    """
     form = {"gpu": _triton, "tpu": _mosaic}[impl]
     used = head.vocab if head.used is None else head.used
     return form(hidden, head, used, temperature, interpret)

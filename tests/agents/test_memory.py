@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_memory import Twin
 
-from jaxmarl_llm import memory as mem
-from jaxmarl_llm.memory import MemoryConfig, Samples
+from jaxmarl_llm.agents import memory as mem
+from jaxmarl_llm.agents.memory import MemoryConfig, Samples
+from jaxmarl_llm.errors import ConfigError
+from tests.reference_memory import Twin
 
 D, T, BYTES = 8, 4, 12
 update = jax.jit(mem.update, static_argnums=0)
@@ -397,7 +398,25 @@ def test_entries_are_listed_by_weight():
     assert mem.entries(fresh()) == []
 
 
-@pytest.mark.parametrize("bad", [{"retrieve": 0}, {"retrieve": 9, "capacity": 8}, {"min_weight": 2.0}])
-def test_a_config_that_cannot_work_is_refused(bad):
-    with pytest.raises(ValueError, match=r"memory"):
-        MemoryConfig(**bad)
+@pytest.mark.parametrize(
+    ("bad", "line"),
+    [
+        ({"retrieve": 0}, "config.memory.retrieve: expected >= 1, got 0"),
+        (
+            {"retrieve": 9, "capacity": 8},
+            "config.memory.retrieve: expected at most config.memory.capacity=8, got 9",
+        ),
+        ({"capacity": 10**9}, "config.memory.capacity: expected <= 1048576, got 1000000000"),
+        ({"decay": float("inf")}, "config.memory.decay: expected a finite number, got inf"),
+        ({"min_similarity": 1.5}, "config.memory.min_similarity: expected in [-1, 1], got 1.5"),
+        (
+            {"min_weight": 2.0},
+            "config.memory.initial_weight: expected in [config.memory.min_weight, config.memory.max_weight] = "
+            "[2, 4], got 1",
+        ),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(bad, line):
+    with pytest.raises(ConfigError) as error:
+        MemoryConfig(**bad).check("config.memory")
+    assert str(error.value) == line

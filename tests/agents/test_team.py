@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmarl_llm.agents.team import TeamConfig, init_params, make_team
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.lora import TARGETS
-from jaxmarl_llm.team import TeamConfig, init_params, make_team
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.lora import TARGETS
 
 ROLES = ("master", "helper", "critic")
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
@@ -16,7 +16,7 @@ KEY = jax.random.key(5)
 
 
 def config(**keys):
-    return from_dict(TeamConfig, {"backbone": SMALL, "max_new": 6, **keys})
+    return from_dict(TeamConfig, {"backbone": SMALL, "max_new_tokens": 6, **keys})
 
 
 def build(roles=ROLES, **keys):
@@ -32,7 +32,7 @@ def equal(a, b):
 
 def test_separate_is_a_full_copy_a_role():
     team, params = build()
-    assert [(r.name, r.model, r.max_new) for r in team.roles] == [(r, r, 6) for r in ROLES]
+    assert [(r.name, r.model, r.max_new_tokens) for r in team.roles] == [(r, r, 6) for r in ROLES]
     assert [m.name for m in team.models] == list(ROLES) and [m.base for m in team.models] == [None] * 3
     assert params["shared"] == {} and set(params["agents"]) == set(ROLES)
     own = [params["agents"][r]["params"] for r in ROLES]
@@ -48,17 +48,17 @@ def test_separate_is_a_full_copy_a_role():
 
 
 def test_shared_is_one_model_for_all_roles():
-    team, params = build(share="shared")
+    team, params = build(parameter_sharing="shared")
     assert len(team.models) == 1 and [team.model_index(i) for i in range(3)] == [0, 0, 0]
     assert [r.name for r in team.roles] == list(ROLES)
     assert params["shared"] == {} and list(params["agents"]) == ["team"]
     assert list(params["agents"]["team"]) == ["params"]
     assert team.model_of(0) is team.model_of(2)
-    assert equal(params["agents"]["team"], build(roles=("solo",), share="shared")[1]["agents"]["team"])
+    assert equal(params["agents"]["team"], build(roles=("solo",), parameter_sharing="shared")[1]["agents"]["team"])
 
 
 def test_lora_is_one_backbone_and_an_adapter_a_role():
-    team, params = build(share="lora", lora_rank=3, lora_targets=("q_proj", "down_proj"))
+    team, params = build(parameter_sharing="lora", lora_rank=3, lora_targets=("q_proj", "down_proj"))
     assert list(params["shared"]) == ["backbone"] and set(params["agents"]) == set(ROLES)
     assert {m.base for m in team.models} == {"backbone"}
     adapters = [params["agents"][r] for r in ROLES]
@@ -76,14 +76,14 @@ def test_lora_is_one_backbone_and_an_adapter_a_role():
 
 
 def test_lora_adapts_every_linear_map_by_default():
-    _, params = build(roles=("a",), share="lora")
+    _, params = build(roles=("a",), parameter_sharing="lora")
     lora = params["agents"]["a"]["lora"]
     assert {name for block in lora.values() for name in block} == set(TARGETS)
     assert lora["mlp"]["up_proj"]["a"].shape == (2, 16, 16)
 
 
 def test_fresh_adapters_speak_as_their_backbone():
-    team, params = build(roles=("a",), share="lora")
+    team, params = build(roles=("a",), parameter_sharing="lora")
     model, tokens, length = team.models[0], np.arange(8, dtype=np.int32)[None], np.array([8], np.int32)
     with_adapter, _ = model.policy.prefill(model.variables(params), tokens, length)
     without, _ = model.policy.prefill({"params": params["shared"]["backbone"]}, tokens, length)
@@ -126,18 +126,18 @@ def test_equal_keys_give_equal_parameters_and_others_do_not():
 @pytest.mark.parametrize(
     ("keys", "names"),
     [
-        ({"share": "both"}, ["config.share", "'both'", "separate", "shared", "lora"]),
-        ({"share": "shared", "overrides": {"helper": SMALL}}, ["config.overrides", "'shared'"]),
-        ({"share": "lora", "overrides": {"helper": SMALL}}, ["config.overrides", "'lora'"]),
-        ({"max_new": 0}, ["config.max_new", ">= 1"]),
+        ({"parameter_sharing": "both"}, ["config.parameter_sharing", "'both'", "separate", "shared", "lora"]),
+        ({"parameter_sharing": "shared", "overrides": {"helper": SMALL}}, ["config.overrides", "'shared'"]),
+        ({"parameter_sharing": "lora", "overrides": {"helper": SMALL}}, ["config.overrides", "'lora'"]),
+        ({"max_new_tokens": 0}, ["config.max_new_tokens", ">= 1"]),
         ({"backbone": {**SMALL, "family": "gpt2"}}, ["config.backbone.family", "'gpt2'", "qwen3", "llama"]),
         ({"backbone": {**SMALL, "num_heads": 3, "num_kv_heads": 2}}, ["config.backbone.num_kv_heads", "3"]),
         ({"overrides": {"helper": {**SMALL, "num_kv_heads": 4}}}, ["config.overrides.helper.num_kv_heads", "2"]),
         ({"overrides": {"helper": {"layers": 3}}}, ["config.overrides.helper.layers", "num_layers"]),
         ({"overrides": {"nobody": SMALL}}, ["team.overrides", "'nobody'", *ROLES]),
         ({"backbone": {**SMALL, "vocab_size": 200}}, ["tokenizer", "264", "200"]),
-        ({"share": "lora", "lora_targets": ("q_proj", "head")}, ["lora", "head", "q_proj"]),
-        ({"share": "lora", "lora_rank": 0}, ["lora", "rank", "0"]),
+        ({"parameter_sharing": "lora", "lora_targets": ("q_proj", "head")}, ["lora", "head", "q_proj"]),
+        ({"parameter_sharing": "lora", "lora_rank": 0}, ["lora", "rank", "0"]),
         ({"backbone": {**SMALL, "num_kv_heads": 0}}, ["config.backbone.num_kv_heads"]),
         ({"backbone": {**SMALL, "head_dim": 7}}, ["config.backbone.head_dim"]),
         ({"backbone": {**SMALL, "num_layers": 0}}, ["config.backbone.num_layers"]),
@@ -155,4 +155,4 @@ def test_errors_are_one_line_that_names_the_key(keys, names):
 @pytest.mark.parametrize("share", ["separate", "shared", "lora"])
 def test_a_model_directory_that_is_not_there(share, tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
-        build(share=share, backbone={"path": str(tmp_path / "nowhere")})
+        build(parameter_sharing=share, backbone={"path": str(tmp_path / "nowhere")})

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cli
+from jaxmarl_llm.cli import config_flags
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 RECIPE = """
 from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -60,13 +60,22 @@ def get_config(variant=""):
     return config
 """
 
+# Modules that a dotted recipe may name by mistake.
+RECIPES = {
+    "raises": "import math\n\nmath.sqrt(-1)\n",
+    "needs": "import a_module_that_is_not_installed\n",
+    "syntax": "def make(:\n",
+    "leaves": "raise SystemExit('bye')\n",
+    "function": "def Config():\n    pass\n",
+}
+
 # What main sees is printed; so is whether JAX had been imported by the time the process ends.
 MAIN = """
 import atexit, sys, time
 sys.path.insert(0, ROOT)
 from absl import flags
-from experiments import cli
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.cli import config_flags as cli
+from jaxmarl_llm.errors import ConfigError
 
 flags.DEFINE_integer("every", 1, "A flag of this entry point.")
 atexit.register(lambda: print("jax" in sys.modules))
@@ -93,6 +102,11 @@ def folder(tmp_path_factory):
     (folder / "syntax.py").write_text("def get_config(:\n")
     (folder / "empty.py").write_text("")
     (folder / "plain.py").write_text("def get_config():\n    return {'recipe': 'toys.solo', 'seed': 5}\n")
+    for name, text in RECIPES.items():
+        (folder / "toys" / f"{name}.py").write_text(text)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "__init__.py").write_text("raise RuntimeError('no licence')\n")
+    (folder / "any.py").write_text("def get_config(recipe):\n    return {'recipe': recipe}\n")
     (folder / "flags.txt").write_text("--config.seed=9\n--every=2\n")
     (folder / "main.py").write_text(MAIN.replace("ROOT", repr(str(ROOT))).replace("OPTIONS", "{}"))
     (folder / "free.py").write_text(MAIN.replace("ROOT", repr(str(ROOT))).replace("OPTIONS", "{'required': ()}"))
@@ -138,6 +152,37 @@ ERRORS = {
         "config.optimizer.lerning_rate: unknown key; did you mean 'learning_rate'?",
     ),
     "unknown recipe": (("--config=solo.py:lost", "--workdir=run"), "solo.py:lost: config.recipe: no recipe 'magrpoo'"),
+    "no module": (("--config=any.py:toys.solos", "--workdir=run"), "any.py:toys.solos: config.recipe: no recipe"),
+    "no package": (("--config=any.py:toyz.solo", "--workdir=run"), "any.py:toyz.solo: config.recipe: no recipe"),
+    "another module": (
+        ("--config=any.py:json.decoder", "--workdir=run"),
+        "any.py:json.decoder: config.recipe: json.decoder is no recipe: it defines no dataclass Config",
+    ),
+    "Config is a function": (
+        ("--config=any.py:toys.function", "--workdir=run"),
+        "any.py:toys.function: config.recipe: toys.function is no recipe: it defines no dataclass Config",
+    ),
+    "recipe raises": (
+        ("--config=any.py:toys.raises", "--workdir=run"),
+        "any.py:toys.raises: config.recipe: importing toys.raises (FOLDER/toys/raises.py:3) failed: ValueError: ",
+    ),
+    "recipe needs a package": (
+        ("--config=any.py:toys.needs", "--workdir=run"),
+        "any.py:toys.needs: config.recipe: importing toys.needs (FOLDER/toys/needs.py:1) failed: ModuleNotFoundError: "
+        "No module named 'a_module_that_is_not_installed'",
+    ),
+    "recipe's syntax": (
+        ("--config=any.py:toys.syntax", "--workdir=run"),
+        "any.py:toys.syntax: config.recipe: importing toys.syntax (FOLDER/toys/syntax.py) failed: SyntaxError: ",
+    ),
+    "recipe ends the process": (
+        ("--config=any.py:toys.leaves", "--workdir=run"),
+        "any.py:toys.leaves: config.recipe: importing toys.leaves (FOLDER/toys/leaves.py:1) failed: SystemExit: bye",
+    ),
+    "package raises": (
+        ("--config=any.py:broken.recipe", "--workdir=run"),
+        "any.py:broken.recipe: config.recipe: importing broken.recipe failed: RuntimeError: no licence",
+    ),
     "workdir is a file": (("--config=solo.py", "--workdir=main.py"), "--workdir: cannot write to 'main.py': "),
     "workdir in a file": (("--config=solo.py", "--workdir=main.py/x"), "--workdir: cannot write to 'main.py/x': "),
     "flagfile": (
@@ -152,6 +197,7 @@ def test_error_is_one_line_and_exit_code_2(folder, name):
     args, message = ERRORS[name]
     done, seconds = call(folder, *args)
     assert done.returncode == 2, done.stderr
+    message = message.replace("FOLDER", str(folder))
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == "False\n"  # main was not entered, JAX not imported
     assert seconds < 3.0
@@ -191,6 +237,43 @@ def test_print_config_needs_no_workdir_and_makes_none(folder):
     assert not (folder / "never").exists()  # a mistyped command leaves nothing behind
 
 
+@pytest.mark.parametrize("flag", ["--help", "-h", "--helpshort", "--helpfull"])
+def test_help_ends_with_0_and_lists_the_flags(folder, flag):
+    done, _ = call(folder, flag)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--every" in done.stdout and "A flag of this entry point." in done.stdout and "--workdir" in done.stdout
+
+
+def command(*args, folder):
+    """Run a command of the package in ``folder``, with this checkout importable."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    line = [sys.executable, "-m", *args]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("entry", [("experiments.train",), ("jaxmarl_llm", "train")])
+def test_the_train_command_shows_help_reads_configurations_and_reports_errors(folder, entry):
+    done = command(*entry, "--help", folder=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    for flag in ("--config.KEY=VALUE", "--config:", "--workdir:", "--allow_config_change:", "--coordinator:"):
+        assert flag in done.stdout
+    done = command(*entry, "--config=solo.py", "--config.seed=4", "--print_config", folder=folder)
+    assert (done.returncode, done.stderr) == (0, "") and "config.seed = 4\n" in done.stdout
+    done = command(*entry, "--config=solo.py", "--config.seed=x", "--workdir=run", folder=folder)
+    assert (done.returncode, done.stderr) == (2, "error: config.seed: expected int, got 'x'\n")
+    done = command(*entry, "--config=solo.py", "--workdir=run", folder=folder)  # toys.solo has a Config and no more
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        "error: config.recipe: toys.solo is no recipe: it defines no function make_plan(cfg)"
+    )
+
+
+def test_the_command_without_a_name_lists_the_commands(folder):
+    done = command("jaxmarl_llm", "--help", folder=folder)
+    assert done.returncode == 0 and "train" in done.stdout
+    assert command("jaxmarl_llm", "trian", folder=folder).returncode == 2
+
+
 @pytest.fixture
 def interruptible():
     """What a script starts in the background ignores interrupts, and so would the processes that it starts."""
@@ -227,15 +310,18 @@ def make(cfg):
 def test_a_recipe_outside_of_the_package_is_found_by_every_entry_point(tmp_path, monkeypatch):
     import jax
 
-    from experiments import aot, budget, evaluate, train
-    from jaxmarl_llm import loop, processes
-    from jaxmarl_llm.checkpoint import Checkpointer
+    from experiments.studies import common as budget
+    from experiments.tpu import plan_pod
+    from jaxmarl_llm.cli import evaluate, train
     from jaxmarl_llm.config import from_dict
+    from jaxmarl_llm.distributed import processes
+    from jaxmarl_llm.runs import loop
+    from jaxmarl_llm.storage.checkpoint import Checkpointer
 
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "recipe.py").write_text(OUTSIDE)
     monkeypatch.syspath_prepend(tmp_path)
-    small = {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}}
+    small = {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}}
     fields = {"team": small, "env": {"name": "matrix", "eval_tasks": 4}, "reward": {"payoff": 1.0}, "sft": {"steps": 0}}
     cfg = from_dict(importlib.import_module("outside.recipe").Config, fields)
     recipe = budget.make(cfg)
@@ -244,7 +330,7 @@ def test_a_recipe_outside_of_the_package_is_found_by_every_entry_point(tmp_path,
     saver.save(0, loop._without_shared(state), loop._meta(cfg, 0, loop.fingerprint_of(state.params["shared"])))
     saver.close()
     assert evaluate.open_run(run)[0] == cfg
-    assert aot.prepare(cfg)[1].name
+    assert plan_pod.prepare(cfg)[1].name
     given = {"coordinator": None, "processes": None, "process": None, "init_timeout": 5.0}
     flags = type("Flags", (), {**given, "compilation_cache": "", "allow_config_change": []})
     fitted = []
@@ -264,9 +350,9 @@ SHIPPED = [
 
 @pytest.mark.parametrize("spec", SHIPPED, ids=[Path(spec).name for spec in SHIPPED])
 def test_every_variant_that_ships_is_a_configuration(spec):
-    cfg = cli.load(spec)
+    cfg = config_flags.load(spec)
     cfg.check("config")
     env = cfg.env.build()
-    assert cfg.team.max_new >= getattr(env, "max_new", 0), "the longest completion does not fit"
+    assert cfg.team.max_new_tokens >= getattr(env, "max_new_tokens", 0), "the longest completion does not fit"
     for name in cfg.reward:
         assert name in getattr(env, "components", cfg.reward)

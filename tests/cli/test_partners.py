@@ -8,23 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toys
 
-from experiments import evaluate, gap
-from jaxmarl_llm import loop
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.checkpoint import digests
-from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.agents.team import Backbone, TeamConfig, with_partner
+from jaxmarl_llm.cli import evaluate, partners
+from jaxmarl_llm.envs.matrix import array as matrix
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.recipes import magrpo
-from jaxmarl_llm.rollout import make_rollout
-from jaxmarl_llm.rollout_host import play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import Backbone, TeamConfig, with_partner
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.rollout.array import make_rollout
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostSettings, play
+from jaxmarl_llm.rollout.plans import flat
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.types import FROZEN, POLICY
-from jaxmarl_llm.workers import EnvPool
+from tests import toys
 
 KEY = jax.random.key(0)
 PRISONERS = matrix.Config(game="prisoners", rounds=2)
@@ -49,18 +49,20 @@ def rollout():
 @functools.cache
 def rolled(how):
     casts = {"turns": RELAY, "none": None, "own": RELAY * 0, "tasks": RELAY[:, 0], "partner": RELAY * 0 + 1}
-    tasks, cast = {"game": np.zeros(4, np.int32)}, casts[how]
-    given = None if cast is None else jnp.array(cast)
+    tasks, assignment = {"game": np.zeros(4, np.int32)}, casts[how]
+    given = None if assignment is None else jnp.array(assignment)
     return jax.device_get(rollout()(company()[1], {}, tasks, KEY, jnp.int32(0), given))
 
 
 def test_a_cast_may_depend_on_the_turn():
-    """Every step is by the model that the cast names at its turn; what understudies play is frozen."""
+    """Every step is by the model that the assignment names at its turn; what opponent models play is frozen."""
     tree = rolled("turns")
     n = tree.nodes
     want = RELAY[n.task, n.turn, n.role]
     team, _ = company()
-    assert [m.name for m in team.models] == ["team", "team-partner"] and team.roles[0].understudies == ("team-partner",)
+    assert [m.name for m in team.models] == ["team", "team-partner"] and team.roles[0].opponent_models == (
+        "team-partner",
+    )
     np.testing.assert_array_equal(n.model, want)
     np.testing.assert_array_equal(tree.steps.source, np.where(want[tree.steps.node], FROZEN, POLICY))
     first = n.turn == 0  # equal prompts and keys: samples are those of the model alone
@@ -75,9 +77,10 @@ def test_a_cast_may_depend_on_the_turn():
 @pytest.mark.parametrize("how", ("turns", "tasks"))
 def test_both_engines_cast_alike_by_turn(how):
     team, params = company()
-    cast = RELAY if how == "turns" else RELAY[:, 0]
+    assignment = RELAY if how == "turns" else RELAY[:, 0]
     with EnvPool(functools.partial(toys.text_game, PRISONERS), workers=0) as pool:
-        host = play(team, params, pool, range(4), flat(2), KEY, Sampling(), max_prompt=16, cast=cast).tree
+        settings = HostSettings(flat(2), Sampling(), max_prompt=16, assignment=assignment)
+        host = play(team, params, pool, range(4), KEY, settings).tree
 
     def table(tree):
         n, s = tree.nodes, tree.steps
@@ -97,7 +100,7 @@ def test_a_partner_must_fit():
     with pytest.raises(ConfigError, match="partner: expected a team with the roles first, second, got a, b"):
         with_partner(own, params, toys.team(), toys.params(toys.team()))
     team, both = with_partner(own, params, own, params)
-    with pytest.raises(ConfigError, match="has the name of an understudy, 'team-partner'"):
+    with pytest.raises(ConfigError, match="has the name of an opponent model, 'team-partner'"):
         with_partner(team, both, own, params)
     model = dataclasses.replace(own.models[0], base="backbone", tokenizer=toys.TOKENIZER)
     lora = dataclasses.replace(own, models=(model,))
@@ -110,23 +113,24 @@ def test_a_partner_must_fit():
         name = "other"
 
     deaf = dataclasses.replace(own, models=(dataclasses.replace(own.models[0], tokenizer=Other()),))
-    with pytest.raises(ConfigError, match="role 'first': expected an understudy with the tokenizer"):
+    with pytest.raises(ConfigError, match="role 'first': expected an opponent model with the tokenizer"):
         with_partner(own, params, deaf, params)
 
 
-def test_casts_of_the_arms():
-    got = {name: cast.tolist() for name, cast in gap.casts(2, 3, 2).items()}
+def test_seat_assignments_of_the_arms():
+    got = {name: assignment.tolist() for name, assignment in partners.seat_assignments(2, 3, 2).items()}
     assert got == {
         "partner": [1, 1],
         "pair+partner": [0, 1],
         "partner+pair": [1, 0],
         "relay(2)": [[1, 0], [1, 0], [0, 0]],
     }
-    assert "relay(0)" not in gap.casts(3, 3, 0) and gap.casts(3, 3, 0)["pair+partner"].tolist() == [0, 1, 1]
+    without_relay = partners.seat_assignments(3, 3, 0)
+    assert "relay(0)" not in without_relay and without_relay["pair+partner"].tolist() == [0, 1, 1]
 
 
 def test_figures_and_gaps_by_hand():
-    found = gap.figures(
+    found = partners.figures(
         {
             "pair": {"accuracy": np.array([0.0, 1.0, np.nan, 0.0, 1.0])},
             "solo": {"accuracy": np.array([1.0, 1.0, 1.0, 0.0])},
@@ -136,9 +140,9 @@ def test_figures_and_gaps_by_hand():
     pair, solo = half([0, 1, 0, 1]), half([1, 1, 1, 0])
     assert found["pair"]["accuracy"] == pytest.approx((0.5, pair)) and "gap" not in found["solo"]
     assert found["pair"]["gap"] == pytest.approx((0.25, (pair**2 + solo**2) ** 0.5))
-    lines = gap.table(found).split("\n")
+    lines = partners.table(found).split("\n")
     assert lines[0].split() == ["accuracy", "gap"] and lines[1].startswith("pair              0.500 ± 0.566")
-    only = gap.figures({"pair": {"return": np.array([1.0, 2.0])}, "solo": {"return": np.array([4.0, 4.0])}})
+    only = partners.figures({"pair": {"return": np.array([1.0, 2.0])}, "solo": {"return": np.array([4.0, 4.0])}})
     assert only["pair"]["gap"][0] == 2.5  # of the return where nothing is an accuracy
 
 
@@ -151,7 +155,7 @@ def config(seed=0, **args):
         steps=0,
         batch=4,
         group=2,
-        team=TeamConfig(share="shared", backbone=TINY, max_new=1, remat=False),
+        team=TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=1, remat=False),
         env=EnvConfig("maze", {"size": 3, "shortest": 2, "longest": 3, "moves": 2, "tasks": 16, **args}, eval_tasks=24),
         reward={"accuracy": 1.0, "progress": 1.0},
         sft=SFT(steps=60, batch=32, samples=256),
@@ -196,18 +200,20 @@ def test_evaluate_reports_pairs_relay_solo_and_gaps(runs, tmp_path, capsys):
     cfg, recipe, state = evaluate.open_run(str(runs / "a"))
     assert teams["pair"]["progress"][0] == pytest.approx(figures["eval/progress"])
     agents = evaluate.open_run(str(runs / "b"))[2].params["agents"]
-    other = gap.Side(cfg, recipe.team, recipe.arena, state.replace(params={**state.params, "agents": agents}))
-    assert teams["partner"]["progress"][0] == pytest.approx(gap.by_task(*other)["progress"].mean())
+    other = partners.OpenRun(
+        cfg, recipe.team, recipe.env_runner, state.replace(params={**state.params, "agents": agents})
+    )
+    assert teams["partner"]["progress"][0] == pytest.approx(partners.by_task(*other)["progress"].mean())
     assert len({round(got["progress"][0], 6) for got in teams.values()}) > 2
 
 
 def test_a_run_plays_alone_itself(runs):
     cfg, recipe, state = evaluate.open_run(str(runs / "a"))
-    run = gap.side(cfg, recipe, state, "solo")
-    lone = gap.alone(run)
+    run = partners.without_memory(cfg, recipe, state, "solo")
+    lone = partners.single_agent(run)
     assert lone.cfg.env.args["agents"] == 1 and [r.name for r in lone.team.roles] == ["one"]
-    assert gap.by_task(*lone)["accuracy"].shape == (24,) and gap.alone(lone) is lone
-    np.testing.assert_array_equal(lone.arena.held_out["walls"], run.arena.held_out["walls"])
+    assert partners.by_task(*lone)["accuracy"].shape == (24,) and partners.single_agent(lone) is lone
+    np.testing.assert_array_equal(lone.env_runner.held_out["walls"], run.env_runner.held_out["walls"])
 
 
 def test_what_cannot_be_compared_is_one_line(runs, tmp_path):
@@ -221,9 +227,9 @@ def test_what_cannot_be_compared_is_one_line(runs, tmp_path):
             evaluate.main(None, run, flags)
     cfg, recipe, state = evaluate.open_run(run)
     with pytest.raises(ConfigError, match="--partner: magrpo on 'maze' plays with a memory"):
-        gap.side(cfg, recipe, state.replace(memory={"one": jnp.zeros(3)}), "partner")
-    duet = gap.Side(dataclasses.replace(cfg, env=EnvConfig("duet")), recipe.team, recipe.arena, state)
+        partners.without_memory(cfg, recipe, state.replace(memory={"one": jnp.zeros(3)}), "partner")
+    duet = partners.OpenRun(dataclasses.replace(cfg, env=EnvConfig("duet")), recipe.team, recipe.env_runner, state)
     with pytest.raises(ConfigError, match="--solo: environment 'duet' has no form for one agent"):
-        gap.alone(duet)
+        partners.single_agent(duet)
     with pytest.raises(ConfigError, match="--solo: expected a run of 'maze', got one of 'duet'"):
-        gap.played(gap.side(cfg, recipe, state, "workdir"), None, duet, 0)
+        partners.evaluate_arms(partners.without_memory(cfg, recipe, state, "workdir"), None, duet, 0)

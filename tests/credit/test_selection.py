@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import selection
+from jaxmarl_llm.credit import selection
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
+from tests import reference
 
 top_k_variance = jax.jit(selection.top_k_variance, static_argnames=("k", "num_scopes", "tol"))
 everyone = jnp.ones(4, bool)
@@ -65,7 +65,7 @@ def forest(episodes, order=None, pad=40):
     there, task = column([1] * len(rows)).astype(bool), column([r[2] for r in rows])
     turn, role, zero = column([r[1] for r in rows]), column([r[3] for r in rows]), np.zeros(pad, np.int32)
     none = np.zeros((pad, 1), np.int32)
-    nodes = Nodes(none, zero, role, zero, task, turn, parent, zero, Retrieval.empty(pad), there)
+    nodes = Nodes(none, zero, role, zero, task, turn, parent, Retrieval.empty(pad), there)
     ids, logs = np.arange(pad), none.astype(np.float32)
     steps = Steps(ids, none, zero, there[:, None], logs, ~there, zero, zero, there)
     pay = {"accuracy": np.zeros((pad, 3), np.float32)}

@@ -12,7 +12,7 @@ import pytest
 from jaxmarl_llm.data import code_tasks
 from jaxmarl_llm.data.code_tasks import KNOWN_BAD, SHARED, SPLITS, load_code
 from jaxmarl_llm.data.loaders import FIXTURES
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
 DATA = Path(os.environ.get("JAXMARL_DATA", "data"))  # the full files, where somebody has them
 COUNTS = {

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
 COUNTS = {
     ("gsm8k", "train"): 60,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-LAUNCH = Path(__file__).parents[1] / "experiments" / "launch"
+LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"
 COMMAND = 'python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR"'
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 FILES = sorted([*SCRIPTS, *LAUNCH.rglob("*.yaml")])

@@ -19,17 +19,18 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate
-from jaxmarl_llm import deadlines, loop, meeting, processes, sharding
-from jaxmarl_llm.checkpoint import digests
-from jaxmarl_llm.deadlines import Deadlines, Work
-from jaxmarl_llm.meshes import MeshConfig, make_mesh
-from jaxmarl_llm.processes import AGAIN
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.workdir import Workdir
-from jaxmarl_llm.workers import EnvPool
+from jaxmarl_llm.cli import evaluate
+from jaxmarl_llm.distributed import deadlines, processes, rendezvous, sharding
+from jaxmarl_llm.distributed.deadlines import Deadlines, Progress
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.distributed.processes import EXIT_RETRY
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.workdir import Workdir
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -37,7 +38,7 @@ from jaxmarl_llm.config import from_dict, to_dict
 from jaxmarl_llm.recipes import grpo, magrpo
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
-TEAM = {"remat": False, "share": "shared", "backbone": {"family": "qwen3", **SHAPE}}
+TEAM = {"remat": False, "parameter_sharing": "shared", "backbone": {"family": "qwen3", **SHAPE}}
 RUN = {"eval_every": 0, "log_every": 1, "tensorboard": False, "checkpoint_every": 2, "episodes": 1}
 # SGD: Adam makes whole steps of what rounding leaves of a gradient of 0.
 BOTH = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "mesh": {"data": -1}, "run": RUN}
@@ -46,12 +47,12 @@ BOTH = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "mesh": {"data": -1}
 def get_config(variant=""):
     if variant == "host":  # an odd number of tasks: the processes have different shares
         made = from_dict(grpo.Config, {
-            "steps": 1, "batch": 3, "group": 2, "sft": {"steps": 0}, "team": {"max_new": 2, **TEAM}, **BOTH,
+            "steps": 1, "batch": 3, "group": 2, "sft": {"steps": 0}, "team": {"max_new_tokens": 2, **TEAM}, **BOTH,
             "env": {"name": "chain_text", "eval_tasks": 3, "workers": 1, "max_prompt": 256}, "reward": {"format": 1.0},
         })
     else:
         made = from_dict(magrpo.Config, {
-            "steps": 4, "batch": 8, "group": 4, "team": {"max_new": 1, **TEAM}, **BOTH,
+            "steps": 4, "batch": 8, "group": 4, "team": {"max_new_tokens": 1, **TEAM}, **BOTH,
             "env": {"name": "matrix", "eval_tasks": 4}, "reward": {"payoff": 1.0},
             "sft": {"steps": 6, "batch": 8, "samples": 16, "optimizer": {"name": "sgd", "learning_rate": 1.0}},
         })
@@ -61,8 +62,8 @@ def get_config(variant=""):
 # experiments.train that notes what is sampled and which environment calls are made. HANG=process,step: sleeps there.
 TRAIN = """
 import hashlib, os, time
-from experiments import cli, train
-from jaxmarl_llm import arena, workers
+from jaxmarl_llm.cli import config_flags as cli, train
+from jaxmarl_llm.rollout import env_runner, env_pool as workers
 
 def note(name, *words):
     with open(f"{cli.FLAGS.workdir}/{name}{cli.FLAGS.process or 0}.txt", "a") as file:
@@ -83,7 +84,7 @@ def counted(self, method, calls, original=workers.EnvPool._map):
     return original(self, method, calls)
 
 if __name__ == "__main__":
-    for kind in (arena.ArrayArena, arena.HostArena):
+    for kind in (env_runner.ArrayEnvRunner, env_runner.HostEnvRunner):
         kind.play = spied(kind.play)
     workers.EnvPool._map = counted
     cli.run(train.main)
@@ -92,21 +93,21 @@ if __name__ == "__main__":
 # Processes that exchange numbers for ever; the last argument is what goes wrong in process 1.
 TALK = """
 import json, sys, time
-from jaxmarl_llm import deadlines, meeting, processes
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.distributed import deadlines, rendezvous as meeting, processes
+from jaxmarl_llm.errors import ConfigError
 
 address, count, index, timeout, facts, wrong = sys.argv[1:]
 limits = deadlines.Deadlines(rollout=2 if wrong == "sleeps" else 3600)
 with (
-    processes.joined(meeting.Place(address, int(count), int(index)), json.loads(facts), float(timeout)),
-    processes.within(limits),
+    processes.distributed_run(meeting.ClusterSpec(address, int(count), int(index)), json.loads(facts), float(timeout)),
+    processes.watchdog(limits),
 ):
     for n in range(10**6):
-        deadlines.at(n)
+        deadlines.set_step(n)
         with deadlines.stage("rollout"):
             if wrong == "sleeps" and n == 4 and index == "1":
                 time.sleep(600)
-            assert processes.everyone(n * "x") == [n * "x"] * int(count)
+            assert processes.all_gather(n * "x") == [n * "x"] * int(count)
         print(n, flush=True)
         if wrong.startswith("/") and n == 3 and index == "1":
             raise ConfigError(wrong)
@@ -238,7 +239,7 @@ def test_four_processes_are_the_run_of_one(folder, alone):
 def saved(workdir):
     """Digests in the newest checkpoint's meta, which a restore in one process has verified."""
     _, recipe, state = evaluate.open_run(workdir)
-    recipe.arena.close()
+    recipe.env_runner.close()
     assert int(state.step) == 10
     return digests(state)
 
@@ -256,7 +257,7 @@ def test_a_run_of_two_that_is_stopped_and_loses_a_process_is_the_run_that_was_no
     first = train(folder, "broken", 2, *mesh, "--config.run.checkpoint_every=100")
     first.until(lambda: steps(workdir) == 1)
     first.all[1].send_signal(signal.SIGTERM)
-    assert first.codes() == [AGAIN, AGAIN], first.said()
+    assert first.codes() == [EXIT_RETRY, EXIT_RETRY], first.said()
     stopped = steps(workdir)
     assert stopped < 10 and (workdir / "checkpoints" / str(stopped)).is_dir()
     assert f"SIGTERM: saved step {stopped}" in first.said()[0]
@@ -265,7 +266,7 @@ def test_a_run_of_two_that_is_stopped_and_loses_a_process_is_the_run_that_was_no
     assert f"at step {stopped}" in second.said()[0]
     killed = time.monotonic()
     second.all[1].kill()
-    assert second.codes(60) == [AGAIN, -signal.SIGKILL], second.said()
+    assert second.codes(60) == [EXIT_RETRY, -signal.SIGKILL], second.said()
     print(f"the other ended after {time.monotonic() - killed:.1f} s")
     assert f"process 1 of 2 ({socket.gethostname()}, pid {second.all[1].pid}) is gone" in second.said()[0]
     assert steps(workdir) < 10
@@ -299,7 +300,7 @@ def test_a_run_that_hangs_ends_and_says_where(folder, alone):
     (said,) = run.said()
     late = "the process hangs in rollout after step 7, for 12 s, longer than config.run.deadlines.rollout=12"
     assert late in said or late.replace("12 s", "13 s") in said
-    assert "train.py" in said and "in play" in said and "in _fit" in said  # the stack
+    assert "train.py" in said and "in play" in said and "in _train" in said  # the stack
     assert steps(folder / "hangs") == 7
 
 
@@ -318,7 +319,7 @@ def test_when_one_is_killed_the_others_end_and_name_it(folder, count, victim):
     codes = run.codes(60)
     for p, said in enumerate(run.said()):
         if p != victim:
-            assert codes[p] == AGAIN, said
+            assert codes[p] == EXIT_RETRY, said
             name = f"process {victim} of {count} ({socket.gethostname()}, pid {run.all[victim].pid})"
             assert f"{name} is gone; run the same command again" in said
 
@@ -392,7 +393,7 @@ def test_sigterm_to_one_process_saves_and_asks_to_be_run_again(folder, alone):
     run = train(folder, "one", 1, "--config.run.checkpoint_every=100", "--config.steps=100000")
     run.until(lambda: steps(workdir) > 5)
     run.all[0].send_signal(signal.SIGTERM)
-    assert run.codes() == [AGAIN], run.said()
+    assert run.codes() == [EXIT_RETRY], run.said()
     assert (workdir / "checkpoints" / str(steps(workdir))).is_dir()
 
 
@@ -402,11 +403,11 @@ def meet(*places, stranger=None):
 
     def one(processes_, process):
         try:
-            names, peers = meeting.meet(meeting.Place(at, processes_, process), {}, 5)
+            names, peers = rendezvous.connect(rendezvous.ClusterSpec(at, processes_, process), {}, 5)
         except ConfigError as error:
             return str(error)
         for peer in peers:
-            peer.line.close()
+            peer.socket.close()
         return names
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -444,26 +445,26 @@ def can_bind(host):
 @pytest.mark.skipif(not socket.has_ipv6 or not can_bind("::1"), reason="needs IPv6")
 def test_a_coordinator_on_the_loopback_listens_there_alone():
     port = address().rpartition(":")[2]
-    place = lambda process: meeting.Place(f"[::1]:{port}", 2, process)
+    place = lambda process: rendezvous.ClusterSpec(f"[::1]:{port}", 2, process)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        first = pool.submit(meeting.meet, place(0), {}, 20)
+        first = pool.submit(rendezvous.connect, place(0), {}, 20)
         time.sleep(0.5)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", int(port)), timeout=5).close()
-        names, peers = meeting.meet(place(1), {}, 20)
+        names, peers = rendezvous.connect(place(1), {}, 20)
         assert len(names) == 2
         for peer in (*peers, *first.result()[1]):
-            peer.line.close()
+            peer.socket.close()
 
 
 @pytest.mark.parametrize("host,alone", [("[::1]", True), ("localhost", True), ("10.0.0.1", False)])
 def test_jax_is_told_where_to_listen_and_a_run_that_has_left_is_not_watched(host, alone, monkeypatch):
     given = {}
-    monkeypatch.setattr(processes, "meet", lambda where, facts, timeout: (["process 0", "process 1"], []))
+    monkeypatch.setattr(processes, "connect", lambda where, facts, timeout: (["process 0", "process 1"], []))
     monkeypatch.setattr(processes, "listen_for_sigterm", lambda: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **named: given.update(named))
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
-    with processes.joined(meeting.Place(f"{host}:1234", 2, 0), {}, 5):
+    with processes.distributed_run(rendezvous.ClusterSpec(f"{host}:1234", 2, 0), {}, 5):
         assert processes._watch.is_alive()
     assert given["coordinator_bind_address"] == (f"{host}:1234" if alone else None)
     assert processes._watch is None  # a later run of this process alone has its own
@@ -489,7 +490,7 @@ def test_a_process_ends_though_nobody_can_be_told(deaf, monkeypatch):
         codes.append(code)
         raise Ended
 
-    def say(**words):
+    def send(**words):
         if deaf:
             raise MemoryError
         told.append(words["ended"])
@@ -497,7 +498,7 @@ def test_a_process_ends_though_nobody_can_be_told(deaf, monkeypatch):
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(sys, "stderr", Broken())
     monkeypatch.setattr(sys, "stdout", Broken())
-    peer = type("Peer", (), {"say": staticmethod(say), "process": 0})
+    peer = type("Peer", (), {"send": staticmethod(send), "process": 0})
     watch = processes._Watch("process 1", [peer], ["process 0", "process 1"])
     monkeypatch.setattr(processes, "_watch", watch)
     for end in (lambda: watch._end("it hangs", 3, where=True), lambda: processes._fail(ConfigError("no such key"))):
@@ -515,12 +516,12 @@ def test_one_that_has_heard_bye_may_be_gone_at_once(first, monkeypatch):
     monkeypatch.setattr(processes._Watch, "_lost", lambda self, peer, how: codes.append(how))
     own, other = socket.socketpair()
 
-    class Slow(meeting.Peer):
+    class Slow(rendezvous.PeerConnection):
         def __init__(self, line):
-            self.line, self.process, self.heard, self._rest = line, 0, time.monotonic(), b""
+            self.socket, self.process, self.last_received, self._rest = line, 0, time.monotonic(), b""
 
-        def say(self, **words):
-            super().say(**words)
+        def send(self, **words):
+            super().send(**words)
             if "bye" in words and not gone.is_set():
                 other.close()
                 gone.set()
@@ -546,21 +547,21 @@ def test_environment_calls_are_divided_by_task_and_come_back_in_order(count, mon
     monkeypatch.setattr(processes, "count", lambda: count)
     for own in range(count):
         monkeypatch.setattr(processes, "index", lambda own=own: own)
-        monkeypatch.setattr(processes, "everyone", lambda mine: made.append(mine) or [[]] * count)
+        monkeypatch.setattr(processes, "all_gather", lambda mine: made.append(mine) or [[]] * count)
         with contextlib.suppress(StopIteration):
             pool.map("step", calls, of)
     assert [[args[1] for args in part] for part in made] == [
         [call for (call,), task in zip(calls, of) if task % count == own] for own in range(count)
     ]
-    monkeypatch.setattr(processes, "everyone", lambda mine: made)
+    monkeypatch.setattr(processes, "all_gather", lambda mine: made)
     assert pool.map("step", calls, of) == [("step", call) for (call,) in calls]
 
 
 @pytest.mark.parametrize("seen", [[True, True, True], [True, False, True]])
 def test_a_workdir_that_not_all_hosts_share_is_an_error(seen, monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "count", lambda: 3)
-    monkeypatch.setattr(processes, "first", lambda make: make())
-    monkeypatch.setattr(processes, "everyone", lambda mine: [mine and there for there in seen])
+    monkeypatch.setattr(processes, "broadcast_from_0", lambda make: make())
+    monkeypatch.setattr(processes, "all_gather", lambda mine: [mine and there for there in seen])
     refused = pytest.raises(ConfigError, match="--workdir: process 1 does not see what process 0 writes to")
     with contextlib.nullcontext() if all(seen) else refused:
         loop._check_shared(Workdir(tmp_path / "run"))
@@ -570,20 +571,20 @@ def test_a_workdir_that_not_all_hosts_share_is_an_error(seen, monkeypatch, tmp_p
 def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(deadlines, "WORK", work := Work(limits=Deadlines(compile=50, rollout=20)))
+    monkeypatch.setattr(deadlines, "PROGRESS", work := Progress(limits=Deadlines(compile=50, rollout=20)))
     with deadlines.stage("rollout"):
         now[0] += 15
-        work.compiles("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1)
+        work.on_compile_event("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1)
         now[0] += 45
-        assert work.late() is None and work.said() == ("compile", 45)
+        assert work.late() is None and work.current_stage() == ("compile", 45)
         now[0] += 10
         assert work.late() == "longer than config.run.deadlines.compile=50"
-        work.compiles("/jax/core/compile/backend_compile_duration", 55)
-        assert work.late() is None and work.said() == ("rollout", 15)
+        work.on_compile_event("/jax/core/compile/backend_compile_duration", 55)
+        assert work.late() is None and work.current_stage() == ("rollout", 15)
         with deadlines.stage("memory"):
             now[0] += 30
-            assert work.late() is None and work.said() == ("update", 30)
-        assert work.late() is None and work.said() == ("rollout", 15)
+            assert work.late() is None and work.current_stage() == ("update", 30)
+        assert work.late() is None and work.current_stage() == ("rollout", 15)
         now[0] += 6
         assert work.late() == "longer than config.run.deadlines.rollout=20"
     assert work.late() is None
@@ -592,7 +593,7 @@ def test_time_that_goes_into_compiling_is_not_the_stages(monkeypatch):
 def test_models_that_compile_at_once_have_compiled_when_the_last_has(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(deadlines, "WORK", work := Work(limits=Deadlines(compile=50, rollout=20)))
+    monkeypatch.setattr(deadlines, "PROGRESS", work := Progress(limits=Deadlines(compile=50, rollout=20)))
     lowered, compiled = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
     with (
         concurrent.futures.ThreadPoolExecutor(1) as one,
@@ -601,19 +602,19 @@ def test_models_that_compile_at_once_have_compiled_when_the_last_has(monkeypatch
     ):
         for seconds, thread, event in ((5, one, lowered), (10, two, lowered), (12, one, compiled)):
             now[0] += seconds
-            thread.submit(work.compiles, event, 22).result()
-        assert work.said() == ("compile", 12)
+            thread.submit(work.on_compile_event, event, 22).result()
+        assert work.current_stage() == ("compile", 12)
         now[0] += 30
-        two.submit(work.compiles, compiled, 42).result()
-        assert work.said() == ("rollout", 5) and work.late() is None  # the 52 seconds of either are counted once
+        two.submit(work.on_compile_event, compiled, 42).result()
+        assert work.current_stage() == ("rollout", 5) and work.late() is None  # 52 seconds of both, counted once
 
 
 def test_jax_still_tells_when_it_compiles():
-    """The two events that `Work.compiles` listens for, before and after."""
-    seen, work = [], Work()
+    """The two events that `Progress.compiles` listens for, before and after."""
+    seen, work = [], Progress()
 
     def listen(event, seconds, **_):
-        work.compiles(event, seconds)
+        work.on_compile_event(event, seconds)
         seen.append(bool(work.compiling))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -648,24 +649,24 @@ def test_pieces_of_an_array_are_its_bytes_in_order(monkeypatch):
 )
 def test_flags_that_do_not_go_together_are_named(flags, message):
     with pytest.raises(ConfigError, match=message):
-        meeting.place(*flags, 5)
+        rendezvous.find_cluster(*flags, 5)
 
 
 def test_where_a_process_is_comes_from_the_environment(monkeypatch):
-    assert meeting.place(None, None, None, 5) is None and meeting.place(None, 1, None, 5) is None
-    assert meeting.place("host:8000", 2, 1, 5) == ("host:8000", 2, 1)
+    assert rendezvous.find_cluster(None, None, None, 5) is None and rendezvous.find_cluster(None, 1, None, 5) is None
+    assert rendezvous.find_cluster("host:8000", 2, 1, 5) == ("host:8000", 2, 1)
     slurm = {"JOB_ID": "4096", "STEP_NODELIST": "node[07-09]", "NTASKS": "3", "PROCID": "2", "LOCALID": "0"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert meeting.place(None, None, None, 5) == ("node07:61440", 3, 2)
+    assert rendezvous.find_cluster(None, None, None, 5) == ("node07:61440", 3, 2)
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert meeting.place(None, None, None, 5) is None
+    assert rendezvous.find_cluster(None, None, None, 5) is None
     monkeypatch.setenv("SLURM_NTASKS", "many")
     with pytest.raises(ConfigError, match=r"--processes: not known from the environment .*=1 for one alone"):
-        meeting.place(None, None, None, 5)
+        rendezvous.find_cluster(None, None, None, 5)
 
 
 def test_deadlines_are_checked():
     Deadlines(rollout=0).check("config.run.deadlines")
-    with pytest.raises(ConfigError, match=r"config\.run\.deadlines: expected seconds >= 0"):
+    with pytest.raises(ConfigError, match=r"config\.run\.deadlines\.save: expected >= 0"):
         Deadlines(save=-1).check("config.run.deadlines")

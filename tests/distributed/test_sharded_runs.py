@@ -11,29 +11,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toys
 
-from experiments import evaluate
-from jaxmarl_llm import loop, meshes, phases, sharding
-from jaxmarl_llm.checkpoint import Checkpointer, digests
-from jaxmarl_llm.compiled import make_program
+from jaxmarl_llm.cli import evaluate
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.lora import init_lora
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.meshes import MeshConfig, make_mesh
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.packing import pack
-from jaxmarl_llm.plans import flat
-from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.envs.matrix import array as matrix
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.recipes import joyagents_r1, magrpo
-from jaxmarl_llm.rollout_host import play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.speakers import Playing
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, make_learner, pad_rows, update
-from jaxmarl_llm.workers import EnvPool
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostSettings, play
+from jaxmarl_llm.rollout.launches import RolloutWeights
+from jaxmarl_llm.rollout.plans import flat
+from jaxmarl_llm.runs import loop, phases
+from jaxmarl_llm.runs.compiled import make_program
+from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.learner import Batch, make_learner, pad_rows, update
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
+from jaxmarl_llm.training.packing import pack
+from tests import toys
 
 MESHES = {"8x1x1": (8, 1, 1), "1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2)}
 BACKBONE = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1, "num_heads": 8, "num_kv_heads": 8}
@@ -51,14 +52,21 @@ def config(recipe, name, **more):
 
     Qwen3 has no biases. The gradient of a key's bias is 0 but for rounding, of which Adam makes a whole step.
     """
-    team = {"max_new": 7, "remat": False, "backbone": {**BACKBONE, "head_dim": 8}}
+    team = {"max_new_tokens": 7, "remat": False, "backbone": {**BACKBONE, "head_dim": 8}}
     if recipe is magrpo:
-        own = {"env": {"name": "matrix", "eval_tasks": 8}, "reward": {"payoff": 1.0}, "team": {**team, "max_new": 1}}
+        own = {
+            "env": {"name": "matrix", "eval_tasks": 8},
+            "reward": {"payoff": 1.0},
+            "team": {**team, "max_new_tokens": 1},
+        }
         own["optimizer"] = {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
     else:
         backbone = {**team["backbone"], "family": "qwen3"}
         own = {"env": {"name": "dispatch", "eval_tasks": 8}, "memory": {"capacity": 8, "retrieve": 1, "warmup": 4}}
-        own |= {"team": {**team, "share": "shared", "backbone": backbone}, "optimizer": {"learning_rate": 4e-4}}
+        own |= {
+            "team": {**team, "parameter_sharing": "shared", "backbone": backbone},
+            "optimizer": {"learning_rate": 4e-4},
+        }
     mesh = {} if name is None else {"mesh": dict(zip(sharding.AXES, MESHES[name]))}
     return from_dict(recipe.Config, {**SMALL, **own, **mesh, **more})
 
@@ -106,14 +114,14 @@ def step(recipe, state, folder, number):
 @functools.cache
 def stepped(recipe, name, folder):
     made = recipe.make(config(recipe, name))
-    trees, original = [], made.arena.play
+    trees, original = [], made.env_runner.play
 
     def spy(*args, **kwargs):
         played = original(*args, **kwargs)
         trees.append(played.tree)
         return played._replace(tree=toys.paid(played.tree))
 
-    made.arena.play = spy
+    made.env_runner.play = spy
     start = made.init(0)
     before = jax.device_get(start.params)
     state, metrics = step(made, start, folder / f"{recipe.__name__}-{name}", 0)
@@ -204,7 +212,7 @@ LOSS, RULE = Loss(clip_low=None), Optimizer(name="sgd", learning_rate=1.0, max_g
 def gradient(own, shared, mesh, n=6):
     """Loss, gradient and compiled text of a batch, padded to the rows of ``mesh``."""
     learner = make_learner(make_policy(arch()), LOSS, RULE, Sampling())
-    with meshes.on(mesh):
+    with meshes.use_mesh(mesh):
         rows = sharding.put_rows(pad_rows(batch(n), sharding.row_parts()))
         program = learner.accumulate.lower(own, shared, rows, None).compile()
         grad, metrics, gap = program(own, shared, rows, None)
@@ -287,7 +295,7 @@ def test_a_models_copies_go_before_the_next_ones_are_made(monkeypatch):
 
     monkeypatch.setattr(sharding, "to_rollout", to_rollout)
     team = toys.team(("a", "b"))
-    playing = Playing(toys.params(team))
+    playing = RolloutWeights(toys.params(team))
     for model in (0, 0, 1, 0):
         playing.variables(team.models[model])
     assert alive == [0, 0, 0]
@@ -296,13 +304,14 @@ def test_a_models_copies_go_before_the_next_ones_are_made(monkeypatch):
 def test_a_host_rollout_on_a_mesh_is_that_of_one_device():
     """Three tasks on eight devices: launches are padded to the rows of the mesh, every token is the same."""
     config = matrix.Config(rounds=2)
-    team = toys.team(matrix.ROLES, max_new=2, shared=True)
+    team = toys.team(matrix.ROLES, max_new_tokens=2, shared=True)
     params, trees = toys.params(team), []
     for mesh in (None, make_mesh(MeshConfig(8))):
         pool = EnvPool(functools.partial(toys.text_game, config), workers=0)
         placed = params if mesh is None else sharding.place(mesh, params)
-        with meshes.on(mesh):
-            got = play(team, placed, pool, [0, 1, 2], flat(2), jax.random.key(5), Sampling(), max_prompt=64)
+        with meshes.use_mesh(mesh):
+            settings = HostSettings(flat(2), Sampling(), max_prompt=64)
+            got = play(team, placed, pool, [0, 1, 2], jax.random.key(5), settings)
         trees.append(got.tree)
     one, many = trees
     np.testing.assert_array_equal(one.steps.tokens, many.steps.tokens)
@@ -391,14 +400,14 @@ def test_models_that_do_not_fit_the_mesh_are_named(backbone, mesh, message):
 
 def test_what_takes_no_mesh_says_so(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.mesh: a run compiled as a whole has none"):
-        make_program(config(magrpo, "8x1x1"), flat(2))
+        make_program(magrpo.make(config(magrpo, "8x1x1")))
     with pytest.raises(ConfigError, match=r"--mesh: expected three numbers as in 1,8,1, got '1,x,1'"):
         evaluate.open_run(tmp_path, mesh=["1", "x", "1"])
 
 
 def test_micro_batches_are_whole_on_every_device(folder):
     """Nodes of a packed batch are a multiple of the parts, hold what they held, and cost no device more tokens."""
-    tree, loss = stepped(magrpo, None, folder).tree, Loss(clip_low=None, aggregate="sum")
+    tree, loss = stepped(magrpo, None, folder).tree, Loss(clip_low=None, aggregation="sum")
     gain = np.random.default_rng(0).normal(size=len(tree.steps.node)).astype(np.float32)
     packed = {parts: pack(tree, 0, gain, tree.steps.valid, loss, micro_tokens=4, parts=parts) for parts in (1, 4, 8)}
     seen = lambda batches: sorted(b.advantages[b.weights > 0].tolist() for b in batches)

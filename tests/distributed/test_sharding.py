@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmarl_llm import sharding
-from jaxmarl_llm.lora import init_lora
-from jaxmarl_llm.losses import init_head
-from jaxmarl_llm.meshes import MeshConfig, make_mesh
-from jaxmarl_llm.optimizers import Optimizer, make_optimizer
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.models.value_head import init_head
+from jaxmarl_llm.training.optimizers import Optimizer, make_optimizer
 
 MESHES = {"8x1x1": (8, 1, 1), "1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2)}
 

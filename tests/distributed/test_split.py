@@ -7,15 +7,17 @@ import threading
 import jax
 import numpy as np
 import pytest
-import toys
 
-from jaxmarl_llm import sharding, speakers, train
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.loop import fit
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.recipes import magrpo
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.rollout import launches
+from jaxmarl_llm.rollout.plans import flat
+from jaxmarl_llm.runs.loop import fit
+from jaxmarl_llm.training import learner as train
+from tests import toys
 
 BACKBONE = {
     "hidden_size": 32,
@@ -25,7 +27,12 @@ BACKBONE = {
     "num_kv_heads": 2,
     "head_dim": 8,
 }
-TEAM = {"backbone": BACKBONE, "overrides": {"second": {**BACKBONE, "hidden_size": 64}}, "max_new": 6, "remat": False}
+TEAM = {
+    "backbone": BACKBONE,
+    "overrides": {"second": {**BACKBONE, "hidden_size": 64}},
+    "max_new_tokens": 6,
+    "remat": False,
+}
 SPLIT = {"data": 2, "fsdp": 2, "tensor": 1, "models": "split"}
 
 
@@ -47,7 +54,7 @@ def config(**changes):
 
 def paid(recipe):
     """``recipe`` with rewards that differ, and the agents that its steps of RL begin with, as they come."""
-    original, agents = recipe.arena.play, []
+    original, agents = recipe.env_runner.play, []
 
     def play(team, params, *args, held_out=False, **more):
         if held_out:
@@ -56,7 +63,7 @@ def paid(recipe):
         played = original(team, params, *args, **more)
         return played._replace(tree=toys.paid(played.tree))
 
-    recipe.arena.play = play
+    recipe.env_runner.play = play
     return recipe, agents
 
 
@@ -81,7 +88,7 @@ def met(monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    both(speakers, "generate")
+    both(launches, "generate")
     both(train, "update")
     return found
 
@@ -89,7 +96,7 @@ def met(monkeypatch):
 def test_a_split_team_runs_as_on_one_device_and_at_once(tmp_path, met, request):
     recipe, taught = paid(magrpo.make(config(mesh=SPLIT)))
     split = fit(config(mesh=SPLIT), recipe, tmp_path / "split")
-    recipe.arena.close()
+    recipe.env_runner.close()
     parts = ((0, 1, 2, 3), (4, 5, 6, 7))
     assert {name for name, _ in met} == {"generate", "update"} and {devices for _, devices in met} == set(parts)
     assert [met.count(("update", devices)) for devices in parts] == [2, 2]  # a supervised step and one of RL
@@ -100,7 +107,7 @@ def test_a_split_team_runs_as_on_one_device_and_at_once(tmp_path, met, request):
     request.getfixturevalue("monkeypatch").undo()
     recipe, _ = paid(magrpo.make(config()))
     one = fit(config(), recipe, tmp_path / "one")
-    recipe.arena.close()
+    recipe.env_runner.close()
     for name, before in taught[0].items():
         assert distance(split.params["agents"][name], before) > 1e-3, name  # or there is nothing to compare
     assert distance(split.params["agents"], one.params["agents"]) < 2e-5
@@ -108,7 +115,7 @@ def test_a_split_team_runs_as_on_one_device_and_at_once(tmp_path, met, request):
     longer = config(steps=2, mesh=SPLIT)
     recipe = magrpo.make(longer)
     state = fit(longer, recipe, tmp_path / "one")
-    recipe.arena.close()
+    recipe.env_runner.close()
     assert len({frozenset(d.id for d in x.devices()) for x in jax.tree.leaves(state.params["agents"])}) > 1
 
 
@@ -116,7 +123,7 @@ def test_a_split_team_runs_as_on_one_device_and_at_once(tmp_path, met, request):
     "changes,message",
     [
         (
-            {"team": {**TEAM, "overrides": {}, "share": "lora"}},
+            {"team": {**TEAM, "overrides": {}, "parameter_sharing": "lora"}},
             r"mesh\.models: expected 'all' where models share a back",
         ),
         ({"env": {"name": "matrix", "eval_tasks": 4}}, r"mesh\.models: expected 'all' with config\.env\.name"),
@@ -132,15 +139,15 @@ def test_what_cannot_be_split_says_so(changes, message):
 def test_a_stacked_team_plays_the_same_in_one_launch_a_turn():
     trees = []
     for stacked in (False, True):
-        team = {**TEAM, "overrides": {}, "share": "lora", "stacked": stacked, "max_new": 1}
+        team = {**TEAM, "overrides": {}, "parameter_sharing": "lora", "batch_models": stacked, "max_new_tokens": 1}
         recipe = magrpo.make(config(team=team, env={"name": "matrix", "eval_tasks": 4}, sft={"steps": 0}))
         params = recipe.init(0).params
         lora = params["agents"]["second"]["lora"]
         params["agents"]["second"]["lora"] = jax.tree.map(lambda x: x + 0.3, lora)  # adapters begin alike
         args = range(4), flat(2), jax.random.key(3), Sampling(), None
-        trees.append(recipe.arena.play(recipe.team, params, {}, *args).tree)
+        trees.append(recipe.env_runner.play(recipe.team, params, {}, *args).tree)
     alone, together = trees
     np.testing.assert_array_equal(alone.steps.tokens, together.steps.tokens)
     assert (int(alone.counts.launches), int(together.counts.launches)) == (2, 1)
-    with pytest.raises(ConfigError, match=r"config\.team\.stacked: expected false with the host environment"):
-        magrpo.make(config(team={**TEAM, "stacked": True}))
+    with pytest.raises(ConfigError, match=r"config\.team\.batch_models: expected false with the host environment"):
+        magrpo.make(config(team={**TEAM, "batch_models": True}))

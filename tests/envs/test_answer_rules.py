@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import calls, judge
+from jaxmarl_llm.envs import answer_rules
+from jaxmarl_llm.envs.assistant import function_calls
 
 # -- question answering ------------------------------------------------------------------------------------------------
 
@@ -32,8 +33,8 @@ from jaxmarl_llm.envs import calls, judge
     ],
 )
 def test_f1(prediction, gold, f1):
-    assert judge.token_f1(prediction, gold) == pytest.approx(f1)
-    assert judge.exact_match(prediction, gold) == (f1 == 1.0)
+    assert answer_rules.token_f1(prediction, gold) == pytest.approx(f1)
+    assert answer_rules.exact_match(prediction, gold) == (f1 == 1.0)
 
 
 # -- mathematics -------------------------------------------------------------------------------------------------------
@@ -51,13 +52,15 @@ FORMATS = [
 
 @pytest.mark.parametrize("text, right", FORMATS)
 def test_gsm8k_formats(text, right):
-    assert judge.math_equal(text, "18") is right
+    assert answer_rules.math_equal(text, "18") is right
 
 
 def test_thousands_and_whole_solutions():
-    assert judge.math_equal("Answer: 1,800", "1800") and judge.math_equal("1800", "1,800")
-    assert judge.math_equal("Answer: 1,234,567.50", "1234567.5")
-    assert judge.math_equal("18", "He has 9 * 2 = 18.\n#### 18") and not judge.math_equal("9", "9 * 2\n#### 18")
+    assert answer_rules.math_equal("Answer: 1,800", "1800") and answer_rules.math_equal("1800", "1,800")
+    assert answer_rules.math_equal("Answer: 1,234,567.50", "1234567.5")
+    assert answer_rules.math_equal("18", "He has 9 * 2 = 18.\n#### 18") and not answer_rules.math_equal(
+        "9", "9 * 2\n#### 18"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_thousands_and_whole_solutions():
     ],
 )
 def test_symbolic(text, gold, right):
-    assert judge.math_equal(text, gold) is right
+    assert answer_rules.math_equal(text, gold) is right
 
 
 HOSTILE = [
@@ -84,19 +87,22 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_mathematics_is_wrong_and_quick(text):
-    judge.math_equal(r"\boxed{x+x}", "2x")  # the import of the algebra system is not timed
+    answer_rules.math_equal(r"\boxed{x+x}", "2x")  # the import of the algebra system is not timed
     start = time.monotonic()
-    assert judge.math_equal(text, r"\frac{x}{3}") is False
-    assert judge.math_equal(text, "7") is False
+    assert answer_rules.math_equal(text, r"\frac{x}{3}") is False
+    assert answer_rules.math_equal(text, "7") is False
     assert time.monotonic() - start < 2
 
 
 def test_same_verdicts_in_a_thread():
-    here = [judge.math_equal(t, g) for t, g in [(r"\sqrt{8}", r"2\sqrt{2}"), (r"\boxed{x+1}", "1+x"), ("18", "18")]]
+    here = [
+        answer_rules.math_equal(t, g) for t, g in [(r"\sqrt{8}", r"2\sqrt{2}"), (r"\boxed{x+1}", "1+x"), ("18", "18")]
+    ]
     there = []
     thread = threading.Thread(
         target=lambda: there.extend(
-            judge.math_equal(t, g) for t, g in [(r"\sqrt{8}", r"2\sqrt{2}"), (r"\boxed{x+1}", "1+x"), ("18", "18")]
+            answer_rules.math_equal(t, g)
+            for t, g in [(r"\sqrt{8}", r"2\sqrt{2}"), (r"\boxed{x+1}", "1+x"), ("18", "18")]
         )
     )
     thread.start()
@@ -106,13 +112,13 @@ def test_same_verdicts_in_a_thread():
 
 def test_empty_gold_raises():
     with pytest.raises(ValueError, match="empty gold"):
-        judge.math_equal("18", " ")
+        answer_rules.math_equal("18", " ")
 
 
 @given(st.text(max_size=300), st.sampled_from(["18", r"\frac{x}{2}", "x^2"]))
 @settings(max_examples=150, deadline=None)
 def test_math_never_raises(text, gold):
-    assert judge.math_equal(text, gold) in (True, False)
+    assert answer_rules.math_equal(text, gold) in (True, False)
 
 
 # -- function calls ----------------------------------------------------------------------------------------------------
@@ -148,7 +154,7 @@ GOLD = [{"area": {"base": [10], "height": [5.0, 6.0], "unit": ["sq. cm", ""]}}]
     ],
 )
 def test_arguments(arguments, score):
-    assert judge.call_score([AREA], [("area", arguments)], GOLD) == pytest.approx(score)
+    assert answer_rules.call_score([AREA], [("area", arguments)], GOLD) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +172,8 @@ def test_arguments(arguments, score):
 def test_nested_values(key, allowed, right, wrong):
     gold = [{"area": {"base": [1], "height": [1.0], key: allowed}}]
     made = {"base": 1, "height": 1.0}
-    assert judge.call_score([AREA], [("area", made | {key: right})], gold) == 1.0
-    assert judge.call_score([AREA], [("area", made | {key: wrong})], gold) == pytest.approx(2 / 3)
+    assert answer_rules.call_score([AREA], [("area", made | {key: right})], gold) == 1.0
+    assert answer_rules.call_score([AREA], [("area", made | {key: wrong})], gold) == pytest.approx(2 / 3)
 
 
 def test_parallel_calls_match_in_any_order_and_once():
@@ -176,10 +182,10 @@ def test_parallel_calls_match_in_any_order_and_once():
     gold.append({"volume": {"base": [3], "height": [1.0]}})
     made = [("area", {"base": b, "height": 1.0}) for b in (1, 2)] + [("volume", {"base": 3, "height": 1.0})]
     for order in itertools.permutations(made):
-        assert judge.call_score([AREA, other], order, gold) == 1.0
-    assert judge.call_score([AREA, other], made[:2], gold) == pytest.approx(4 / 6)  # one is missing
-    assert judge.call_score([AREA, other], [*made, made[0]], gold) == pytest.approx(6 / 8)  # one too many
-    assert judge.call_score([AREA], [("area", {"base": 2, "height": 1.0})] * 2, gold[:2]) == pytest.approx(3 / 4)
+        assert answer_rules.call_score([AREA, other], order, gold) == 1.0
+    assert answer_rules.call_score([AREA, other], made[:2], gold) == pytest.approx(4 / 6)  # one is missing
+    assert answer_rules.call_score([AREA, other], [*made, made[0]], gold) == pytest.approx(6 / 8)  # one too many
+    assert answer_rules.call_score([AREA], [("area", {"base": 2, "height": 1.0})] * 2, gold[:2]) == pytest.approx(3 / 4)
 
 
 def bfcl_rows():
@@ -190,13 +196,13 @@ def test_bfcl_gold_scores_one_and_mutants_less():
     rows = bfcl_rows()
     assert len(rows) == 60
     for row in rows:
-        ((name, arguments),) = made = judge.gold_calls(row["functions"], row["answers"])
-        assert judge.call_score(row["functions"], made, row["answers"]) == 1.0, row["id"]
+        ((name, arguments),) = made = answer_rules.gold_calls(row["functions"], row["answers"])
+        assert answer_rules.call_score(row["functions"], made, row["answers"]) == 1.0, row["id"]
         mutants = [(name + "x", arguments), (name, arguments | {"bogus": 1})]
         mutants += [(name, {k: v for k, v in arguments.items() if k != gone}) for gone in arguments]
         mutants += [(name, arguments | {k: "surely not this"}) for k in arguments]
         for mutant in mutants:
-            assert judge.call_score(row["functions"], [mutant], row["answers"]) < 1.0, (row["id"], mutant)
+            assert answer_rules.call_score(row["functions"], [mutant], row["answers"]) < 1.0, (row["id"], mutant)
 
 
 @pytest.mark.parametrize(
@@ -210,26 +216,26 @@ def test_bfcl_gold_scores_one_and_mutants_less():
     ids=range(14),
 )  # fmt: skip
 def test_malformed_calls_are_refused_in_words(text):
-    assert isinstance(judge.parse_call(text), str)
+    assert isinstance(answer_rules.parse_call(text), str)
 
 
 def test_depth_has_a_limit_of_its_own():
     deep = lambda n: '{"name": "f", "arguments": {"x": ' + "[" * n + "]" * n + "}}"
-    assert judge.parse_call(deep(18))[0] == "f" and "deeper" in judge.parse_call(deep(19))
+    assert answer_rules.parse_call(deep(18))[0] == "f" and "deeper" in answer_rules.parse_call(deep(19))
 
 
 def test_a_call_is_read_and_what_follows_is_ignored():
     text = json.dumps({"name": "f", "arguments": {"x": [1, {"y": "é"}]}})
-    assert judge.parse_call(f"  {text}\nObservation: made up") == ("f", {"x": [1, {"y": "é"}]})
+    assert answer_rules.parse_call(f"  {text}\nObservation: made up") == ("f", {"x": [1, {"y": "é"}]})
 
 
 def test_shop_calls_match_exactly_and_once():
     a, b = ("cancel", {"id": "1"}), ("cancel", {"id": "2"})
-    assert judge.same_call(a, ("cancel", {"id": "1"})) and not judge.same_call(a, b)
-    assert judge.matched_calls([b, a], [a, b]) == 2 and judge.matched_calls([a, a], [a, b]) == 1
-    assert calls.matched_calls([], [a]) == 0 and judge.matched_calls([a], [a, a]) == 1
+    assert answer_rules.same_call(a, ("cancel", {"id": "1"})) and not answer_rules.same_call(a, b)
+    assert answer_rules.matched_calls([b, a], [a, b]) == 2 and answer_rules.matched_calls([a, a], [a, b]) == 1
+    assert function_calls.matched_calls([], [a]) == 0 and answer_rules.matched_calls([a], [a, a]) == 1
 
 
 def test_workers_start_without_jax():
     code = "import sys, jaxmarl_llm.envs.assistant; sys.exit(any(m in sys.modules for m in ('jax', 'math_verify')))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

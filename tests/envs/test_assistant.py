@@ -4,15 +4,22 @@ import json
 import pickle
 
 import bm25s
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import assistant, bm25
-from jaxmarl_llm.envs.assistant_script import script
-from jaxmarl_llm.text import Action, ConfigError, Message
+from experiments.configs import joyagents_r1
+from jaxmarl_llm.agents import memory
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.envs.assistant import bm25
+from jaxmarl_llm.envs.assistant import env as assistant
+from jaxmarl_llm.envs.assistant.reference_episodes import script
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, Message
 
 CONFIG = assistant.Config()
+SUM = assistant.Config(reward="sum")  # the paper's literal sum
 ENV = assistant.make(CONFIG)
 TASKS = assistant.tasks(CONFIG)
 FIRST = {d: next(t for t in TASKS if t["domain"] == d) for d in assistant.DOMAINS}
@@ -91,7 +98,9 @@ def test_wrong_final_answers_score_less():
     for domain, wrong in {"qa": "nobody knows", "math": "-123456", "function": "done", "shop": "done"}.items():
         _, rewards, done = play(FIRST[domain], f"Final: {wrong}")
         assert done and total(rewards, "accuracy") == 0.0, domain
-        assert total(rewards, "format") == pytest.approx(0.5)
+        assert total(rewards, "format") == total(rewards, "efficiency") == 0.0
+        _, rewards, _ = play(FIRST[domain], f"Final: {wrong}", config=SUM)
+        assert total(rewards, "accuracy") == 0.0 and total(rewards, "format") == pytest.approx(0.5)
 
 
 def test_hedging_does_not_pay():
@@ -120,7 +129,7 @@ def test_partial_credit():
 def test_a_write_too_many_costs_the_database():
     task = next(t for t in TASKS if t["domain"] == "shop" and len(script(CONFIG, t)) < CONFIG.max_turns)
     texts = [text for _, text in script(CONFIG, task)]
-    place = dict.fromkeys(assistant.retail.ADDRESS, "x")
+    place = dict.fromkeys(assistant.shop.ADDRESS, "x")
     extra = call("modify_user_address", user_id=task["user_id"], **place)
     _, rewards, _ = play(task, texts[0], extra, *texts[1:])
     assert total(rewards, "accuracy") == 0.5
@@ -136,16 +145,67 @@ def test_outputs_must_be_told():
 def test_format_and_efficiency_by_hand():
     task = FIRST["math"]
     good = [text for _, text in script(CONFIG, task)]
-    _, rewards, _ = play(task, "hello", *good)  # 4 turns of 8, needed 3, one unreadable
-    assert total(rewards, "format") == pytest.approx(0.5 * 7 / 8)
-    assert total(rewards, "efficiency") == pytest.approx(0.3 * 1 / 5)
-    _, rewards, done = play(task, *["hello"] * 8)
+    for config in (CONFIG, SUM):  # the same where all is right
+        _, rewards, _ = play(task, "hello", *good, config=config)  # 4 turns of 8, needed 3, one unreadable
+        assert total(rewards, "format") == pytest.approx(0.5 * 7 / 8)
+        assert total(rewards, "efficiency") == pytest.approx(0.3 * 1 / 5)
+        _, rewards, _ = play(task, *good, truncated=True, config=config)
+        assert total(rewards, "efficiency") == pytest.approx(0.3)
+    _, rewards, done = play(task, *["hello"] * 8, config=SUM)
     assert done and total(rewards, "format") == 0.0 and total(rewards, "accuracy") == 0.0
     assert total(rewards, "efficiency") == pytest.approx(0.3)
-    _, rewards, _ = play(task, *good, truncated=True)
-    assert total(rewards, "efficiency") == pytest.approx(0.3)
-    _, rewards, done = play(task, *["Delegate: math: x", "Answer: 1"] * 4)  # an endless loop of delegations
+    # an endless loop of delegations
+    _, rewards, done = play(task, *["Delegate: math: x", "Answer: 1"] * 4, config=SUM)
     assert done and total(rewards, "format") == pytest.approx(0.5) and total(rewards, "accuracy") == 0.0
+
+
+def test_format_and_efficiency_are_in_proportion_to_accuracy():
+    qa = FIRST["qa"] | {"gold": "New York City"}
+    texts = ["hello", "Delegate: qa: x", "Answer: y", "Final: York City"]
+    found = {c.reward: play(qa, *texts, config=c)[1] for c in (CONFIG, SUM)}
+    for component in ("format", "efficiency"):
+        assert total(found["sum"], component) > 0
+        assert total(found["gated"], component) == pytest.approx(0.8 * total(found["sum"], component))
+    assert total(found["gated"], "accuracy") == total(found["sum"], "accuracy") == pytest.approx(0.8)
+
+
+def worth(task, *texts, config=CONFIG):
+    """The return by the default weights."""
+    rewards = play(task, *texts, config=config)[1]
+    return sum(w * total(rewards, c) for c, w in {"accuracy": 1.0, "format": 1.0, "efficiency": -1.0}.items())
+
+
+@pytest.mark.parametrize("domain", assistant.DOMAINS)
+def test_an_answer_at_once_is_worth_no_more_than_a_delegation_that_fails(domain):
+    """The paper's sum pays .50 for it, and less for a delegation: a team stops delegating."""
+    failed = [f"Delegate: {domain}: {{query}}", "no idea", "Answer: nobody knows", "Final: nobody knows"]
+    at_once = ["Final: nobody knows"]
+    assert worth(FIRST[domain], *at_once) == worth(FIRST[domain], *failed) == 0.0
+    assert worth(FIRST[domain], *at_once, config=SUM) > worth(FIRST[domain], *failed, config=SUM)
+
+
+def test_memory_keeps_what_was_right():
+    """Well-formed failures beside one success: only the success is stored, by the shipped weights of memories."""
+    config = memory.MemoryConfig(capacity=8, retrieve=1, warmup=4)
+    task = FIRST["math"]
+    episodes = [["Final: -1"]] * 7 + [[text for _, text in script(CONFIG, task)]]
+    for env, weights, kept in (
+        (CONFIG, joyagents_r1.smollm2().memory_reward, {7}),
+        (CONFIG, {"accuracy": 1.0, "format": 1.0}, {7}),
+        (SUM, joyagents_r1.at_scale("path", joyagents_r1.MeshConfig()).memory_reward, {7}),
+    ):
+        paid = [play(task, *texts, config=env)[1] for texts in episodes]
+        for rows, expected in ((paid, kept), (paid[:7], set())):
+            reward = np.array([sum(w * total(r, c) for c, w in weights.items()) for r in rows], np.float32)
+            n = len(rows)
+            samples = memory.Samples(
+                keys=np.eye(8, dtype=np.float32)[:n], ids=np.arange(n, dtype=np.int32)[:, None],
+                length=np.ones(n, np.int32), text=np.zeros((n, 4), np.uint8), reward=reward,
+                retrieved=np.full((n, 1), -1, np.int32), similarity=np.zeros((n, 1), np.float32),
+                valid=np.ones(n, bool),
+            )  # fmt: skip
+            new, _ = memory.update(config, memory.init(config, dim=8, max_ids=1, max_bytes=4), samples, 0)
+            assert {int(i) for i, used in zip(new.ids[:, 0], new.used) if used} == expected
 
 
 def test_a_specialist_that_never_answers_is_sent_back():
@@ -199,7 +259,9 @@ def test_local_verdicts():
     task = FIRST["math"]
     verdict = lambda *texts: ENV.verify(play(task, *texts)[0])["master"]
     assert verdict("Delegate: math: x") == {"accuracy": 1.0, "format": 0.5}
-    assert verdict("Delegate: qa: x")["accuracy"] == 0.0
+    assert verdict("Delegate: qa: x") == {"accuracy": 0.0, "format": 0.0}
+    literal = assistant.make(SUM).verify(play(task, "Delegate: qa: x", config=SUM)[0])["master"]
+    assert literal == {"accuracy": 0.0, "format": 0.5}
     assert verdict("nonsense") == {"accuracy": 0.0, "format": 0.0}
     assert verdict("Delegate: math: x", f"Answer: {task['gold']}")["accuracy"] == 1.0
     assert verdict("Delegate: math: x", "Answer: no")["accuracy"] == 0.0
@@ -261,7 +323,7 @@ def test_mixture_and_seed():
     tasks = assistant.tasks(config)
     assert [t["domain"] for t in tasks].count("math") in (7, 8) and len(tasks) == 10
     assert tasks == assistant.tasks(config) != assistant.tasks(assistant.Config(**vars(config) | {"seed": 1}))
-    with pytest.raises(ConfigError, match="usable tasks"):
+    with pytest.raises(ConfigError, match=r"count: expected at most \d+ of domain qa"):
         assistant.tasks(assistant.Config(domains=("qa",), count=10**6))
 
 
@@ -270,7 +332,7 @@ def test_mixture_and_seed():
 )
 def test_bad_settings(wrong):
     with pytest.raises(ConfigError):
-        assistant.Config(**wrong)
+        from_dict(assistant.Config, wrong)
 
 
 def test_demonstrations_teach_every_role():
@@ -286,7 +348,7 @@ def test_demonstrations_teach_every_role():
 
 def test_memory_goes_into_the_system_message():
     (_, plain, _), *_ = assistant.demonstrations(CONFIG, [FIRST["qa"]])
-    (_, prompt, _), *_ = assistant.demonstrations(CONFIG, [FIRST["qa"]], memory=["look\ntwice", "be brief"])
+    prompt = assistant.with_memory(plain, ["look\ntwice", "be brief"])
     assert prompt[0].text == plain[0].text + "\nStrategies that worked before:\n- look twice\n- be brief"
     assert prompt[1:] == plain[1:] and assistant.with_memory(plain, []) == plain
     with pytest.raises(ValueError, match="system"):

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from jaxmarl_llm import loop
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.envs import assistant
+from jaxmarl_llm.envs.assistant import env as assistant
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.tokenizer import HFTokenizer
 from jaxmarl_llm.recipes import joyagents_r1
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import HFTokenizer
+from jaxmarl_llm.runs import loop
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -53,14 +53,14 @@ def test_two_architectures_with_two_tokenizers_train_together(tokenizer, tmp_pat
         {
             "steps": 2, "batch": 2, "group": 2,
             "team": {
-                "max_new": 40,
+                "max_new_tokens": 40,
                 "backbone": {"family": "qwen3", **SHAPE},
                 "overrides": {"master": {"family": "llama", "tokenizer": str(tokenizer), **SHAPE}},
             },
             "env": {"name": "assistant", "args": {"max_turns": 4, "count": 8, "domains": ["qa"]},
                     "workers": 2, "max_prompt": 1024, "eval_tasks": 2},
             "memory": {"capacity": 8, "retrieve": 1, "warmup": 4},
-            "credit": {"scale": "none"},
+            "credit": {"normalise": "none"},
             "sft": {"steps": 2, "batch": 2, "samples": 16},
             "run": {"checkpoint_every": 2, "eval_every": 0, "tensorboard": False, "log_every": 100},
         },
@@ -73,7 +73,7 @@ def test_two_architectures_with_two_tokenizers_train_together(tokenizer, tmp_pat
     try:
         state = loop.fit(cfg, recipe, tmp_path)
     finally:
-        recipe.arena.close()
+        recipe.env_runner.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2, 3, 4] and int(state.counters["skipped"]) == 0
     assert all(r["count/invalid"] == 0 for r in rows[2:])
@@ -87,10 +87,12 @@ def test_demonstrations_that_do_not_fit_are_an_error():
     cfg = from_dict(
         joyagents_r1.Config,
         {
-            "team": {"max_new": 3, "backbone": SHAPE},
+            "team": {"max_new_tokens": 3, "backbone": SHAPE},
             "env": {"name": "assistant", "args": {"max_turns": 4, "count": 4, "domains": ["qa"]}, "eval_tasks": 2},
             "sft": {"steps": 1},
         },
     )
-    with pytest.raises(ConfigError, match=r"config\.team\.max_new: none of the \d+ demonstrations of role 'master'"):
+    with pytest.raises(
+        ConfigError, match=r"config\.team\.max_new_tokens: none of the \d+ demonstrations of role 'master'"
+    ):
         joyagents_r1.make(cfg)

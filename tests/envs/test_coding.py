@@ -8,18 +8,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from programs import AUX, GUARDED, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
-from test_coding_rewards import needs_sandbox
-from toys import params, team
 
-from jaxmarl_llm import arena, sandbox
 from jaxmarl_llm.config import from_dict, to_dict
-from jaxmarl_llm.envs import coding, schemes
-from jaxmarl_llm.envs.coding_rewards import Unscored
-from jaxmarl_llm.envs.expert import ExpertError
-from jaxmarl_llm.plans import product
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import Action, ConfigError, Message
+from jaxmarl_llm.envs import registry
+from jaxmarl_llm.envs.coding import cooperation_schemes
+from jaxmarl_llm.envs.coding import env as coding
+from jaxmarl_llm.envs.coding.expert import ExpertError
+from jaxmarl_llm.envs.coding.rewards import Unscored
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.messages import Action, Message
+from jaxmarl_llm.rollout import env_runner
+from jaxmarl_llm.rollout.plans import product
+from jaxmarl_llm.sandbox import judge as sandbox
+from tests.envs.test_coding_rewards import needs_sandbox
+from tests.programs import AUX, GUARDED, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
+from tests.toys import params, team
 
 DATA = Path(os.environ.get("JAXMARL_DATA", "data"))
 HONEST = "def sq(n):\n    return aux(n) + aux(0)\n"
@@ -157,14 +161,14 @@ def refuse(task, helper, main):
 
 
 def test_expert_feedback():
-    helper, main = told("expert", AUX, UNUSED, expert="test_coding:advise")
+    helper, main = told("expert", AUX, UNUSED, expert=f"{__name__}:advise")
     assert "def aux(n):\n    return -n" in helper and "Revise your aux" in helper
     assert "return -n" not in main and "no change" in main
     assert told("expert", AUX, UNUSED, expert=advise) == (helper, main)
     with pytest.raises(ExpertError, match="aux and main"):
         told("expert", AUX, UNUSED, expert=refuse)
     with pytest.raises(ConfigError, match="nowhere"):
-        coding.Config(feedback="expert", expert="nowhere:f")
+        from_dict(coding.Config, {"feedback": "expert", "expert": "nowhere:f"})
 
 
 # -- configuration, tasks, demonstrations ------------------------------------------------------------------------------
@@ -204,7 +208,7 @@ def test_no_sandbox_no_rollout(monkeypatch):
             refuse_(coding.Config())
         refuse_(coding.Config(unsafe_exec=True))
     with pytest.raises(ConfigError, match="no sandbox"):
-        arena.make_arena(arena.EnvConfig("coding", workers=0))
+        env_runner.make_env_runner(registry.EnvConfig("coding", workers=0))
 
 
 def test_tasks():
@@ -214,7 +218,7 @@ def test_tasks():
     assert coding.tasks(coding.Config(split="all", seed=1)) != every
     splits = [{t["id"] for t in coding.tasks(coding.Config(split=s))} for s in ("train", "dev", "test")]
     assert not splits[0] & splits[1] and not splits[0] & splits[2] and not splits[1] & splits[2]
-    with pytest.raises(ConfigError, match="99 tasks asked for"):
+    with pytest.raises(ConfigError, match=r"config\.env\.args\.count: expected at most .*, got 99"):
         coding.tasks(coding.Config(count=99))
     with pytest.raises(ConfigError, match="states no licence"):
         coding.tasks(coding.Config(benchmark="coophumaneval"))
@@ -234,7 +238,7 @@ def test_demonstrations_are_right(benchmark):
         if "helper" in texts:
             both += 1
             assert graded.total == 4.0
-            scheme = schemes.classify(texts["helper"], texts["main"], task["entry_point"])
+            scheme = cooperation_schemes.classify(texts["helper"], texts["main"], task["entry_point"])
             assert scheme in ("fallback", "decorator", "coordinator", "strategy_filter")
         env = coding.make(config)
         assert all(prompt == env.observe(env.reset(0, task))[role] for role, prompt, _ in demos)
@@ -282,8 +286,9 @@ def test_memory():
         coding.with_memory(prompt[1:], ["x"])
     text = coding.strategy("main", prompt, Action(HONEST * 50, ()), {"accuracy": 1.0})
     assert text.startswith("main (1.0) on 'sq(n)") and len(text) == 200 and "aux" in text
-    shown = coding.demonstrations(coding.Config(), coding.tasks(coding.Config(count=1)), ["a rule"])
-    assert all("- a rule" in prompt[0].text for _, prompt, _ in shown)
+    shown = coding.demonstrations(coding.Config(), coding.tasks(coding.Config(count=1)))
+    assert shown
+    assert all("- a rule" in coding.with_memory(prompt, ["a rule"])[0].text for _, prompt, _ in shown)
 
 
 def test_evaluation_counts_whole_checks():
@@ -310,11 +315,11 @@ def test_hangs_and_exits_are_failures_not_invalid(real):
 @needs_sandbox
 @pytest.mark.parametrize("benchmark", ["humaneval", "mbpp"])
 def test_a_rollout_through_the_arena(real, benchmark):
-    cfg = arena.EnvConfig(
+    cfg = registry.EnvConfig(
         "coding", {"benchmark": benchmark, "count": 3, "max_turns": 2, "feedback": "level"}, workers=1, max_prompt=512
     )
     cfg.check("config.env")
-    made = arena.make_arena(cfg)
+    made = env_runner.make_env_runner(cfg)
     try:
         t = team(("helper", "main"), 6)
         played = made.play(t, params(t), None, [0, 1], product(2), jax.random.key(0), Sampling(), None)
@@ -324,7 +329,7 @@ def test_a_rollout_through_the_arena(real, benchmark):
         for value in moves.rewards.values():
             np.testing.assert_array_equal(value[:, 0], value[:, 1])
         assert "Diagnostics:" in played.prompt_text(int(played.tree.steps.valid.sum()) - 1)
-        longer = dataclasses.replace(t, roles=tuple(dataclasses.replace(r, max_new=900) for r in t.roles))
+        longer = dataclasses.replace(t, roles=tuple(dataclasses.replace(r, max_new_tokens=900) for r in t.roles))
         shown = made.demonstrations(longer, 4, 0, 1)
         assert "main" in shown
     finally:
@@ -348,6 +353,6 @@ def test_schemes_of_a_step_are_shares_for_the_log():
         {"helper": "def aux(x):\n    return x * 2\n", "main": "def f(x):\n    return aux(x)\n"},
         {"helper": "", "main": "def f(x):\n    return x\n"},
     ]
-    shares = coding.watch([(task, one) for one in said])
+    shares = coding.episode_metrics([(task, one) for one in said])
     assert sum(shares.values()) == 1 and shares["scheme/trivial_wrapper"] == shares["scheme/trivial_empty"] == 0.5
-    assert coding.watch([]) == dict.fromkeys(shares, 0.0)
+    assert coding.episode_metrics([]) == dict.fromkeys(shares, 0.0)

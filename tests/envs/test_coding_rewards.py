@@ -3,11 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import AUX, GUARDED, HONEST, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
 
-from jaxmarl_llm import sandbox
-from jaxmarl_llm.envs import code_ast, coding_parity
-from jaxmarl_llm.envs.coding_rewards import (
+from jaxmarl_llm.envs.coding import published_reward
+from jaxmarl_llm.envs.coding.analysis import syntax as code_ast
+from jaxmarl_llm.envs.coding.rewards import (
     COMPONENTS,
     Unscored,
     check_tests,
@@ -20,7 +19,9 @@ from jaxmarl_llm.envs.coding_rewards import (
     strict,
     works,
 )
-from jaxmarl_llm.sandbox import Report, Verdict
+from jaxmarl_llm.sandbox import judge as sandbox
+from jaxmarl_llm.sandbox.judge import Report, Verdict
+from tests.programs import AUX, GUARDED, HONEST, RIGHT, TASK, UNUSED, WRAPPER, broken, run_here
 
 
 def sandboxed(program, tests):
@@ -86,19 +87,21 @@ def test_parity_quirks(main, cooperation):
 
 def test_parity_reads_text_as_upstream():
     text = "Sure! Here it is:\n```python\ndef aux(x):\n    # return later\n    pass\n\nThis is the helper.\n```\nBye."
-    assert coding_parity.extract(text, "aux") == "def aux(x):\n    # return later\n    pass"
-    assert coding_parity.has_return("def aux(x):\n    # return later\n    pass")
+    assert published_reward.extract(text, "aux") == "def aux(x):\n    # return later\n    pass"
+    assert published_reward.has_return("def aux(x):\n    # return later\n    pass")
     assert parity(text, UNUSED, TASK, run_here)["structure"] == 1.0
-    assert coding_parity.extract("def aux(x):\n    return 1\n\ndef aux(x):\n    return 2", "aux").endswith("return 2")
-    assert coding_parity.extract("async def aux(x):\n    return 1", "aux") == ""
-    assert coding_parity.extract("class A:\n    def aux(self):\n        return 1", "aux").startswith("def aux(self)")
-    assert coding_parity.clean("no code at all") == ""
-    assert coding_parity.imports("import math\nfrom typing import List\nimport math\nx = 1") == (
+    assert published_reward.extract("def aux(x):\n    return 1\n\ndef aux(x):\n    return 2", "aux").endswith(
+        "return 2"
+    )
+    assert published_reward.extract("async def aux(x):\n    return 1", "aux") == ""
+    assert published_reward.extract("class A:\n    def aux(self):\n        return 1", "aux").startswith("def aux(self)")
+    assert published_reward.clean("no code at all") == ""
+    assert published_reward.imports("import math\nfrom typing import List\nimport math\nx = 1") == (
         "import math\nfrom typing import List"
     )
     once = "    assert candidate(1) == 1\n"
     body = f"{once}{once}    assert candidate([\n        1]) == 2\n    assert True\n"
-    lines = coding_parity.asserts(f"def check(candidate):\n{body}", "f")
+    lines = published_reward.asserts(f"def check(candidate):\n{body}", "f")
     assert lines == ["assert f(1) == 1", "assert f(["]  # each once; of a long one the first line, which cannot run
     task = TASK | {"test": f"def check(candidate):\n{body}", "entry_point": "f", "prompt": "def f(x):\n"}
     assert parity("", "def f(x):\n    return x\n", task, run_here)["tests"] == 0.5

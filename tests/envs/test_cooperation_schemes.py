@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxmarl_llm.envs import schemes
-from jaxmarl_llm.envs.code_ast import parse
-from jaxmarl_llm.envs.code_flow import flow
-from jaxmarl_llm.envs.schemes import classify, count
+from jaxmarl_llm.envs.coding import cooperation_schemes
+from jaxmarl_llm.envs.coding.analysis.flow import flow
+from jaxmarl_llm.envs.coding.analysis.syntax import parse
+from jaxmarl_llm.envs.coding.cooperation_schemes import classify, count
 
 AUX = "def aux(x):\n    return x * 2\n"
 EXAMPLES = {
@@ -88,9 +88,9 @@ def test_empty_helpers(helper):
 def test_every_scheme_has_examples_and_is_counted():
     pairs = [(AUX, main, "f") for mains in EXAMPLES.values() for main in mains] + [(e, "", "f") for e in EMPTY]
     counts = count(pairs)
-    assert tuple(counts) == schemes.SCHEMES and sum(counts.values()) == len(pairs)
+    assert tuple(counts) == cooperation_schemes.SCHEMES and sum(counts.values()) == len(pairs)
     assert counts == {k: len(v) for k, v in EXAMPLES.items()} | {"trivial_empty": len(EMPTY)}
-    assert count([]) == dict.fromkeys(schemes.SCHEMES, 0)
+    assert count([]) == dict.fromkeys(cooperation_schemes.SCHEMES, 0)
 
 
 def test_flow_is_bounded():

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.envs import dilemma, dilemma_text
-from jaxmarl_llm.text import Action, ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.envs.dilemma import array as dilemma
+from jaxmarl_llm.envs.dilemma import text as dilemma_text
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(0)
 SPLITS = {
@@ -167,7 +170,7 @@ def test_demonstrations_look_like_play(key):
         ):
             asked, reply = BYTES.decode(row[:length]), BYTES.decode(said[:size]).strip()
             past = rf"([rps][rps][0-9X][0-9X],){{0,{min(config.shown, 2)}}}"
-            assert re.fullmatch(rf"{1 + seat}{past}[rps](:[rps]:[rps])?>", asked) and 1 <= size <= config.max_new
+            assert re.fullmatch(rf"{1 + seat}{past}[rps](:[rps]:[rps])?>", asked) and 1 <= size <= config.max_new_tokens
             claims = config.message == 0 or ":" in asked
             assert reply in ([*dilemma.CLAIMS] if claims else [*dilemma.HANDS])
             kinds.add(claims)
@@ -182,7 +185,7 @@ def test_demonstrations_look_like_play(key):
 )
 def test_bad_configurations(bad, message):
     with pytest.raises(ConfigError, match=message):
-        dilemma.Config(**bad)
+        from_dict(dilemma.Config, bad, "config.env.args")
 
 
 # The same games as text
@@ -309,12 +312,13 @@ def test_what_a_text_player_reads():
 def test_demonstrations_in_words_are_those_of_dilemma(key):
     config = dataclasses.replace(TEXTS[key], count=30)
     tasks = dilemma_text.tasks(config)
-    rows = dilemma_text.demonstrations(config, tasks, ["claim ten"])
+    rows = dilemma_text.demonstrations(config, tasks)
     assert len(tasks) == 30 and [role for role, _, _ in rows] == ["first"] * 30 + ["second"] * 30
     array = dilemma.demonstrations(config.board, config.seed, 30)
     said = np.concatenate([array[role]["completion"][:, 0] for role in dilemma.ROLES])
     for (_, prompt, reply), byte in zip(rows, said):
-        assert prompt[0].text.endswith("\nStrategies that worked before:\n- claim ten")
+        longer = dilemma_text.with_memory(prompt, ["claim ten"])
+        assert longer[0].text == f"{prompt[0].text}\nStrategies that worked before:\n- claim ten"
         if prompt[1].text.endswith("a short message."):
             assert reply == {"r": "rock", "p": "paper", "s": "scissors"}[chr(byte)]
         else:
@@ -332,10 +336,10 @@ def test_what_stays_in_memory_is_a_players_own_payoff():
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"split": "dev"}, "dilemma_text: split"),
-        ({"count": -1}, "dilemma_text: count"),
-        ({"response": 2}, "dilemma_text: response"),
-        ({"game": "stag"}, "dilemma: game"),
+        ({"split": "dev"}, "args.split"),
+        ({"count": -1}, "args.count"),
+        ({"response": 2}, "args.response: expected 1"),
+        ({"game": "stag"}, "args.game"),
         ({"massage": 1}, "message"),
     ],
 )

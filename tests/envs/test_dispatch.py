@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import dispatch
-from jaxmarl_llm.envs.dispatch import EOS, PAD, ROLES, SEP, Config
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.envs.dispatch import array as dispatch
+from jaxmarl_llm.envs.dispatch.array import EOS, PAD, ROLES, SEP, Config
+from jaxmarl_llm.errors import ConfigError
 
 CONFIG = Config(tasks=256, table_seed=3)
 R = CONFIG.response
 ENV = dispatch.make(CONFIG)
 TASKS = dispatch.make_tasks(CONFIG)
-TABLE = dispatch.table(CONFIG.table_seed)
+TABLE = dispatch.secret(CONFIG)
 KEY = jax.random.key(0)
 QUERIES = {  # written apart from the generator
     "a": r"\d[+*-]\d",
@@ -288,8 +289,8 @@ def test_the_mixture_is_obeyed():
     [("response", 5), ("mixture", (1, 1, 1)), ("mixture", (0, 0, 0, 0)), ("mixture", (1, 1, 1, -1)), ("misroute", 1.5)],
 )
 def test_bad_values_are_named(key, value):
-    with pytest.raises(ConfigError, match=key):
-        Config(**{key: value})
+    with pytest.raises(ConfigError, match=rf"^config\.env\.args\.{key}: expected"):
+        from_dict(Config, {key: value}, "config.env.args")
 
 
 # --- demonstrations ----------------------------------------------------------

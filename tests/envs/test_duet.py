@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import duet
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.envs.duet import array as duet
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
 BYTES, KEY, R = ByteTokenizer(), jax.random.key(0), 10
 ENVS = {p: duet.make(duet.Config(protocol=p)) for p in duet.PROTOCOLS}
@@ -145,7 +146,7 @@ def test_demonstrations_look_like_play_and_are_far_from_perfect(protocol):
             *(samples[k] for k in ("tokens", "length", "completion", "completion_length"))
         ):
             assert re.fullmatch(form[protocol], BYTES.decode(ids[:length]))
-            assert said[size - 1] == BYTES.EOS and size <= config.max_new
+            assert said[size - 1] == BYTES.EOS and size <= config.max_new_tokens
     if protocol == "together":
         pairs = zip(*([BYTES.decode(c) for c in shown[r]["completion"]] for r in ("concise", "detailed")))
         tasks = duet.make_tasks(config, 1, 400)["topic"]
@@ -157,11 +158,11 @@ def test_demonstrations_look_like_play_and_are_far_from_perfect(protocol):
     "bad, message",
     [
         ({"protocol": "choir"}, "together"),
-        ({"response": 9}, "at least 10"),
-        ({"own": 2.0}, "own"),
-        ({"bar": 3.1}, "bar"),
+        ({"response": 9}, "args.response: expected 10 to"),
+        ({"own": 2.0}, "args.own: expected a probability"),
+        ({"bar": 3.1}, "args.bar: expected 0 to 3.0, got 3.1"),
     ],
 )
 def test_bad_configurations(bad, message):
     with pytest.raises(ConfigError, match=message):
-        duet.Config(**bad)
+        from_dict(duet.Config, bad, "config.env.args")

@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import games, games_text, kuhn
-from jaxmarl_llm.text import Action, ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.envs.games import array as games
+from jaxmarl_llm.envs.games import kuhn
+from jaxmarl_llm.envs.games import text as games_text
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(3)
 few = settings(max_examples=15, deadline=None, database=None)
@@ -309,7 +313,7 @@ def test_demonstrations_are_legal_and_random(response):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"games": ("chess",)}, "games: games"),
+        ({"games": ("chess",)}, "args.games: unknown value"),
         ({"games": ()}, "one or several"),
         ({"games": ("kuhn_poker", "kuhn_poker")}, "one or several"),
         ({"response": 0}, "response"),
@@ -319,7 +323,7 @@ def test_demonstrations_are_legal_and_random(response):
 )
 def test_bad_configurations(bad, message):
     with pytest.raises(ConfigError, match=message):
-        games.Config(**bad)
+        from_dict(games.Config, bad, "config.env.args")
 
 
 def test_a_library_that_is_not_there_is_named_with_the_extra(monkeypatch):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import arena
-from jaxmarl_llm.envs import maze
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.envs import registry
+from jaxmarl_llm.envs.maze import array as maze
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(0)
 STEPS = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
@@ -300,7 +300,7 @@ def test_demonstrators_go_by_what_they_see(name):
                 at, followed = to, followed + 1
         assert seen == 60 and followed >= 50
         assert rows["tokens"].shape == (60, maze.prompt_length(config))
-        assert rows["completion"].shape == (60, config.max_new)
+        assert rows["completion"].shape == (60, config.max_new_tokens)
 
 
 def test_clumsy_demonstrators_and_places():
@@ -327,21 +327,21 @@ def test_demonstrators_who_defer():
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"agents": 0}, "maze: agents: expected 1 to 9, got 0"),
-        ({"agents": 10}, "maze: agents"),
-        ({"topology": "star"}, "maze: topology"),
-        ({"view": "half"}, "maze: view"),
-        ({"size": 1}, "maze: size"),
-        ({"shortest": 5, "longest": 4}, "maze: shortest: expected 1 to longest=4, got 5"),
-        ({"walls": 1.5}, "maze: walls: expected a probability, got 1.5"),
-        ({"skill": -1}, "maze: skill"),
-        ({"moves": 0}, "maze: expected tasks, moves >= 1"),
-        ({"size": 3, "shortest": 9, "longest": 9}, "maze: shortest: none of"),
-        ({"size": 3, "walls": 1.0, "shortest": 1}, "maze: shortest: none of"),
+        ({"agents": 0}, "config.env.args.agents: expected 1 to 9, got 0"),
+        ({"agents": 10}, "config.env.args.agents"),
+        ({"topology": "star"}, "config.env.args.topology"),
+        ({"view": "half"}, "config.env.args.view"),
+        ({"size": 1}, "config.env.args.size"),
+        ({"shortest": 5, "longest": 4}, "config.env.args.shortest: expected 1 to longest=4, got 5"),
+        ({"walls": 1.5}, "config.env.args.walls: expected a probability in [0, 1], got 1.5"),
+        ({"skill": -1}, "config.env.args.skill"),
+        ({"moves": 0}, "config.env.args.moves: expected 1 to"),
+        ({"size": 3, "shortest": 9, "longest": 9}, "config.env.args.shortest: expected shorter paths"),
+        ({"size": 3, "walls": 1.0, "shortest": 1}, "config.env.args.shortest: expected shorter paths"),
     ],
 )
 def test_bad_input_is_one_line(args, message, monkeypatch):
     monkeypatch.setattr(maze, "BLOCKS", 4)
     with pytest.raises(ConfigError) as error:
-        maze.make_tasks(arena.EnvConfig("maze", args).build())
+        maze.make_tasks(registry.EnvConfig("maze", args).build())
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import arena
-from jaxmarl_llm.envs import maze, maze_text
-from jaxmarl_llm.envs.array_text import board
-from jaxmarl_llm.envs.maze_words import agrees, proposals, refuses
-from jaxmarl_llm.text import Action, ConfigError
+from jaxmarl_llm.envs import registry
+from jaxmarl_llm.envs.maze import array as maze
+from jaxmarl_llm.envs.maze import text as maze_text
+from jaxmarl_llm.envs.maze.language import agrees, proposals, refuses
+from jaxmarl_llm.envs.text_adapter import board
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action
 
 SMALL = dict(size=3, shortest=2, longest=4, moves=3, tasks=8)
 CONFIGS = {
@@ -254,24 +256,24 @@ def test_partners_are_those_of_the_topology():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_demonstrations_in_words_are_those_of_the_array_form(name):
     config = CONFIGS[name]
-    rows = maze_text.demonstrations(config, maze_text.tasks(config), ["go right"])
+    rows = maze_text.demonstrations(config, maze_text.tasks(config))
     array = maze.demonstrations(config.board, config.seed, 8)
     said = np.concatenate([array[role]["completion"][:, 0] for role in array])
     assert [role for role, _, _ in rows] == [role for role in array for _ in range(8)]
     assert [proposals(reply, 0, 3) for _, _, reply in rows] == [[chr(x)] for x in said]
-    assert all(prompt[0].text.endswith("\n- go right") and "@" in prompt[1].text for _, prompt, _ in rows)
+    assert all(prompt[0].text.endswith("'Move: right'.") and "@" in prompt[1].text for _, prompt, _ in rows)
     heard = [prompt[1].text.count("said: ") for _, prompt, _ in rows]
     assert set(heard) == {0, 1 + config.heard}
 
 
 def test_splits_memory_and_bad_input():
     config = dataclasses.replace(CONFIGS["pair"], split="test", count=5)
-    held = maze.make_tasks(config, config.seed + arena.HELD_OUT, 5)
+    held = maze.make_tasks(config, None, 5, held_out=True)
     for i, task in enumerate(maze_text.tasks(config)):
         assert all(np.array_equal(task[k], held[k][i]) for k in held)
     prompt = maze_text.prompt(config, 0, played("pair")[0].reset(0, ROOM).inner, ())
     line = maze_text.strategy("one", prompt, Action("Move: up", ()), {"accuracy": 0.0, "progress": 0.25})
     assert line.startswith("one (0.2) on 'Map: 1 2 3 1 @ ? #") and line.endswith("Move: up")
-    for args, message in (({"split": "dev"}, "maze_text: split"), ({"agents": 0}, "maze: agents")):
-        with pytest.raises(ConfigError, match=message):
-            arena.EnvConfig("maze_text", args).build()
+    for args in ({"split": "dev"}, {"agents": 0}):
+        with pytest.raises(ConfigError, match=rf"^config\.env\.args\.{next(iter(args))}: "):
+            registry.EnvConfig("maze_text", args).build()

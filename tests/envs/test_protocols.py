@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import writing
 from jaxmarl_llm.envs.protocols import PROTOCOLS, wrap
-from jaxmarl_llm.text import Action, ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.envs.writing import env as writing
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 CONFIG = writing.Config(max_turns=2)

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import retail
+from jaxmarl_llm.envs.assistant import shop
 
 DB, _ = loaders.load_retail_db()
-FULL = Path(os.environ.get("JAXMARL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+FULL = Path(os.environ.get("JAXMARL_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def run(db, actions):
     """(overlay, errors) after a list of actions."""
-    overlay, errors = retail.EMPTY, []
+    overlay, errors = shop.EMPTY, []
     for action in actions:
-        text, overlay = retail.call(db, overlay, action["name"], action["kwargs"])
+        text, overlay = shop.call(db, overlay, action["name"], action["kwargs"])
         errors += [(action["name"], text)] if text.startswith("Error:") else []
     return overlay, errors
 
@@ -42,7 +42,7 @@ def test_gold_lists_of_the_samples_run_and_change_the_database():
         for task in loaders.load("taubench_retail", split=split)[0]:
             overlay, errors = run(DB, task["actions"])
             assert not errors, (task["id"], errors)
-            assert task["outputs"] or retail.db_hash(DB, overlay) != retail.db_hash(DB, retail.EMPTY), task["id"]
+            assert task["outputs"] or shop.db_hash(DB, overlay) != shop.db_hash(DB, shop.EMPTY), task["id"]
             seen += 1
     assert seen == 40
 
@@ -67,16 +67,16 @@ def test_cancel_refunds_a_gift_card_and_nothing_else_is_touched():
     before = copy.deepcopy(DB)
     order = order_with(DB, "pending", "gift_card")
     paid = order["payment_history"][0]
-    text, overlay = retail.call(
-        DB, retail.EMPTY, "cancel_pending_order", {"order_id": order["order_id"], "reason": "no longer needed"}
+    text, overlay = shop.call(
+        DB, shop.EMPTY, "cancel_pending_order", {"order_id": order["order_id"], "reason": "no longer needed"}
     )
     assert text == f"Order {order['order_id']} cancelled."
-    card = retail.read(DB, overlay, "users", order["user_id"])["payment_methods"][paid["payment_method_id"]]
+    card = shop.read(DB, overlay, "users", order["user_id"])["payment_methods"][paid["payment_method_id"]]
     old = DB["users"][order["user_id"]]["payment_methods"][paid["payment_method_id"]]
     assert card["balance"] == pytest.approx(old["balance"] + paid["amount"])
-    assert retail.read(DB, overlay, "orders", order["order_id"])["status"] == "cancelled"
+    assert shop.read(DB, overlay, "orders", order["order_id"])["status"] == "cancelled"
     assert before == DB
-    again, same = retail.call(
+    again, same = shop.call(
         DB, overlay, "cancel_pending_order", {"order_id": order["order_id"], "reason": "no longer needed"}
     )
     assert again.startswith("Error:") and same == overlay
@@ -100,14 +100,14 @@ def test_order_of_calls_matters():
         "name": "modify_pending_order_items",
         "kwargs": {"order_id": key, "item_ids": [item["item_id"]], "new_item_ids": [new], "payment_method_id": pay},
     }
-    place = dict(zip(retail.ADDRESS, ["1 Elm", "", "Rome", "NY", "USA", "10001"]))
+    place = dict(zip(shop.ADDRESS, ["1 Elm", "", "Rome", "NY", "USA", "10001"]))
     address = {"name": "modify_pending_order_address", "kwargs": {"order_id": key} | place}
     first, errors = run(DB, [address, items])
     assert not errors
     second, errors = run(DB, [items, address])
     assert [name for name, _ in errors] == ["modify_pending_order_address"]
-    assert retail.db_hash(DB, first) != retail.db_hash(DB, second)
-    record = retail.read(DB, first, "orders", key)
+    assert shop.db_hash(DB, first) != shop.db_hash(DB, second)
+    record = shop.read(DB, first, "orders", key)
     assert record["address"] == place and new in [i["item_id"] for i in record["items"]]
     difference = round(variant["price"] - item["price"], 2)
     assert record["payment_history"][-1]["amount"] == pytest.approx(abs(difference))
@@ -120,15 +120,15 @@ def test_independent_calls_commute_in_the_hash():
         {"name": "cancel_pending_order", "kwargs": {"order_id": o["order_id"], "reason": "ordered by mistake"}}
         for o in (a, b)
     ]
-    assert retail.db_hash(DB, run(DB, calls)[0]) == retail.db_hash(DB, run(DB, calls[::-1])[0])
+    assert shop.db_hash(DB, run(DB, calls)[0]) == shop.db_hash(DB, run(DB, calls[::-1])[0])
 
 
 def test_a_change_that_is_undone_does_not_count():
     user_id, user = next(iter(DB["users"].items()))
     back = {"name": "modify_user_address", "kwargs": {"user_id": user_id} | user["address"]}
     away = {"name": "modify_user_address", "kwargs": back["kwargs"] | {"city": "Nowhere"}}
-    assert retail.db_hash(DB, run(DB, [away])[0]) != retail.db_hash(DB, retail.EMPTY)
-    assert retail.db_hash(DB, run(DB, [away, back])[0]) == retail.db_hash(DB, retail.EMPTY)
+    assert shop.db_hash(DB, run(DB, [away])[0]) != shop.db_hash(DB, shop.EMPTY)
+    assert shop.db_hash(DB, run(DB, [away, back])[0]) == shop.db_hash(DB, shop.EMPTY)
 
 
 def test_refunds_and_exchanges_follow_the_policy():
@@ -136,7 +136,7 @@ def test_refunds_and_exchanges_follow_the_policy():
     item, new, _ = swap_of(order)
     key, pay = order["order_id"], order["payment_history"][0]["payment_method_id"]
     kwargs = {"order_id": key, "item_ids": [item["item_id"]], "payment_method_id": pay}
-    text, overlay = retail.call(DB, retail.EMPTY, "return_delivered_order_items", kwargs)
+    text, overlay = shop.call(DB, shop.EMPTY, "return_delivered_order_items", kwargs)
     assert text == f"Return requested for {key}."
     for wrong in (
         {"payment_method_id": "credit_card_0"},
@@ -145,14 +145,14 @@ def test_refunds_and_exchanges_follow_the_policy():
         {"item_ids": [item["item_id"]] * 9},
         {"order_id": "#W0"},
     ):
-        text, same = retail.call(DB, retail.EMPTY, "return_delivered_order_items", kwargs | wrong)
-        assert text.startswith("Error:") and same == retail.EMPTY, wrong
+        text, same = shop.call(DB, shop.EMPTY, "return_delivered_order_items", kwargs | wrong)
+        assert text.startswith("Error:") and same == shop.EMPTY, wrong
     exchange = kwargs | {"new_item_ids": [new]}
-    text, overlay = retail.call(DB, retail.EMPTY, "exchange_delivered_order_items", exchange)
-    assert retail.read(DB, overlay, "orders", key)["status"] == "exchange requested"
+    text, overlay = shop.call(DB, shop.EMPTY, "exchange_delivered_order_items", exchange)
+    assert shop.read(DB, overlay, "orders", key)["status"] == "exchange requested"
     other = next(v for p, r in DB["products"].items() if p != item["product_id"] for v in r["variants"])
     for wrong in ({"new_item_ids": [other]}, {"new_item_ids": [new, new]}):
-        assert retail.call(DB, retail.EMPTY, "exchange_delivered_order_items", exchange | wrong)[0].startswith("Error:")
+        assert shop.call(DB, shop.EMPTY, "exchange_delivered_order_items", exchange | wrong)[0].startswith("Error:")
 
 
 def test_refunds_go_back_or_onto_a_gift_card():
@@ -166,7 +166,7 @@ def test_refunds_go_back_or_onto_a_gift_card():
                     "item_ids": [order["items"][0]["item_id"]],
                     "payment_method_id": method["id"],
                 }
-                text, _ = retail.call(DB, retail.EMPTY, "return_delivered_order_items", kwargs)
+                text, _ = shop.call(DB, shop.EMPTY, "return_delivered_order_items", kwargs)
                 original = method["id"] == order["payment_history"][0]["payment_method_id"]
                 assert text.startswith("Error:") != (original or method["source"] == "gift_card")
                 seen.add((original, method["source"] == "gift_card"))
@@ -176,16 +176,16 @@ def test_refunds_go_back_or_onto_a_gift_card():
 def test_reading_tools():
     user_id, user = next(iter(DB["users"].items()))
     name = user["name"] | {"zip": user["address"]["zip"]}
-    assert retail.call(DB, (), "find_user_id_by_email", {"email": user["email"].upper()})[0] == user_id
-    assert retail.call(DB, (), "find_user_id_by_name_zip", name)[0] == user_id
-    assert user["orders"][0] in retail.call(DB, (), "get_user_details", {"user_id": user_id})[0]
+    assert shop.call(DB, (), "find_user_id_by_email", {"email": user["email"].upper()})[0] == user_id
+    assert shop.call(DB, (), "find_user_id_by_name_zip", name)[0] == user_id
+    assert user["orders"][0] in shop.call(DB, (), "get_user_details", {"user_id": user_id})[0]
     order = DB["orders"][user["orders"][0]]
-    text = retail.call(DB, (), "get_order_details", {"order_id": order["order_id"]})[0]
+    text = shop.call(DB, (), "get_order_details", {"order_id": order["order_id"]})[0]
     assert all(i["item_id"] in text and i["product_id"] in text for i in order["items"]) and order["status"] in text
     product = DB["products"][order["items"][0]["product_id"]]
-    text = retail.call(DB, (), "get_product_details", {"product_id": product["product_id"]})[0]
+    text = shop.call(DB, (), "get_product_details", {"product_id": product["product_id"]})[0]
     assert all((v["item_id"] in text) == v["available"] for v in product["variants"].values())
-    assert product["product_id"] in retail.call(DB, (), "list_all_product_types", {})[0]
+    assert product["product_id"] in shop.call(DB, (), "list_all_product_types", {})[0]
 
 
 @pytest.mark.parametrize(
@@ -193,19 +193,19 @@ def test_reading_tools():
     [("2 + 3 * (4 - 1)", "11.0"), ("135.24 - 153.23", "-17.99"), ("10/4", "2.5"), ("-3", "-3.0")],
 )
 def test_calculate(expression, text):
-    assert retail.call(DB, (), "calculate", {"expression": expression})[0] == text
+    assert shop.call(DB, (), "calculate", {"expression": expression})[0] == text
 
 
 @pytest.mark.parametrize(
     "expression", ["9**9**9", "1/0", "", "x", "__import__('os')", "(" * 100, "1" * 400, "()", "1 2"]
 )
 def test_calculate_refuses(expression):
-    assert retail.call(DB, (), "calculate", {"expression": expression})[0].startswith("Error:")
+    assert shop.call(DB, (), "calculate", {"expression": expression})[0].startswith("Error:")
 
 
 def test_schemas_name_every_tool_once():
-    names = [s["name"] for s in retail.SCHEMAS]
-    assert len(names) == len(set(names)) == 16 and set(names) > retail.WRITES and len(retail.WRITES) == 7
+    names = [s["name"] for s in shop.SCHEMAS]
+    assert len(names) == len(set(names)) == 16 and set(names) > shop.WRITES and len(shop.WRITES) == 7
 
 
 values = st.recursive(
@@ -213,19 +213,19 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-keys = st.sampled_from(sorted({k for s in retail.SCHEMAS for k in s["parameters"]["properties"]})) | st.text(max_size=8)
+keys = st.sampled_from(sorted({k for s in shop.SCHEMAS for k in s["parameters"]["properties"]})) | st.text(max_size=8)
 
 
 @given(
-    st.sampled_from([s["name"] for s in retail.SCHEMAS]) | st.text(max_size=20),
+    st.sampled_from([s["name"] for s in shop.SCHEMAS]) | st.text(max_size=20),
     st.dictionaries(keys, values, max_size=8),
 )
 @settings(max_examples=200, deadline=None)
 def test_any_call_is_answered_and_pure(name, kwargs):
     """Only schema-valid writes change anything; the same call gives the same answer; overlays stay picklable."""
-    text, overlay = retail.call(DB, retail.EMPTY, name, kwargs)
-    assert (text, overlay) == retail.call(DB, retail.EMPTY, name, kwargs)
+    text, overlay = shop.call(DB, shop.EMPTY, name, kwargs)
+    assert (text, overlay) == shop.call(DB, shop.EMPTY, name, kwargs)
     assert pickle.loads(pickle.dumps(overlay)) == overlay and hash(overlay) is not None
-    if text.startswith("Error:") or name not in retail.WRITES:
-        assert overlay == retail.EMPTY
+    if text.startswith("Error:") or name not in shop.WRITES:
+        assert overlay == shop.EMPTY
     json.dumps(text)

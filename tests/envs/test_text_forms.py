@@ -9,16 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm import arena
-from jaxmarl_llm.arena import EnvConfig
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.envs import chain, dilemma, dilemma_text, safety
-from jaxmarl_llm.envs.array_text import last_line
-from jaxmarl_llm.envs.arrays import pack
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.train import task_order
+from jaxmarl_llm.envs.array_env import pack
+from jaxmarl_llm.envs.chain import array as chain
+from jaxmarl_llm.envs.dilemma import array as dilemma
+from jaxmarl_llm.envs.dilemma import text as dilemma_text
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.envs.safety import array as safety
+from jaxmarl_llm.envs.text_adapter import last_line
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.env_runner import _final_move
+from jaxmarl_llm.rollout.keys import TASKS, stream
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.order import shuffled
 
 KEY = jax.random.key(0)
 SHAPE = {
@@ -31,27 +34,28 @@ SHAPE = {
     "tie_embeddings": False,
 }
 BOARDS = {"chain_text": chain, "dilemma_text": dilemma, "safety_text": safety}
-RUNS = {  # recipe -> environment, its arguments, max_new, what the models mostly say, joint actions, what else is set
+SFT_STEPS = 30  # enough for completions in form, so that rewards differ
+RUNS = {  # recipe -> environment, its arguments, max_new_tokens, joint actions, what else is set
     "rema": (
         "chain_text",
         {"protocol": "meta", "rounds": 1, "terms": 2, "modulus": 2, "shaping": 0.25},
-        *(5, "01 ", 32, {}),
+        *(5, 32, {}),
     ),
-    "advantage_alignment": ("dilemma_text", {"rounds": 2}, 2, "CD ", 32, {}),
-    "waltzrl": ("safety_text", {"length": 4}, 4, "yns", None, {"stage_one": 0}),
+    "advantage_alignment": ("dilemma_text", {"rounds": 2}, 2, 32, {}),
+    "waltzrl": ("safety_text", {"length": 4}, 4, None, {"stage_one": 0}),
 }
 
 
 def config(recipe, **changes):
-    env, args, max_new, *_, own = RUNS[recipe]
+    env, args, max_new_tokens, *_, own = RUNS[recipe]
     share = "separate" if recipe == "waltzrl" else "shared"
     small = {
         "steps": 1,
         "batch": 4,
         "group": 4,
-        "team": {"share": share, "max_new": max_new, "remat": False, "backbone": SHAPE},
+        "team": {"parameter_sharing": share, "max_new_tokens": max_new_tokens, "remat": False, "backbone": SHAPE},
         "env": {"name": env, "args": {"tasks": 32, **args}, "workers": 0, "max_prompt": 512, "eval_tasks": 4},
-        "sft": {"steps": 1, "batch": 2, "samples": 32},
+        "sft": {"steps": SFT_STEPS, "batch": 8, "samples": 32, "optimizer": {"learning_rate": 3e-2}},
         "run": {"checkpoint_every": 100, "eval_every": 0, "log_every": 100, "tensorboard": False},
     }
     module = importlib.import_module(f"jaxmarl_llm.recipes.{recipe}")
@@ -65,20 +69,19 @@ def trained(request, tmp_path_factory):
     """
     cfg, module = config(request.param)
     recipe = module.make(cfg)
-    play, played = recipe.arena.play, []
-    recipe.arena.play = lambda *args, **kwargs: played.append(play(*args, **kwargs)) or played[-1]
-    with Logger(tmp_path_factory.mktemp(request.param), resume_step=None, total_steps=2, tensorboard=False) as log:
+    play, played = recipe.env_runner.play, []
+    recipe.env_runner.play = lambda *args, **kwargs: played.append(play(*args, **kwargs)) or played[-1]
+    with Logger(
+        tmp_path_factory.mktemp(request.param), resume_step=None, total_steps=SFT_STEPS + 1, tensorboard=False
+    ) as log:
         first = recipe.init(0)
-        taught, _ = recipe.step(jax.tree.map(jnp.copy, first), log)
-        # A model that says well-formed things and others at random, as after a longer stage 0.
-        wanted = jnp.array([*RUNS[request.param][3].encode(), ByteTokenizer.EOS])
-        for own in taught.params["agents"].values():
-            head = own["params"]["lm_head"]
-            head["kernel"] = head["kernel"].at[:, wanted].set(80 * head["kernel"][:, wanted[-1:]])
+        taught = jax.tree.map(jnp.copy, first)
+        for step in range(cfg.sft.steps):
+            taught, _ = recipe.step(taught.replace(step=jnp.int32(step)), log)
         copied = jax.tree.map(jnp.copy, taught)
-        after, metrics = recipe.step(taught.replace(step=jnp.int32(1)), log)
+        after, metrics = recipe.step(taught.replace(step=jnp.int32(cfg.sft.steps)), log)
     yield cfg, recipe, (first, copied, after), played[0], metrics
-    recipe.arena.close()
+    recipe.env_runner.close()
 
 
 def test_a_recipe_trains_a_team_through_text(trained):
@@ -90,12 +93,13 @@ def test_a_recipe_trains_a_team_through_text(trained):
         assert any(not np.array_equal(a, b) for a, b in zip(*leaves))
 
 
-def replayed(arena, played, tasks):
+def replayed(env_runner, played, tasks):
     """(transition, rewards, done) of every recorded joint action, played again in the array environment."""
-    text = importlib.import_module(f"jaxmarl_llm.envs.{arena.cfg.name}")
-    board = getattr(arena.config, "board", arena.config)
-    env = BOARDS[arena.cfg.name].make(board)
-    reset, step, width = jax.jit(env.reset), jax.jit(env.step), board.max_new
+    text = env_runner.cfg.module
+    built = env_runner.cfg.build()
+    board = getattr(built, "board", built)
+    env = BOARDS[env_runner.cfg.name].make(board)
+    reset, step, width = jax.jit(env.reset), jax.jit(env.step), board.max_new_tokens
     moves, after = played.tree.transitions, {}
     for j in np.flatnonzero(moves.played):
         state = after[int(moves.parent[j])] if moves.parent[j] >= 0 else reset(KEY, tasks[moves.task[j]])
@@ -112,33 +116,36 @@ def test_the_host_engine_pays_what_the_array_game_pays(trained):
     cfg, recipe, _, got, _ = trained
     moves, seen = got.tree.transitions, 0
     assert not got.failures
-    tasks = [recipe.arena.tasks[i] for i in task_order(cfg.seed, recipe.arena.size, 0, cfg.batch)]
-    for j, rewards, done in replayed(recipe.arena, got, tasks):
+    tasks = [
+        recipe.env_runner.tasks[i]
+        for i in shuffled(stream(cfg.seed, TASKS), recipe.env_runner.size, 0, cfg.batch).tolist()
+    ]
+    for j, rewards, done in replayed(recipe.env_runner, got, tasks):
         assert done == moves.done[j] and moves.valid[j]
         assert set(rewards) == set(moves.rewards)
         for component, values in rewards.items():
             np.testing.assert_array_equal(moves.rewards[component][j], values, err_msg=component)
         seen += 1
-    assert seen == moves.played.sum() == (RUNS[cfg.recipe][4] or seen)
+    assert seen == moves.played.sum() == (RUNS[cfg.recipe][3] or seen)
     assert any(np.ptp(moves.rewards[c][moves.played]) > 0 for c in cfg.reward)  # it was no empty comparison
 
 
 def test_states_and_factories_go_to_workers_and_back(trained):
     cfg, recipe, *_ = trained
-    play, env = pickle.loads(pickle.dumps(arena.make_arena(cfg.env).module.make)), recipe.arena.env
-    state = env.reset(3, recipe.arena.tasks[0])
+    play, env = pickle.loads(pickle.dumps(recipe.env_runner.task.make)), recipe.env_runner.env
+    state = env.reset(3, recipe.env_runner.tasks[0])
     again = pickle.loads(pickle.dumps(state))
-    assert env.observe(state) == env.observe(again) == play(cfg.env.build()).observe(again)
+    assert env.observe(state) == env.observe(again) == play().observe(again)
 
 
 def test_a_memory_entry_has_the_score_of_the_player_itself(trained):
     cfg, recipe, _, got, _ = trained
     rows = np.flatnonzero(got.tree.steps.valid)
-    _, _, texts = recipe.arena.lessons(recipe.team, got, rows)
+    _, _, texts = recipe.env_runner.lessons(recipe.team, got, rows)
     if cfg.env.name != "dilemma_text":
         assert all(text.startswith(got.records.records[row].role) for row, text in zip(rows, texts))
         return
-    tree, final = got.tree, arena._final_move(got.tree)
+    tree, final = got.tree, _final_move(got.tree)
     seats = tree.nodes.role[tree.steps.node[rows]]
     own = tree.transitions.rewards["payoff"][final[rows], seats]
     assert all(f"({paid:.1f})" in text for paid, text in zip(own, texts)) and set(seats) == {0, 1}
@@ -153,7 +160,11 @@ def test_a_memory_entry_has_the_score_of_the_player_itself(trained):
         ("rema", {"env": {"name": "chain_text", "args": {"protocol": "verify"}}}, "roles meta, reasoner"),
         ("rema", {"env": {"name": "chain_txt"}}, "did you mean 'chain_text'"),
         ("rema", {"reward": {"payoff": 1.0}}, "environment 'chain_text' pays no 'payoff'"),
-        ("advantage_alignment", {"team": {"max_new": 1, "backbone": SHAPE}}, "max_new: none of the 32 demonstrations"),
+        (
+            "advantage_alignment",
+            {"team": {"max_new_tokens": 1, "backbone": SHAPE}},
+            "max_new_tokens: none of the 32 demonstrations",
+        ),
         ("advantage_alignment", {"reward": {"accuracy": 1.0}}, "environment 'dilemma_text' pays no 'accuracy'"),
     ],
 )
@@ -166,8 +177,8 @@ def test_a_team_that_does_not_fit_is_told_why(recipe, changes, message):
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_the_test_split_is_that_of_the_array_form(name):
-    text = importlib.import_module(f"jaxmarl_llm.envs.{name}")
+    text = EnvConfig(name).module
     cfg = dataclasses.replace(EnvConfig(name).build(), **({"game": "split"} if name == "dilemma_text" else {}))
-    held = BOARDS[name].make_tasks(cfg, cfg.seed + arena.HELD_OUT, 5)
+    held = BOARDS[name].make_tasks(cfg, None, 5, held_out=True)
     for i, task in enumerate(text.tasks(dataclasses.replace(cfg, split="test", count=5))):
         assert all(np.array_equal(task[k], held[k][i]) for k in held)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import random
 import re
 import shutil
 import sys
@@ -10,16 +11,21 @@ import types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_writing_rewards import CAT, DOG, SHIPPED, numbered
 
-from jaxmarl_llm.arena import EnvConfig, HostArena
+from experiments.configs import magrpo
+from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import writing
-from jaxmarl_llm.envs import writing_rewards as wr
-from jaxmarl_llm.text import Action, ConfigError, Message
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.envs.writing import env as writing
+from jaxmarl_llm.envs.writing import rewards as wr
+from jaxmarl_llm.envs.writing import rouge, word_lists
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, Message
+from jaxmarl_llm.rollout.env_runner import make_env_runner
+from tests.envs.test_writing_rewards import CAT, DOG, SHIPPED, numbered
 
 TASK = writing.tasks(writing.Config(count=1))[0]
-SAID = {"concise": Action(TASK["targets"][0], (1, 2)), "detailed": Action(TASK["text"][:300], (3,))}
+SAID = {"concise": Action(TASK["targets"][0] + ".", (1, 2)), "detailed": Action(TASK["text"][:300] + ".", (3,))}
 
 
 def act(env, state, **texts):
@@ -37,7 +43,8 @@ def test_an_episode(args):
         new, got, done = env.step(turns, state, SAID)
         assert (new, got, done) == env.step(turns, state, SAID)  # stepping again gives the same
         assert pickle.dumps(state) == before and pickle.loads(pickle.dumps(new)) == new
-        expected = wr.tldr(*(a.text for a in SAID.values()), mode=config.reward, source=TASK["text"])
+        expected = wr.tldr(*(a.text for a in SAID.values()), mode=config.reward, source=writing.given(TASK))
+        expected |= rouge.rouge(SAID["concise"].text, TASK["targets"])
         assert got == {role: expected for role in env.roles} == env.verify(new)
         state, turns = new, turns + 1
     assert turns == env.max_turns and len(state.threads[0]) == 2 + 2 * turns - 1
@@ -92,6 +99,25 @@ def test_level_feedback_names_what_was_missed():
     assert env.observe(state)["concise"][3].text == f"{ratio} Revise your text."
 
 
+def test_a_text_that_the_limit_ended_pays_nothing_but_its_rouge():
+    env = writing.make(writing.Config(max_turns=2, feedback="level"))
+    cut = {role: action._replace(truncated=role == "detailed") for role, action in SAID.items()}
+    state, got, _ = env.step(0, env.reset(0, TASK), cut)
+    _, whole, _ = env.step(0, env.reset(0, TASK), SAID)
+    assert sum(got["concise"][name] for name in wr.COMPONENTS) == 0.0 < whole["concise"]["words"]
+    assert {k: got["concise"][k] for k in rouge.METRICS} == {k: whole["concise"][k] for k in rouge.METRICS}
+    assert "A text does not end" in env.observe(state)["concise"][3].text
+
+
+def test_rouge_is_logged_and_has_no_weight():
+    for variant in ("smollm2", "tldr", "qwen3_1_7b"):
+        assert not set(getattr(magrpo, variant)().reward) & set(rouge.METRICS)
+    assert writing.make(writing.Config()).components == (*wr.COMPONENTS, *rouge.METRICS)
+    assert writing.make(writing.Config(task="arxiv")).components == wr.COMPONENTS  # nobody wrote those introductions
+    prompt = writing.observe(writing.Config(), writing.reset(writing.Config(), 0, TASK))["concise"]
+    assert "(0.5)" in writing.strategy("concise", prompt, SAID["concise"], {"words": 0.5, "rouge1": 0.4})
+
+
 def test_tasks_are_counted_filtered_and_ordered_by_the_seed():
     train, test = (writing.tasks(writing.Config(split=s)) for s in ("train", "test"))
     assert (len(train), len(test)) == (64, 32) and not {t["id"] for t in train} & {t["id"] for t in test}
@@ -99,7 +125,7 @@ def test_tasks_are_counted_filtered_and_ordered_by_the_seed():
     assert writing.tasks(writing.Config(seed=1)) != train
     short = writing.tasks(writing.Config(max_source=120))
     assert 0 < len(short) < 64 and all(len(t["text"].split()) <= 120 for t in short)
-    with pytest.raises(ConfigError, match="64 texts of 100 to 300 words, 65 asked for"):
+    with pytest.raises(ConfigError, match=r"count: expected at most 64, the texts of 100 to 300 words in .*, got 65"):
         writing.tasks(writing.Config(count=65))
 
 
@@ -124,9 +150,9 @@ def test_memory_and_strategies():
 
 
 def test_the_arena_holds_it():
-    arena = HostArena(EnvConfig("writing", {"max_turns": 2, "count": 8}, workers=0, eval_tasks=16))
-    assert (arena.size, len(arena.held_out), arena.env.roles) == (8, 16, ("concise", "detailed"))
-    arena.close()
+    env_runner = make_env_runner(EnvConfig("writing", {"max_turns": 2, "count": 8}, workers=0, eval_tasks=16))
+    assert (env_runner.size, len(env_runner.held_out), env_runner.env.roles) == (8, 16, ("concise", "detailed"))
+    env_runner.close()
     with pytest.raises(ConfigError, match=r"env\.args\.task: unknown value 'tl'"):
         EnvConfig("writing", {"task": "tl"}).check("env")
 
@@ -134,12 +160,12 @@ def test_the_arena_holds_it():
 @pytest.mark.parametrize(
     "args, message",
     [
-        ({"task": "poem"}, "task: unknown value 'poem'"),
+        ({"task": "poem"}, "config.env.args.task: unknown value 'poem'"),
         ({"reward": "stric"}, "did you mean 'strict'"),
         ({"band": "2025"}, "band"),
         ({"feedback": "expert"}, "feedback"),
-        ({"min_words": 0}, "1 <= min_words <= max_words, got 0 and 256"),
-        ({"max_words": 7}, "got 8 and 7"),
+        ({"min_words": 0}, "args.min_words: expected 1 to max_words=256, got 0"),
+        ({"max_words": 7}, "args.min_words: expected 1 to max_words=7, got 8"),
         ({"min_source": 301}, "min_source"),
         ({"max_turns": 0}, "max_turns"),
         ({"count": -1}, "count"),
@@ -148,7 +174,7 @@ def test_the_arena_holds_it():
 )
 def test_bad_settings_are_refused(args, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as error:
-        writing.Config(**args)
+        from_dict(writing.Config, args, "config.env.args")
     assert "\n" not in str(error.value)
 
 
@@ -190,15 +216,137 @@ def test_a_reward_of_ones_own(scorers):
 
 @pytest.mark.parametrize("name", ["one", "agents", "four", "keyword", "nothing", "missing"])
 def test_a_reward_of_another_shape_is_refused_before_any_rollout(scorers, name):
-    with pytest.raises(ConfigError, match="reward_fn 'scorers:") as error:
-        writing.make(writing.Config(reward_fn=f"scorers:{name}"))
+    with pytest.raises(ConfigError, match=r"^config\.env\.args\.reward_fn: expected .*scorers:") as error:
+        from_dict(writing.Config, {"reward_fn": f"scorers:{name}"}, "config.env.args")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("path", ["nowhere_to_be_found:f", "scorers", "", ":f"])
 def test_a_reward_that_cannot_be_imported_is_refused(scorers, path):
     with pytest.raises(ConfigError, match="expected module:function"):
-        writing.make(writing.Config(reward_fn=path))
+        from_dict(writing.Config, {"reward_fn": path}, "config.env.args")
+
+
+# -- word lists --------------------------------------------------------------------------------------------------------
+
+LISTS = {
+    "transitions": {"one": ["zip", "zap zop"], "two": ["Wug"], "three": ["om"]},
+    "stopwords": ["Blick", "of", "zip"],
+}
+AS_TEXT = """# lists of a test
+[transitions one]
+zip
+zap zop
+[transitions two]
+Wug   # in lower case
+[transitions three]
+om
+[stopwords]
+Blick
+of
+zip
+"""
+
+
+@pytest.fixture
+def listed(tmp_path):
+    paths = {name: tmp_path / name for name in ("lists.json", "lists.txt")}
+    paths["lists.json"].write_text(json.dumps(LISTS), "utf-8")
+    paths["lists.txt"].write_text(AS_TEXT, "utf-8")
+    word_lists.read.cache_clear()
+    return {name: str(path) for name, path in paths.items()}
+
+
+def twin(task, c1, c2):
+    """The official rule of both tasks by `LISTS`, written once more without the module's functions."""
+    low, ratios, uniques, cap = {
+        "tldr": (8, (1.1, 1.6, 3.2, 5.0), (1.3, 2.0, 1e99, 1e99), 0.03),
+        "arxiv": (128, (0.8, 1.0, 1.3, 1.5), (0.5, 0.7, 1.3, 1.7), 0.23),
+    }[task]
+
+    def share(x, a, b, c, d):
+        return 1.0 if b <= x <= c else (x - a) / (b - a) if x < b else 1 - (x - c) / (d - c)
+
+    if not (low <= len(c1.split()) <= 256 and low <= len(c2.split()) <= 256):
+        return 0.0
+    total, q = 0.5, len(c2) / len(c1)
+    if not ratios[0] <= q <= ratios[3]:
+        return total
+    total += share(q, *ratios)
+    bags = [set(re.findall(r"\b\w+\b", c.lower())) for c in (c1, c2)]
+    if not bags[0] or not uniques[0] <= len(bags[1]) / len(bags[0]) <= uniques[3]:
+        return total
+    total += 0.5 * share(len(bags[1]) / len(bags[0]), *uniques)
+    text = (c2 if task == "tldr" else c1 + " " + c2).lower()
+    count = ("zip" in text or "zap zop" in text) + ("wug" in text) + ("om" in text)
+    total += 0.4 * min(1.0, 0.4 + 0.05 * (count - 1)) if count else 0.0
+    one, two = (bag - {"blick", "of", "zip"} for bag in bags)
+    return total + 0.6 * min(len(one & two) / len(one | two) if one | two else 1.0, cap) / cap
+
+
+@pytest.mark.parametrize("name", ["lists.json", "lists.txt"])
+def test_scores_follow_the_file_and_equal_a_twin(listed, name):
+    """200 random ragged texts of each task: zero mismatches."""
+    rng, differ, paid = random.Random(0), 0, 0
+    vocabulary = [
+        "zip",
+        "zap zop",
+        "WUG,",
+        "zap",
+        "home",
+        "Blick",
+        "of",
+        "is",
+        "however",
+        *(f"w{i}" for i in range(90)),
+    ]
+    for task in ("tldr", "arxiv"):
+        config = writing.Config(task=task, reward="parity", word_lists=listed[name])
+        ours = writing.Config(task=task, reward="parity")
+        for _ in range(200):
+            length = rng.randint(6, 40) if task == "tldr" else rng.randint(120, 180)
+            factor = rng.uniform(0.9, 5.0) if task == "tldr" else rng.uniform(0.7, 1.5)
+            pool = rng.sample(vocabulary, rng.randint(3, len(vocabulary)))
+            c1, c2 = (" ".join(rng.choices(pool, k=int(n))) for n in (length, length * factor))
+            got, other = (sum(writing.judge(c, TASK | {"targets": []}, c1, c2).values()) for c in (config, ours))
+            assert got == pytest.approx(twin(task, c1, c2), abs=1e-9), (c1, c2)
+            differ, paid = differ + (abs(got - other) > 1e-9), paid + (got > 2)
+    assert differ > 100 and paid > 100  # the lists matter, and the texts reach them
+
+
+def test_strict_mode_reads_the_file_too(listed):
+    lists = word_lists.read(listed["lists.json"])
+    assert lists == word_lists.read(listed["lists.txt"]) and lists.stopwords == {"blick", "of", "zip"}
+    assert wr._connectives(["however", "zap", "zop"], lists) == [(1, 3, "one")]
+    assert word_lists.read(None) == wr.Lists()
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("none.json", None, "cannot be read (No such file or directory)"),
+        ("a.json", '{"stopwords": ["a"]}', "expected the lists transitions and stopwords, found no 'transitions'"),
+        ("a.json", '{"transitions": {"a": ["b"]}, "stopwords": []}', "found no 'stopwords'"),
+        ("a.json", '{"transitions": {"a": []}, "stopwords": ["a"]}', "with a phrase in each category"),
+        ("a.json", '{"transitions": ["b"], "stopwords": ["a"]}', "expected category -> phrases"),
+        ("a.json", '{"transitions": {"a": ["b"]}, "stopwords": [1]}', "expected words in 'stopwords'"),
+        ("a.json", '{"transitions": {"a": ["b"]}, "stopwords": ["a"], "more": 1}', "found 'more' too"),
+        ("a.json", "{\n", "line 2: not valid JSON"),
+        ("a.json", "[]", "expected a JSON object"),
+        ("a.txt", "[stopwords]\nthe", "found no 'transitions'"),
+        ("a.txt", "[transitions a]\nb", "found no 'stopwords'"),
+        ("a.txt", "the\n", "line 1: expected a heading such as [stopwords] before 'the'"),
+        ("a.txt", b"\xff\xfe", "cannot be read (not UTF-8)"),
+    ],
+)
+def test_bad_word_lists_are_one_line_with_the_key(tmp_path, file, content, message):
+    path = tmp_path / file
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    word_lists.read.cache_clear()
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        from_dict(writing.Config, {"word_lists": str(path)}, "config.env.args")
+    assert str(error.value).startswith(f"config.env.args.word_lists: {path}") and "\n" not in str(error.value)
 
 
 # -- data --------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmarl_llm.envs import writing
-from jaxmarl_llm.envs import writing_rewards as wr
+from jaxmarl_llm.envs.writing import env as writing
+from jaxmarl_llm.envs.writing import prose, rouge
+from jaxmarl_llm.envs.writing import rewards as wr
 
 CAT = "The cat sat on the mat today and it was happy"
 DOG = (
@@ -34,7 +35,8 @@ GOLDEN = [
 
 @pytest.mark.parametrize("spec, c1, c2, total", GOLDEN, ids=range(len(GOLDEN)))
 def test_golden_values_of_the_official_functions(spec, c1, c2, total):
-    """Published results of running the authors' reward functions."""
+    """Published results of running the authors' reward functions; the length limit does not count there."""
+    assert sum(wr.score(spec, c1, c2, mode="parity", truncated=True).values()) == pytest.approx(total, abs=1e-9)
     assert sum(wr.score(spec, c1, c2, mode="parity").values()) == pytest.approx(total, abs=1e-9)
 
 
@@ -175,9 +177,10 @@ def test_edges_of_the_vocabulary_bands(name, u, paid):
 @pytest.mark.parametrize("mode", wr.MODES)
 def test_limits_of_words(count, paid, mode):
     text, other = numbered("w", 0, count), numbered("w", 300, 310)
+    spec = wr.TLDR._replace(limits=(3, 9))
     for pair in ((text, other), (other, text)):
         assert wr.levels(wr.TLDR, *pair, mode=mode).values["words"] == paid
-    assert wr.tldr(numbered("w", 0, 5), numbered("w", 10, 18), limits=(3, 9))["words"] == 0.5
+    assert wr.levels(spec, numbered("w", 0, 5), numbered("w", 10, 18), mode=mode).values["words"] == 0.5
 
 
 @pytest.mark.parametrize("categories, paid", [(0, 0.0), (1, 0.4), (2, 0.45), (12, 0.95), (0.5, 0.2)])
@@ -229,18 +232,79 @@ SOURCE = numbered("source", 10, 50)
     [
         ("repetition", SOURCE, numbered("x", 0, 9), 1.0),
         ("repetition", SOURCE, "no more words " * 9, 0.0),
+        ("ended", "It ends.", 'Does it "end?")', 1.0),
+        ("ended", "It ends.", "It does not", 0.0),
+        ("ended", "It ends,", "It ends.", 0.0),
+        ("prose", "source10 " * 9, "The cat sat on the mat.", 0.0),  # no function word
+        ("prose", "The cat sat on the mat.", "A cat of the is on of a mat by with.", 0.0),  # no order
+        ("prose", "The cat sat on the mat.", "A dog of theirs was fed in time.", 1.0),
+        ("order", "source11 x source12", "source10 source11", 0.0),
+        ("order", "source10 source11 y", "source10 source11", 1.0),
+        ("reworded", numbered("source", 10, 30), "x", 0.5),
+        ("reworded", "source10 x source11 y source12", "x", 0.5),  # invented words are no words of one's own
+        ("reworded", "source10 the source11", "x", 1.0),
+        ("reworded", "y", numbered("source", 10, 30), 1.0),  # of the second text nothing is asked
         ("repetition", "", SOURCE, 0.0),
         ("partner", SOURCE, numbered("source", 10, 40), 0.0),
         ("partner", SOURCE, numbered("x", 10, 40), 1.0),
         ("prompt", SOURCE, "x", 0.0),
-        ("prompt", "x", numbered("source", 10, 43), pytest.approx(0.5)),  # 33 of 40 words
+        ("prompt", "x", numbered("source", 10, 42), pytest.approx(0.5)),  # 32 of 40 words
         ("prompt", "x", numbered("source", 10, 38), 1.0),
         ("faithful", SOURCE, "nothing of it", 0.0),
-        ("faithful", SOURCE, "source10 " + numbered("x", 0, 7), pytest.approx(0.5)),  # 1 of 8 words
+        ("faithful", SOURCE, numbered("source", 10, 13) + " the within x y", pytest.approx(0.5)),  # 3 of 5 words
+        ("faithful", SOURCE, "source10 source11 x y", 0.0),  # the floor: half
+        ("faithful", SOURCE, "source10 source11 source12 x", 1.0),
     ],
 )
 def test_guards(name, c1, c2, factor):
-    assert wr.guards(c1, c2, SOURCE)[name] == factor
+    assert wr.guards(wr.TLDR, c1, c2, SOURCE)[name] == factor
+
+
+GIVEN = (
+    "A rapid network of sensors finds small leaks in old pipes. It needs less energy than the usual sensors do. "
+    "Engineers of seven cities tested the design during winter and reported fewer repairs, lower prices and joy."
+)
+SHORT = "Sensors in a network find leaks of old pipes with less energy."
+LONGER = "A network of sensors finds small leaks in old pipes. However, it needs less energy than usual sensors do."
+
+
+def test_only_a_pair_that_ends_is_paid():
+    paid = lambda c1, c2, **kw: sum(wr.tldr(c1, c2, source=GIVEN, **kw).values())
+    assert paid(SHORT, LONGER) > 0.5
+    assert paid(SHORT, LONGER, truncated=True) == paid(SHORT[:-1], LONGER) == paid(SHORT, LONGER[:-1]) == 0.0
+
+
+def test_an_invented_word_never_pays():
+    """Whatever is added to whichever text, and wherever its ratio stands."""
+    words = ["camel", "orchestra", "lemon", "bakery", "volcano", "trumpet"]
+    for short, longer in ((SHORT, LONGER), (SHORT, f"{LONGER} {LONGER}"), (LONGER, SHORT), (SHORT, SHORT)):
+        for count in range(1, 7):
+            extra = " ".join(words[:count])
+            for pair in ((f"{short[:-1]} {extra}.", longer), (short, f"{longer[:-1]} {extra}.")):
+                before, after = (wr.levels(wr.TLDR, *p, source=GIVEN) for p in ((short, longer), pair))
+                assert after.values.get("ratio", 0.0) <= before.values.get("ratio", 0.0) + 1e-9, (count, pair)
+    totals = [sum(wr.tldr(f"{SHORT[:-1]} {' '.join(words[:n])}.", LONGER, source=GIVEN).values()) for n in range(7)]
+    assert totals == sorted(totals, reverse=True) and totals[0] > 1 and totals[6] == 0.0
+
+
+def test_words_of_the_source_are_backed_by_their_first_letters():
+    begins = wr._begins("Learning to summarise papers")
+    assert wr.backed("We learned summaries of a paper", begins) == 1.0  # "learn", "summa", "paper"
+    assert wr.backed("Learning about trees", begins) == 0.5
+    assert wr.backed("the of within", begins) == 0.0  # no content word at all
+
+
+@given(st.text(max_size=200))
+def test_prose_of_any_text(text):
+    assert 0 <= prose.misfits(text) <= 2 * len(text) and 0 <= prose.neighbours(text, text) <= 1
+    assert not prose.ended(text + " x")
+
+
+def test_rouge_by_hand():
+    assert rouge.rouge("The cat sat.", []) == {"rouge1": 0.0, "rougeL": 0.0}
+    got = rouge.rouge("the cat sat on the mat", ["a dog", "the mat sat, on: THE cat"])
+    assert got == {"rouge1": 1.0, "rougeL": pytest.approx(8 / 12)}  # the sat on the: 4 words of 6 and 6
+    assert rouge.rouge("the the the", ["the cat"])["rouge1"] == pytest.approx(2 / 5)
 
 
 def honest(config):
@@ -251,7 +315,7 @@ def honest(config):
         if samples:
             (_, prompt, c1), (_, _, c2) = samples
             if len(wr.SENTENCE.split(c2)) >= 2:
-                rows.append((task["text"], c1, c2, "\n".join(m.text for m in prompt)))
+                rows.append((writing.given(task), c1, c2, "\n".join(m.text for m in prompt)))
     return rows
 
 
@@ -296,6 +360,11 @@ def hacks(source, c1, c2, prompt):
     }
 
 
+def total_score(config, pair, mode, source):
+    """Sum of the components of the reward of two completions."""
+    return sum(wr.score(config.spec, *pair, mode=mode, source=source).values())
+
+
 SHIPPED = {
     "tldr": {},
     "tldr, small": {"min_words": 5, "max_words": 48},
@@ -311,9 +380,9 @@ def test_hacks_do_not_pay_in_strict_mode(args):
     assert len(rows) >= 10
     for source, c1, c2, prompt in rows:
         for mode in wr.MODES:
-            score = lambda pair, mode=mode: sum(wr.score(config.spec, *pair, mode=mode, source=source).values())
+            honest_score = total_score(config, (c1, c2), mode, source)
             for name, pair in hacks(source, c1, c2, prompt).items():
-                more = score(pair) > score((c1, c2)) + 1e-9
+                more = total_score(config, pair, mode, source) > honest_score + 1e-9
                 pays[mode] += more
                 assert mode == "parity" or not more, (name, c2)
     assert pays["parity"] > 0  # the canary can sing: the official rule falls for some of them
@@ -321,4 +390,4 @@ def test_hacks_do_not_pay_in_strict_mode(args):
 
 def test_honest_examples_do_well_in_strict_mode():
     totals = [sum(wr.tldr(c1, c2, source=source).values()) for source, c1, c2, _ in honest(writing.Config())]
-    assert min(totals) > 2 and sum(totals) / len(totals) > 2.5
+    assert min(totals) > 0.5 and sorted(totals)[len(totals) // 2] > 2.5 and sum(totals) / len(totals) > 2.3

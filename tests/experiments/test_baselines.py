@@ -11,12 +11,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import budget, cli, compare
-from jaxmarl_llm import diagnose
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.plans import flat
+from experiments.studies import baseline_protocols
+from experiments.studies import common as budget
+from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.rollout.plans import flat
+from jaxmarl_llm.training import evaluation as diagnose
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "experiments/configs/magrpo.py")
 SMALL = {
     "steps": "2",
@@ -34,7 +36,7 @@ SMALL = {
 
 
 def small(variant="tiny", **changes):
-    cfg = cli.load(f"{CONFIG}:{variant}", list(SMALL.items()))
+    cfg = config_flags.load(f"{CONFIG}:{variant}", list(SMALL.items()))
     return dataclasses.replace(cfg, **changes)
 
 
@@ -57,14 +59,14 @@ def test_most_frequent_and_ties_to_the_first():
 
 def test_one_model_alone_has_the_teams_budget_and_its_own_algorithm():
     cfg = small()
-    single = compare.alone(cfg)
+    single = baseline_protocols.alone(cfg)
     single.check("config")
-    assert single.recipe == "grpo" and single.credit.scale == "std" and single.loss.clip is not None
-    assert single.env.args["protocol"] == "solo" and single.team.max_new == 2 * cfg.team.max_new
+    assert single.recipe == "grpo" and single.credit.normalise == "std" and single.loss.clip is not None
+    assert single.env.args["protocol"] == "solo" and single.team.max_new_tokens == 2 * cfg.team.max_new_tokens
     for name in ("batch", "group", "optimizer", "sft", "reward", "seed", "sampling"):
         assert getattr(single, name) == getattr(cfg, name)
     host = dataclasses.replace(cfg, env=EnvConfig("writing"))
-    assert compare.under(host, "solo").env.protocol == "solo"
+    assert baseline_protocols.under(host, "solo").env.protocol == "solo"
 
 
 def test_the_vote_takes_each_writers_most_frequent_text():
@@ -72,10 +74,10 @@ def test_the_vote_takes_each_writers_most_frequent_text():
     cfg = small()
     got = budget.train(cfg, None, None, 0)
     recipe, state = got["recipe"], got["state"]
-    returns, tokens = compare.vote(cfg, recipe, state, 3)
+    returns, tokens = baseline_protocols.vote(cfg, recipe, state, 3)
     _, spent, played = budget.task_returns(cfg, recipe, state, flat(3))
     assert tokens == spent and len(returns) == 8
-    tree, env = played.tree, recipe.arena.env
+    tree, env = played.tree, recipe.env_runner.env
     for task in range(8):
         rows = tree.transitions.steps[tree.transitions.task == task]
         said = []
@@ -83,14 +85,20 @@ def test_the_vote_takes_each_writers_most_frequent_text():
             texts = [tree.steps.tokens[s, : tree.steps.length[s]].tolist() for s in seat]
             best = max(texts, key=lambda t: (texts.count(t), -texts.index(t)))
             said.append(next(s for s, t in zip(seat, texts) if t == best))
-        start = env.reset(jax.random.key(0), jax.tree.map(lambda x, task=task: x[task], recipe.arena.held_out))
+        start = env.reset(jax.random.key(0), jax.tree.map(lambda x, task=task: x[task], recipe.env_runner.held_out))
         paid = env.step(jax.random.key(0), start, tree.steps.tokens[said], tree.steps.length[said])[1]
         assert returns[task] == pytest.approx(sum(float(v[0]) for v in paid.values()), abs=1e-6)
 
 
 @pytest.mark.slow
 def test_the_command_prints_one_row_a_system_and_resumes(tmp_path):
-    command = [sys.executable, "-m", "experiments.baselines", f"--config={CONFIG}:tiny", f"--out={tmp_path}/b.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.studies.baselines",
+        f"--config={CONFIG}:tiny",
+        f"--out={tmp_path}/b.json",
+    ]
     command += [f"--config.{k}={v}" for k, v in SMALL.items()] + ["--votes=3", f"--plot={tmp_path}/b.png"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     first = subprocess.run(

@@ -14,11 +14,13 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from experiments import bench, budget, heap
+from experiments import bench
 from experiments.bench import __main__ as command
 from experiments.bench import peers, torch_forms
 from experiments.bench.apart import apart
-from jaxmarl_llm.text import ConfigError
+from experiments.studies import common as budget
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.runs import allocator
 
 
 def test_forms_take_turns_and_ratios_are_of_rounds(monkeypatch):
@@ -160,13 +162,13 @@ def test_a_part_runs_and_measures_every_form(suite, part, monkeypatch):
 @pytest.mark.parametrize(("suite", "own"), [("tiny", True), ("tiny_accelerator", False)])
 def test_a_form_works_in_a_process_of_its_own_on_a_cpu(suite, own, tmp_path):
     """Where it also says how much freed memory is kept; the memory of an accelerator is one process's."""
-    told = "import os, pathlib; from experiments import heap"
-    told += f"; pathlib.Path({str(tmp_path / 'told')!r}).write_text(f'{{os.getpid()}} {{heap._kept}}')"
+    told = "import os, pathlib; from jaxmarl_llm.runs import allocator"
+    told += f"; pathlib.Path({str(tmp_path / 'told')!r}).write_text(f'{{os.getpid()}} {{allocator._retained}}')"
     for keep in (True, False):
         with apart(bench.SUITES[suite], functools.partial, exec, told, keep=keep) as form:
             form()
         pid, kept = (tmp_path / "told").read_text().split()
-        assert (int(pid) != os.getpid()) == own and (kept == "True") == (keep and own and heap.GLIBC)
+        assert (int(pid) != os.getpid()) == own and (kept == "True") == (keep and own and allocator.GLIBC)
         if own:
             with pytest.raises(ProcessLookupError):
                 os.kill(int(pid), 0)

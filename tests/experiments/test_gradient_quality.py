@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import estimators, study_report
-from experiments.estimators import Arm, direction, quality
-from experiments.study_games import chicken, exact, line
-from jaxmarl_llm import plans
+from experiments.studies import gradient_estimators, gradient_report
+from experiments.studies.enumerable_games import chicken, exact, line
+from experiments.studies.gradient_estimators import Arm, direction, quality
+from jaxmarl_llm.rollout import plans
 
 COUNT = 512
 
@@ -32,12 +32,12 @@ def short():
 def found(kind):
     """(cell, logits, task, gradients [n E D]) of a plan on the short game."""
     plan = {"flat": plans.flat(3), "continued": plans.node_wise(3), "local": plans.node_wise(3, "local")}[kind]
-    top = () if kind != "local" else (Arm("mean top 1", estimators.Credit(scale="none"), 1),)
-    cell = estimators.cell(kind, short(), plan, 3, top)
+    top = () if kind != "local" else (Arm("mean top 1", gradient_estimators.Credit(normalise="none"), 1),)
+    cell = gradient_estimators.cell(kind, short(), plan, 3, top)
     cell = cell._replace(batch=2, tokens=cell.tokens // cell.batch * 2)
     logits, task = drawn(short())
     aim = exact(short(), logits, task).gradient
-    seen = estimators.sampler(cell, COUNT)(np.float32(logits), task, np.float32(aim), jax.random.key(3))
+    seen = gradient_estimators.sampler(cell, COUNT)(np.float32(logits), task, np.float32(aim), jax.random.key(3))
     return cell, logits, task, jax.device_get(seen)
 
 
@@ -77,8 +77,8 @@ def test_rollouts_earn_the_exact_value():
     for game in (line(), chicken()):
         logits, task = drawn(game, 1)
         tasks = jax.tree.map(lambda x: np.broadcast_to(x, (4000, *np.shape(x))), task)
-        play = estimators.make_rollout(game.team, game.env, plans.flat(1), estimators.Sampling())
-        tree = jax.jit(play)(estimators.params(np.float32(logits)), {}, tasks, jax.random.key(0), 0)
+        play = gradient_estimators.make_rollout(game.team, game.env, plans.flat(1), gradient_estimators.Sampling())
+        tree = jax.jit(play)(gradient_estimators.params(np.float32(logits)), {}, tasks, jax.random.key(0), 0)
         moves = tree.transitions
         pay = np.asarray(moves.rewards[game.component])[:, 0].reshape(game.turns, -1).sum(0)
         assert np.asarray(moves.valid).all()
@@ -154,7 +154,7 @@ def test_bias_and_noise_of_known_gradients():
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_groups_without_a_variance(p):
     tasks, g = 2048, 4
-    share = estimators.equal_groups(line(turns=1, moves=2), g, p, jax.random.key(7), tasks)
+    share = gradient_estimators.equal_groups(line(turns=1, moves=2), g, p, jax.random.key(7), tasks)
     law = p**g + (1 - p) ** g
     assert abs(share - law) < 5 * (law * (1 - law) / tasks) ** 0.5
 
@@ -162,7 +162,9 @@ def test_groups_without_a_variance(p):
 def test_the_report_of_known_records():
     """Intervals of Student's t by hand; a squared tangent of 1 is half of the squared length."""
     rows = [{"x": x} for x in (1.0, 2.0, 4.0)]
-    assert study_report.over(rows, lambda row: row["x"]) == pytest.approx((7 / 3, 4.302653 * (7 / 3) ** 0.5 / 3**0.5))
-    assert study_report.ratio(rows, lambda row: row["x"]).startswith("2.00 (")
+    assert gradient_report.over(rows, lambda row: row["x"]) == pytest.approx(
+        (7 / 3, 4.302653 * (7 / 3) ** 0.5 / 3**0.5)
+    )
+    assert gradient_report.ratio(rows, lambda row: row["x"]).startswith("2.00 (")
     found = {"bias": 1.0, "noise": 300.0}
-    assert study_report.across(found) == 0.5 and study_report.noise(found) == 150
+    assert gradient_report.across(found) == 0.5 and gradient_report.noise(found) == 150

@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import ahead, aot, cli, hlo, pods
-from experiments.architectures import architecture, shape_only
-from jaxmarl_llm import costs, meshes, qwen, sharding
-from jaxmarl_llm.generate import sample_completions
-from jaxmarl_llm.invariant import invariant
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.team import Backbone
-from jaxmarl_llm.text import ConfigError
+from experiments.tpu import compile_ahead, plan_pod
+from experiments.tpu import report as pods
+from jaxmarl_llm.agents.team import Backbone
+from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.costs import hlo
+from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.costs.known_shapes import architecture, shape_only
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.generate import sample_completions
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models.batch_invariant import invariant
 
 JOY = "experiments/configs/joyagents_r1.py"
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra aot (libtpu)")
@@ -116,16 +121,16 @@ def test_an_unknown_model_and_an_unknown_topology_are_named():
     with pytest.raises(ConfigError, match=r"Qwen9-1B.*known: Qwen2.5-0.5B"):
         architecture(Backbone(path="Qwen/Qwen9-1B"))
     with pytest.raises(ConfigError, match=r"unknown topology 'v5e:3x3'; known: v5e:1x1.*v5p:8x8x8"):
-        ahead.devices("v5e:3x3")
-    assert [ahead.chips(t) for t in ("v5e:16x16", "v5p:8x8x8", "v6e:2x4")] == [256, 512, 8]
+        compile_ahead.devices("v5e:3x3")
+    assert [compile_ahead.chips(t) for t in ("v5e:16x16", "v5p:8x8x8", "v6e:2x4")] == [256, 512, 8]
 
 
 @pytest.mark.parametrize(
     "spec", [f"{JOY}:qwen2_5_{n}b" for n in (3, 7, 32)] + ["experiments/configs/magrpo.py:qwen3_1_7b"]
 )
 def test_configurations_at_scale_need_no_files(spec):
-    cfg = cli.load(spec)
-    bare, _, work, _ = aot.prepare(cfg)
+    cfg = config_flags.load(spec)
+    bare, _, work, _ = plan_pod.prepare(cfg)
     assert bare.team.backbone.path is None and bare.env.max_prompt == cfg.env.max_prompt
     assert work.models[0].config == architecture(cfg.team.backbone)
     assert work.models[0].config.num_kv_heads % cfg.mesh.tensor == 0
@@ -134,8 +139,8 @@ def test_configurations_at_scale_need_no_files(spec):
 
 def test_what_the_compiler_says_of_too_little_memory_is_read():
     said = "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 32.50G of 15.75G hbm."
-    assert ahead.needs(said) == int(32.5 * 2**30)
-    assert ahead.needs("INTERNAL: something else") is None
+    assert compile_ahead.needs(said) == int(32.5 * 2**30)
+    assert compile_ahead.needs("INTERNAL: something else") is None
 
 
 # ---- judgement ------------------------------------------------------------------------------------------------------
@@ -146,12 +151,12 @@ SHAPE = {"nodes": 8, "group": 1, "prompt": 2048, "response": 512, "micro": 8, "m
 
 
 def judged(peaks, *, held=None, mesh=(1, 4, 1), room=16 * GB, micro=8, **team):
-    cfg = cli.load(f"{JOY}:qwen2_5_3b")
+    cfg = config_flags.load(f"{JOY}:qwen2_5_3b")
     cfg = dataclasses.replace(cfg, team=dataclasses.replace(cfg.team, **team))
     arch = architecture(cfg.team.backbone)
     shape = SHAPE | {"micro": micro}
     row = {"peaks": peaks, "capacity": room, "held": held or HELD, "mesh": mesh, "chips": 4, "shape": shape}
-    return aot.advice(cfg, row | {"parameters": 10**8}, arch)
+    return plan_pod.advice(cfg, row | {"parameters": 10**8}, arch)
 
 
 def test_advice_names_the_flag_that_frees_what_is_full():
@@ -171,13 +176,15 @@ def test_advice_names_the_flag_that_frees_what_is_full():
     whole = {"parameters": 15 * GB, "optimizer": 10 * GB, "rollout copy": 0}
     assert judged({"resident": 25 * GB}, held=whole, mesh=(4, 1, 1)).endswith("--config.mesh.tensor=2")
     assert judged({"resident": 18 * GB}, held=much).endswith("--config.mesh.tensor=2")
-    assert judged({"resident": 18 * GB}, held=much, mesh=(1, 2, 2)).endswith("--config.team.share=lora")
-    assert "--topology" in judged({"resident": 18 * GB}, held=much, mesh=(1, 2, 2), share="shared")
+    assert judged({"resident": 18 * GB}, held=much, mesh=(1, 2, 2)).endswith("--config.team.parameter_sharing=lora")
+    assert "--topology" in judged({"resident": 18 * GB}, held=much, mesh=(1, 2, 2), parameter_sharing="shared")
 
 
 def test_search_proposes_meshes_that_can_be_and_puts_those_that_fit_first():
-    bare, plan, work, _ = aot.prepare(cli.load(f"{JOY}:qwen2_5_7b", [("team.share", "shared")]))
-    found = aot.proposals(bare, plan, work, "v6e:16x16")
+    bare, plan, work, _ = plan_pod.prepare(
+        config_flags.load(f"{JOY}:qwen2_5_7b", [("team.parameter_sharing", "shared")])
+    )
+    found = plan_pod.proposals(bare, plan, work, "v6e:16x16")
     for p in found:
         data, fsdp, tensor = map(int, p["mesh"].split(","))
         assert data * fsdp * tensor == 256 and 4 % tensor == 0 and 3584 % fsdp == 0
@@ -220,7 +227,7 @@ def test_rows_become_a_table_and_a_figure(tmp_path):
     assert text.startswith("before ") and text.endswith(" after") and " old " not in text
     assert "| joy, 5 x 3.0B separate | v5e:2x2 (16 GB) | 1 x 2 x 2 | 2.00 | 1.00 | 3.00 | 1.00 | 9.00 | 12.3 |" in text
     assert "12 s | decode: memory |" in text and "does not fit | --flag |" in text
-    assert "| 8 | 1 x 2 x 2 |" in text and (tmp_path / "pods.png").stat().st_size > 1000
+    assert "| 8 | 1 x 2 x 2 |" in text and (tmp_path / "results" / "pods.png").stat().st_size > 1000
 
 
 # ---- libtpu ---------------------------------------------------------------------------------------------------------
@@ -229,13 +236,13 @@ def test_rows_become_a_table_and_a_figure(tmp_path):
 @pytest.fixture(scope="module")
 def tiny():
     sizes = {"batch": "4", "micro_tokens": "64", "team.backbone.num_layers": "1", "team.backbone.vocab_size": "512"}
-    return cli.load(f"{JOY}:tiny", [*sizes.items(), ("team.backbone.dtype", "bfloat16"), ("group", "2")])
+    return config_flags.load(f"{JOY}:tiny", [*sizes.items(), ("team.backbone.dtype", "bfloat16"), ("group", "2")])
 
 
 @needs_libtpu
 def test_a_team_on_four_chips(tiny):
     """Parameters: D=64 F=192 Q=4 K=2 H=16 V=512, one layer; kernels in four parts, biases in two, norms whole."""
-    row = aot.measure(tiny, "tiny", "v5e:2x2", "1,2,2", None, ("rollout", "accumulate"))
+    row = plan_pod.measure(tiny, "tiny", "v5e:2x2", "1,2,2", None, ("rollout", "accumulate"))
     kernels = 512 * 64 + 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 192
     own = 2 * (kernels // 4 + (64 + 32 + 32) // 2 + 3 * 64)
     assert row["held"]["parameters"] == 5 * own
@@ -254,7 +261,7 @@ def test_a_team_on_four_chips(tiny):
     # Generation sends no parameters, the update gathers and reduces them: the embedding alone is 512 x 64 of them.
     assert stages["decode"]["collectives"].get("all-gather", 0) < 512 * 64 / 2
     assert sum(stages["accumulate"]["collectives"].values()) > 512 * 64
-    again = aot.measure(tiny, "again", "v5e:2x2", "1,2,2", None, ("rollout", "accumulate"), [row])
+    again = plan_pod.measure(tiny, "again", "v5e:2x2", "1,2,2", None, ("rollout", "accumulate"), [row])
     assert again["stages"] == row["stages"]
 
 
@@ -262,45 +269,45 @@ def test_a_team_on_four_chips(tiny):
 def test_invariant_generation_on_four_chips(tiny):
     """Each chip generates for its own rows with whole weights: these are gathered, and no sum goes over chips."""
     arch = tiny.team.backbone
-    cfg = qwen.Config(
+    cfg = decoder.Config(
         512, arch.hidden_size, arch.intermediate_size, 2, arch.num_heads, arch.num_kv_heads, arch.head_dim
     )
-    policy, n, g = invariant(qwen.make_policy(cfg)), 8, 2
-    mesh = meshes.make_mesh(meshes.MeshConfig(2, 1, 2), ahead.devices("v5e:2x2"))
+    policy, n, g = invariant(decoder.make_policy(cfg)), 8, 2
+    mesh = meshes.make_mesh(meshes.MeshConfig(2, 1, 2), compile_ahead.devices("v5e:2x2"))
     rows = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.rows(mesh))
 
     def run(variables, tokens, length, keys, active):
         given = tokens, length, jax.random.wrap_key_data(keys), active
-        fixed = {"max_new": 8, "stop_ids": (1,), "pad_id": 0, "sampling": Sampling(), "keep": False}
+        fixed = {"max_new_tokens": 8, "stop_ids": (1,), "pad_id": 0, "sampling": Sampling(), "keep": False}
         return sample_completions(policy, variables, *given, **fixed)
 
     prompts = rows((n, 64), jnp.int32), rows((n,), jnp.int32), rows((n, g, 2), jnp.uint32), rows((n,), jnp.bool_)
-    params = ahead.placed(mesh, {"params": jax.eval_shape(policy.init, jax.random.key(0))})
-    with meshes.on(mesh):
-        _, text = ahead.compile_text(jax.jit(run).lower(params, *prompts))
+    params = compile_ahead.placed(mesh, {"params": jax.eval_shape(policy.init, jax.random.key(0))})
+    with meshes.use_mesh(mesh):
+        _, text = compile_ahead.compile_text(jax.jit(run).lower(params, *prompts))
     assert "all-gather" in text and "all-reduce" not in text and "reduce-scatter" not in text
 
 
 def test_what_invariant_generation_costs_is_not_told():
-    cfg = cli.load(f"{JOY}:tiny", [("team.invariant", "true")])
+    cfg = config_flags.load(f"{JOY}:tiny", [("team.batch_invariant", "true")])
     with pytest.raises(
-        ConfigError, match=r"^config\.team\.invariant: expected false: its loops .* run as often as lengths ask"
+        ConfigError, match=r"^config\.team\.batch_invariant: expected false: its loops .* run as often as lengths ask"
     ):
-        ahead.team_of(cfg, meshes.make_mesh(meshes.MeshConfig(8)), [], 0, "array")
+        compile_ahead.team_of(cfg, meshes.make_mesh(meshes.MeshConfig(8)), [], 0, "array")
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """How often programs were compiled; none is."""
-    stage, seen = ahead.Stage("", 0, 0, 0, 0, True, 1.0, 1.0, {}), []
+    stage, seen = compile_ahead.Stage("", 0, 0, 0, 0, True, 1.0, 1.0, {}), []
     stages = dict.fromkeys(("prefill", "accumulate", "apply"), stage)
-    monkeypatch.setattr(ahead, "compile_stages", lambda *args: seen.append(1) or stages)
+    monkeypatch.setattr(compile_ahead, "compile_stages", lambda *args: seen.append(1) or stages)
     return seen
 
 
 @needs_libtpu
 def test_stages_that_are_taken_over_keep_their_date_and_are_of_this_version(tiny, compiled):
-    made = lambda *known: aot.measure(tiny, "tiny", "v5e:2x2", "1,2,2", None, (), known)
+    made = lambda *known: plan_pod.measure(tiny, "tiny", "v5e:2x2", "1,2,2", None, (), known)
     row = made()
     assert made(row | {"date": "2026-01-01"})["date"] == "2026-01-01" and len(compiled) == 1
     other = row | {"date": "2026-01-01", "versions": {**row["versions"], "libtpu": "0"}}
@@ -310,29 +317,31 @@ def test_stages_that_are_taken_over_keep_their_date_and_are_of_this_version(tiny
 @needs_libtpu
 def test_an_offloaded_optimizer_is_on_no_chip_while_it_generates(tiny, compiled):
     away = dataclasses.replace(tiny, optimizer=dataclasses.replace(tiny.optimizer, offload=True))
-    kept, gone = (aot.measure(cfg, "tiny", "v5e:2x2", "1,2,2", None, ()) for cfg in (tiny, away))
+    kept, gone = (plan_pod.measure(cfg, "tiny", "v5e:2x2", "1,2,2", None, ()) for cfg in (tiny, away))
     less = {name: kept["peaks"][name] - gone["peaks"][name] for name in kept["peaks"]}
     moments = kept["held"]["optimizer"]
     assert less == {"prefill": moments, "accumulate": moments * 4 // 5, "apply": moments * 4 // 5}
-    assert aot.resident(tiny, HELD) == 6 * GB and aot.resident(away, HELD) == 5 * GB
+    assert plan_pod.resident(tiny, HELD) == 6 * GB and plan_pod.resident(away, HELD) == 5 * GB
 
 
 @needs_libtpu
 def test_what_cannot_fit_is_not_compiled(tiny, monkeypatch):
     small = costs.CHIPS["v5e"]._replace(memory=4_000_000.0)
     monkeypatch.setitem(costs.CHIPS, "v5e", small)
-    monkeypatch.setattr(ahead, "compile_stages", lambda *args: pytest.fail("compiled"))
-    row = aot.measure(tiny, "tiny", "v5e:2x2", "4,1,1", None, ())
+    monkeypatch.setattr(compile_ahead, "compile_stages", lambda *args: pytest.fail("compiled"))
+    row = plan_pod.measure(tiny, "tiny", "v5e:2x2", "4,1,1", None, ())
     assert not row["fits"] and "--config.mesh.data=1 --config.mesh.fsdp=4" in row["advice"]
     with pytest.raises(ConfigError, match="key/value heads"):
-        aot.measure(tiny, "tiny", "v5e:2x2", "1,1,4", None, ())
+        plan_pod.measure(tiny, "tiny", "v5e:2x2", "1,1,4", None, ())
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_a_chip_does_and_holds_the_same_on_a_larger_slice(tiny):
     """Weak scaling, 4 to 16 chips: data grows, fsdp and tensor stay, a node for each part of the rows."""
-    small, large = (aot.measure(tiny, "", t, "-1,2,2", 1, ("rollout", "accumulate")) for t in ("v5e:2x2", "v5e:4x4"))
+    small, large = (
+        plan_pod.measure(tiny, "", t, "-1,2,2", 1, ("rollout", "accumulate")) for t in ("v5e:2x2", "v5e:4x4")
+    )
     assert large["mesh"] == [4, 2, 2] and large["shape"]["nodes"] == 4 * small["shape"]["nodes"]
     sent = lambda row: sum(row["stages"]["accumulate"]["collectives"].values())
     for name in ("prefill", "decode", "accumulate"):

@@ -6,17 +6,27 @@ import dataclasses
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import Compiles
 
-from jaxmarl_llm.generate import Decoding, bucket, generate, pick, put_back, sample_completions, smaller, unfinished
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.sampling import Sampling, score
+from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.generation.generate import (
+    Decoding,
+    compaction_sizes,
+    gather_lanes,
+    generate,
+    sample_completions,
+    scatter_back,
+    unfinished,
+)
+from jaxmarl_llm.generation.sampling import Sampling, score
+from jaxmarl_llm.models.decoder import Config, make_policy
+from tests.toys import Compiles
 
 V = 61
 LLAMA3 = (
@@ -93,10 +103,10 @@ class Played(NamedTuple):
         return Played(*(x[index] for x in self))
 
 
-def play(model, tokens, length, keys, active=None, *, max_new=R, sampling=EVERY, **ends):
+def play(model, tokens, length, keys, active=None, *, max_new_tokens=R, sampling=EVERY, **ends):
     active = np.ones(len(length), bool) if active is None else active
     ends = {"stop_ids": (), "pad_id": 0, **ends}
-    out = generate(*model, tokens, length, keys, active, max_new=max_new, sampling=sampling, **ends)
+    out = generate(*model, tokens, length, keys, active, max_new_tokens=max_new_tokens, sampling=sampling, **ends)
     return Played(*(np.asarray(x) for x in (out.tokens, out.length, out.logprobs, out.truncated)))
 
 
@@ -212,7 +222,7 @@ def test_pad_equal_to_a_stop_id(qwen2, endless):
 
 def test_one_token_at_most(qwen2, endless):
     stops = tuple(np.unique(endless.tokens[:3, :, 0]).tolist())
-    out = play(qwen2, *prompts(N, P), sample_keys(N, G), max_new=1, stop_ids=stops)
+    out = play(qwen2, *prompts(N, P), sample_keys(N, G), max_new_tokens=1, stop_ids=stops)
     assert out.tokens.shape == (N, G, 1) and (out.length == 1).all()
     np.testing.assert_array_equal(out.tokens[..., 0], endless.tokens[..., 0])
     np.testing.assert_allclose(out.logprobs[..., 0], endless.logprobs[..., 0], atol=1e-5)
@@ -264,7 +274,7 @@ def test_a_larger_bucket_with_longer_padding(qwen2, base):
 
 def test_a_larger_limit(qwen2, base):
     """What had stopped stays the same; what was truncated goes on from the same tokens."""
-    out = play(qwen2, *prompts(N, P), sample_keys(N, G), max_new=R + 5, **ENDS)
+    out = play(qwen2, *prompts(N, P), sample_keys(N, G), max_new_tokens=R + 5, **ENDS)
     assert out.tokens.shape[-1] == R + 5
     first = Played(out.tokens[..., :R], np.minimum(out.length, R), out.logprobs[..., :R], out.length > R)
     assert_equal(first, base)
@@ -290,8 +300,10 @@ def counting(model, found):
 def test_the_unfinished_alone_say_what_they_say_together(qwen2, n, g):
     """Samples, caches and padding; with an inactive row, and prefixes that are gone on from."""
     (tokens, length), keys, active, sizes = prompts(n, P), sample_keys(n, g), np.arange(n) != 2, []
-    run = jax.jit(sample_completions, static_argnames=("policy", "max_new", "sampling", "compact", "keep", *ENDS))
-    fixed = {"max_new": 48, "sampling": EVERY, "keep": True, **ENDS}
+    run = jax.jit(
+        sample_completions, static_argnames=("policy", "max_new_tokens", "sampling", "compact", "keep", *ENDS)
+    )
+    fixed = {"max_new_tokens": 48, "sampling": EVERY, "keep": True, **ENDS}
 
     def both(prefix, start, tokens, length):
         out = []
@@ -305,16 +317,16 @@ def test_the_unfinished_alone_say_what_they_say_together(qwen2, n, g):
         filled = np.arange(47) < one.length[..., None] - 1
         for a, b in zip(jax.tree.leaves(s1), jax.tree.leaves(s2), strict=True):
             np.testing.assert_allclose(a[filled], b[filled], atol=1e-5)
-        jax.tree.map(np.testing.assert_array_equal, p1, p2)
+        chex.assert_trees_all_equal(p1, p2)
         jax.effects_barrier()
         late = np.sort(one.length.max(1) if n > 1 else one.length[0])[::-1]  # of nodes, or of samples of the only one
-        due, left = [], [n * g, *(a * b for a, b in smaller(n, g))]
-        fits = [n if n > 1 else g, *(a if n > 1 else b for a, b in smaller(n, g))]
+        due, left = [], [n * g, *(a * b for a, b in compaction_sizes(n, g))]
+        fits = [n if n > 1 else g, *(a if n > 1 else b for a, b in compaction_sizes(n, g))]
         for t in range(1, late[0]):  # the step behind t tokens is made for those that say more
             while len(left) > 1 and (late >= t).sum() <= fits[1]:
                 left, fits = left[1:], fits[1:]
             due.append(left[0])
-        assert sizes == due and len(set(due)) == 1 + len(smaller(n, g))
+        assert sizes == due and len(set(due)) == 1 + len(compaction_sizes(n, g))
         sizes.clear()
         return one, p1
 
@@ -324,11 +336,29 @@ def test_the_unfinished_alone_say_what_they_say_together(qwen2, n, g):
     both(wide, jnp.asarray(length), *prompts(n, 6, seed=3))
 
 
+@pytest.mark.parametrize("most", [R, 48])
+def test_each_row_ends_at_its_own_limit(qwen2, most):
+    """As in a launch of its own with that limit. 48 tokens gather unfinished samples into smaller loops."""
+    n = 4
+    (tokens, length), keys, limits = prompts(n, P), sample_keys(n, G), np.array([1, 3, most - 1, most], np.int32)
+    out = play(qwen2, tokens, length, keys, max_new_tokens=most, limit=limits, **ENDS)
+    for row, limit in enumerate(limits):
+        one = play(qwen2, *(x[row : row + 1] for x in (tokens, length, keys)), max_new_tokens=int(limit), **ENDS)
+        mine = out.rows([row])
+        assert (mine.length == one.length).all() and (mine.truncated == one.truncated).all()
+        assert (mine.tokens[..., :limit] == one.tokens).all() and (mine.tokens[..., limit:] == ENDS["pad_id"]).all()
+        np.testing.assert_allclose(mine.logprobs[..., :limit], one.logprobs, atol=1e-5)
+        assert (mine.logprobs[..., limit:] == 0).all()
+    assert out.truncated.any() and not out.truncated.all()
+    equal = play(qwen2, tokens, length, keys, max_new_tokens=most, limit=np.full((n,), most, np.int32), **ENDS)
+    assert_equal(equal, play(qwen2, tokens, length, keys, max_new_tokens=most, **ENDS))
+
+
 def test_sizes_of_those_that_go_on_alone():
     """Few, each is compiled; none where a quarter of the samples takes as long."""
     sizes = {(1, 1): [], (3, 5): [], (1, 16): [(1, 4)], (2, 8): [(1, 8)], (1, 64): [(1, 16), (1, 4)]}
     sizes |= {(6, 8): [(2, 8), (1, 8)], (64, 8): [(16, 8), (4, 8)], (2, 64): [(1, 64), (1, 16)]}
-    assert {of: smaller(*of) for of in sizes} == sizes
+    assert {of: compaction_sizes(*of) for of in sizes} == sizes
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=9), st.integers(0, 3))
@@ -342,11 +372,11 @@ def test_unfinished_names_every_sample_that_goes_on(rows, spare):
     assert sorted((nodes[i], k) for i in range(n) for k in samples[i] if k >= 0) == going
     numbers = jnp.arange(done.size).reshape(done.shape)
     state = Decoding(jnp.asarray(done), *[numbers] * 5, numbers[:, 0], {"k": numbers[:, :2]}, {"k": numbers})
-    picked = pick(state, nodes, samples)
+    picked = gather_lanes(state, nodes, samples)
     np.testing.assert_array_equal(picked.done, samples < 0)  # what stands for none is done
     np.testing.assert_array_equal(np.asarray(picked.length)[nodes >= 0], state.length[nodes[nodes >= 0]])
-    jax.tree.map(np.testing.assert_array_equal, put_back(state, nodes, samples, picked), state)
-    after = put_back(state, nodes, samples, picked.replace(count=picked.count + 100))
+    chex.assert_trees_all_equal(scatter_back(state, nodes, samples, picked), state)
+    after = scatter_back(state, nodes, samples, picked.replace(count=picked.count + 100))
     np.testing.assert_array_equal(after.count, numbers + 100 * ~done)
 
 
@@ -359,14 +389,14 @@ def test_many_rollouts_of_heavy_tailed_lengths_are_a_program_a_bucket_and_wait_f
         tokens, length = prompts(n, p, seed=launch % 200)
         keys = jax.random.wrap_key_data(rng.integers(0, 2**32, (n, 8, 2), dtype=np.uint32))
         with Compiles() as counted:
-            out = play(qwen2, tokens, length, keys, max_new=96, sampling=Sampling(), **ENDS)
+            out = play(qwen2, tokens, length, keys, max_new_tokens=96, sampling=Sampling(), **ENDS)
         compiled.append(counted.count)
         lengths.extend(out.length.ravel())
     assert sum(compiled[:200]) <= len(set(shapes)) + 3 and not any(compiled[200:])
     assert np.median(lengths) < 32 and max(lengths) == 96  # heavy-tailed
     # Nothing is read on the way: without values there is nothing to read.
     args = (tokens, length, keys, np.ones(len(length), bool))
-    said = jax.eval_shape(partial(generate, *qwen2, max_new=96, sampling=Sampling(), **ENDS), *args)
+    said = jax.eval_shape(partial(generate, *qwen2, max_new_tokens=96, sampling=Sampling(), **ENDS), *args)
     assert said.tokens.shape == (len(length), 8, 96)
 
 
@@ -413,7 +443,7 @@ def test_padding_ids_are_never_sampled():
     params = random_params(policy)
     embedding = params["embed"]["embedding"].at[used:].multiply(1e3)
     (tokens, length), keys = prompts(4, 8), sample_keys(4, 64)
-    run = partial(play, tokens=tokens % used, length=length, keys=keys, max_new=48, sampling=Sampling())
+    run = partial(play, tokens=tokens % used, length=length, keys=keys, max_new_tokens=48, sampling=Sampling())
     out = run((policy, {"params": {**params, "embed": {"embedding": embedding}}}))
     assert out.tokens.size == 12288 and out.truncated.all()
     assert out.tokens.max() < used and len(np.unique(out.tokens)) == used
@@ -463,7 +493,7 @@ def test_nothing_compiles_after_the_warm_up_of_a_bucket():
             tokens, length = prompts(rows, width, seed)
             before, programs = traces, compiles.count
             out = play(
-                model, tokens, np.minimum(length, p), sample_keys(rows, 2, seed), np.arange(rows) < n, max_new=3,
+                model, tokens, np.minimum(length, p), sample_keys(rows, 2, seed), np.arange(rows) < n, max_new_tokens=3,
                 stop_ids=(3, 17), sampling=Sampling(),
             )  # fmt: skip
             assert out.length[:n].all() and not out.length[n:].any()

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import conversation
 
-from jaxmarl_llm import plans, prefixes
-from jaxmarl_llm.generate import by_row, fill, generate
-from jaxmarl_llm.lora import init_lora
-from jaxmarl_llm.qwen import Config, make_policy
-from jaxmarl_llm.rollout_host import play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.generation import prefix_cache
+from jaxmarl_llm.generation.generate import by_row, fill, generate
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from jaxmarl_llm.rollout import plans
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostSettings, play
 from jaxmarl_llm.types import Model, Retrieval, Role, Team
-from jaxmarl_llm.workers import EnvPool
+from tests.toys import conversation
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -42,7 +43,7 @@ words = st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=1, max_size=1
 
 @given(words, st.lists(st.integers(0, 2), max_size=9))
 def test_the_trie_gives_every_beginning_one_slot(sequences, asked):
-    trie, slot_of, free = prefixes.Trie(), {}, 0
+    trie, slot_of, free = prefix_cache.Trie(), {}, 0
     for ids in sequences:
         slots, known = trie.add(array(ids), free)
         assert known == sum(tuple(ids[: t + 1]) in slot_of for t in range(len(ids)))
@@ -62,8 +63,8 @@ def test_the_trie_gives_every_beginning_one_slot(sequences, asked):
 def test_stems_are_what_rows_share(sequences, short):
     rows = [array(r) for r in sorted(sequences)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "SHORT", short)
-        found = [(level, tuple(ids.tolist())) for level, ids in prefixes.stems(rows, 0, 0)]
+        patch.setattr(prefix_cache, "MIN_REUSED_TOKENS", short)
+        found = [(level, tuple(ids.tolist())) for level, ids in prefix_cache.shared_prefixes(rows, 0, 0)]
     assert len({ids for _, ids in found}) == len(found)
     begins = lambda row, ids: tuple(row[: len(ids)]) == ids
     for level, ids in found:
@@ -152,7 +153,7 @@ def test_generation_goes_on_from_a_cache_and_gives_it_back():
     policy = model()
     variables, (tokens, length, start, rest) = variables_of(policy), ragged()
     keys = jax.random.wrap_key_data(np.random.default_rng(0).integers(0, 2**32, (5, 3, 2), dtype=np.uint32))
-    options = {"max_new": 6, "stop_ids": tuple(range(0, 264, 5)), "pad_id": 256, "sampling": Sampling()}
+    options = {"max_new_tokens": 6, "stop_ids": tuple(range(0, 264, 5)), "pad_id": 256, "sampling": Sampling()}
     active = np.ones(5, bool)
     whole, prefix, suffix = generate(policy, variables, tokens, length, keys, active, keep=True, **options)
     cached = cut_off(prefix, start)
@@ -177,7 +178,7 @@ def test_generation_goes_on_from_a_cache_and_gives_it_back():
 
 
 @functools.cache
-def make_team(kind, max_new=6):
+def make_team(kind, max_new_tokens=6):
     """Roles a and b of one model, of two, or of two adapters over a base."""
     names = ("m", "m") if kind == "shared" else ("a", "b")
     base = "base" if kind == "lora" else None
@@ -186,7 +187,7 @@ def make_team(kind, max_new=6):
     odd[[BYTES.EOS, *range(97, 105)]] = 3.0, *[1.5] * 8  # ends, and says alike things, often
     policy = policy._replace(unembed=lambda v, hidden, inner=policy.unembed: inner(v, hidden) + odd)
     models = tuple(Model(n, policy, BYTES, base) for n in dict.fromkeys(names))
-    return Team(tuple(Role(r, n, max_new) for r, n in zip("ab", names)), models)
+    return Team(tuple(Role(r, n, max_new_tokens) for r, n in zip("ab", names)), models)
 
 
 @functools.cache
@@ -204,10 +205,9 @@ def params_of(team):
 def go(env, team, plan, *, reuse=True, **options):
     with EnvPool(lambda: env, workers=0) as pool, pytest.MonkeyPatch.context() as patch:
         if not reuse:
-            patch.setattr(prefixes, "SHORT", 10**9)  # nothing is long enough
-        return play(
-            team, params_of(team), pool, TASKS, plan, jax.random.key(5), Sampling(), max_prompt=512, **options
-        ).tree
+            patch.setattr(prefix_cache, "MIN_REUSED_TOKENS", 10**9)  # nothing is long enough
+        settings = HostSettings(plan, Sampling(), max_prompt=512, **options)
+        return play(team, params_of(team), pool, TASKS, jax.random.key(5), settings).tree
 
 
 def assert_same_samples(a, b):

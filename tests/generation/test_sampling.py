@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.kernels.head_sample import BLOCK, first_over
-from jaxmarl_llm.sampling import Sampling, kept, sample, score
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling, kept, sample, score
+from jaxmarl_llm.kernels.head.sample import BLOCK, first_over
 
 LAST = np.float32(1 - 2**-24)  # the largest float32 below 1
 TINY = np.float32(2**-24)
@@ -331,7 +331,7 @@ def test_bfloat16_logits_are_scored_in_float32():
     "bad, line",
     [
         ({"temperature": -0.1}, "a.b.temperature: expected >= 0, got -0.1"),
-        ({"top_k": -1}, "a.b.top_k: expected >= 0 (0 keeps all), got -1"),
+        ({"top_k": -1}, "a.b.top_k: expected >= 0, got -1"),
         ({"top_p": 0.0}, "a.b.top_p: expected in (0, 1], got 0.0"),
         ({"top_p": 1.01}, "a.b.top_p: expected in (0, 1], got 1.01"),
         ({"min_p": -0.1}, "a.b.min_p: expected in [0, 1), got -0.1"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.kernels.group_attention import group_attention
+from jaxmarl_llm.kernels.attention.group import group_attention
 
 attend = jax.jit(group_attention)
 

@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toys
 from jax.sharding import PartitionSpec
 
-from jaxmarl_llm.kernels import head_loss as module
-from jaxmarl_llm.kernels.head import NEG, Head, logits
-from jaxmarl_llm.kernels.head_loss import chunk_tokens, head_logprob, head_loss
-from jaxmarl_llm.lora import init_lora
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.sampling import Sampling, score
-from jaxmarl_llm.train import Batch, make_learner
+from jaxmarl_llm.generation.sampling import Sampling, score
+from jaxmarl_llm.kernels.head import loss as module
+from jaxmarl_llm.kernels.head.head import NEG, Head, logits
+from jaxmarl_llm.kernels.head.loss import chunk_tokens, head_logprob, head_loss
+from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.training.learner import Batch, make_learner
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
+from tests import toys
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -317,9 +317,9 @@ def test_shards_of_the_vocabulary_equal_the_whole(form, outside):
 @pytest.mark.parametrize(
     "loss",
     [
-        Loss(kl_coef=0.1, entropy_coef=0.05, importance_cap=2.0),
-        Loss(level="sequence", aggregate="sequence"),
-        Loss(objective="dpo", aggregate="sum", clip_low=None),
+        Loss(kl_coef=0.1, entropy_coef=0.05, tis_clip=2.0),
+        Loss(ratio_level="sequence", aggregation="sequence"),
+        Loss(objective="dpo", aggregation="sum", clip_low=None),
     ],
     ids=["tokens", "completions", "groups"],
 )

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.kernels.head import Head
-from jaxmarl_llm.kernels.head_sample import BLOCK, argmax, head_sample, sample_logits
-from jaxmarl_llm.sampling import Sampling, kept, sample
+from jaxmarl_llm.generation.sampling import Sampling, kept, sample
+from jaxmarl_llm.kernels.head.head import Head
+from jaxmarl_llm.kernels.head.sample import BLOCK, argmax, head_sample, sample_logits
 
 LAST = np.float32(1 - 2**-24)
 # One block, whole blocks of 256, 128 and 64, blocks with a rest, and so many that they go in groups.

@@ -18,20 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_group_attention
-import test_tree_attention
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import meshes
-from jaxmarl_llm.kernels import group_blocks, tree_blocks
-from jaxmarl_llm.kernels.causal_attention import causal_attention
-from jaxmarl_llm.kernels.group_attention import group_attention
-from jaxmarl_llm.kernels.group_decode import group_decode_attention
-from jaxmarl_llm.kernels.head import Head
-from jaxmarl_llm.kernels.head_sample import head_sample
-from jaxmarl_llm.kernels.tree_attention import tree_attention
-from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.distributed import meshes
+from jaxmarl_llm.kernels.attention import group_decode_pallas, tree_pallas
+from jaxmarl_llm.kernels.attention.causal import causal_attention
+from jaxmarl_llm.kernels.attention.group import group_attention
+from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention
+from jaxmarl_llm.kernels.attention.tree import tree_attention
+from jaxmarl_llm.kernels.head.head import Head
+from jaxmarl_llm.kernels.head.sample import head_sample
+from jaxmarl_llm.models.decoder import Config, make_policy
+from tests.kernels import test_group_attention as test_group_attention
+from tests.kernels import test_tree_attention as test_tree_attention
 
 FORMS = ("xla", "gpu", "tpu")
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -120,7 +120,7 @@ def test_decode_gives_no_number_where_there_is_none():
     (q, pk, pv, ok, ov), _, _ = of_decode(np.random.default_rng(0), 2, 2, 6, 4, 2, 2, 8, jnp.float32)
     for impl in ("auto", "gpu", "tpu"):  # whoever asks for xla sees to it
         run = jax.jit(partial(group_decode_attention, impl=impl, interpret=True))
-        of = lambda length, t: np.isnan(run(q, pk, pv, np.array(length), ok, ov, t)).all((1, 2, 3, 4)).tolist()
+        of = lambda length, t, run=run: np.isnan(run(q, pk, pv, np.array(length), ok, ov, t)).all((1, 2, 3, 4)).tolist()
         assert of([0, 6], -1) == [True, False], impl
         assert of([0, 7], 3) == [False, True], impl
         assert of([1, 6], 4) == [True, True], impl
@@ -210,7 +210,7 @@ def test_tree_visits_the_blocks_that_are_seen():
     rng, size = np.random.default_rng(0), 16
     p, r, g = 4 * size, 2 * size, 8
     fork = np.concatenate([np.full(p, p + g * r), p + r * (1 + np.arange(g)).repeat(r)])
-    visits = jax.jit(tree_blocks.visits, static_argnums=(1, 2))
+    visits = jax.jit(tree_pallas.visits, static_argnums=(1, 2))
     (_, count), (_, back) = visits(fork[None], size, p + g * r)
     assert count.sum() == back.sum() == 10 + g * (2 * 4 + 3)
     (_, count), (_, back) = visits(fork[None], size, g * r)  # the responses alone ask
@@ -234,7 +234,7 @@ def test_tree_padding_gets_zeros_and_no_gradient():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 140, 2, 8)), jnp.float32)
     for impl in ("gpu", "tpu"):
         of = partial(tree_attention, end=end, impl=impl, interpret=True)
-        out, back = jax.jit(lambda *x: (of(*x), jax.vjp(of, *x)[1](jnp.ones_like(x[0]))))(x, x, x)
+        out, back = jax.jit(lambda *x, of=of: (of(*x), jax.vjp(of, *x)[1](jnp.ones_like(x[0]))))(x, x, x)
         for y in (out, *back):
             assert not np.asarray(y)[:, 100:].any() and np.asarray(y)[:, 1:100].any((2, 3)).all()
 
@@ -398,7 +398,7 @@ def test_the_model_takes_them_but_not_on_a_mesh():
     mesh = meshes.make_mesh(meshes.MeshConfig(data=8), jax.devices())
     for call, arguments in (prompt, decode, train, trees):
         assert "tpu_custom_call" in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
-        with meshes.on(mesh):
+        with meshes.use_mesh(mesh):
             assert "tpu_custom_call" not in lowered(lambda *x, call=call: call(*x), arguments, "tpu")
 
 
@@ -464,7 +464,7 @@ def test_parts_do_not_depend_on_how_the_keys_are_cut():
     q, k, v = (
         jnp.asarray(rng.normal(0, 0.5, s), jnp.float32) for s in ((1, 1, 3, 16), (1, 900, 1, 16), (1, 900, 1, 16))
     )
-    top, total, out = group_blocks.parts(q, k, v, jnp.array([850]), impl="gpu", interpret=True)
+    top, total, out = group_decode_pallas.parts(q, k, v, jnp.array([850]), impl="gpu", interpret=True)
     assert top.shape == (1, 4, 1, 3) and total.dtype == jnp.float32
     score = np.asarray(q[0, 0]) @ np.asarray(k[0, :850, 0]).T
     np.testing.assert_allclose(top.max(1)[0, 0], score.max(-1), rtol=1e-5)

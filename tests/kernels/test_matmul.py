@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm import qwen
 from jaxmarl_llm.kernels.matmul import matmul
+from jaxmarl_llm.models import decoder
 from jaxmarl_llm.types import PyTree
 
 # x [*T K], w [*B K N] and the sum, in letters
@@ -87,15 +88,15 @@ def test_operands_of_two_dtypes_are_refused():
         matmul(jnp.ones((2, 3)), jnp.ones((3, 4), jnp.bfloat16))
 
 
-TINY = qwen.Config(
+TINY = decoder.Config(
     vocab_size=32, hidden_size=16, intermediate_size=40, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8
 )
 TOKENS = 24
 
 
-def mlp() -> tuple[qwen.MLP, PyTree, jax.Array]:
+def mlp() -> tuple[decoder.MLP, PyTree, jax.Array]:
     x = jax.random.normal(jax.random.key(0), (1, TOKENS, TINY.hidden_size))
-    module = qwen.MLP(TINY)
+    module = decoder.MLP(TINY)
     return module, module.init(jax.random.key(1), x), x
 
 
@@ -111,7 +112,7 @@ def test_gradients_of_an_mlp_are_those_of_its_formula():
     plain = lambda v, x: (jax.nn.silu(x @ weight(v, "gate_proj")) * (x @ weight(v, "up_proj"))) @ weight(v, "down_proj")
     loss = lambda form: lambda v, x: jnp.cos(form(v, x)).sum()
     got, want = (jax.grad(loss(form), (0, 1))(variables, x) for form in (module.apply, plain))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("wide", ["in", "out"])

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.kernels.group_attention import group_attention
-from jaxmarl_llm.kernels.tree_attention import tree_attention
+from jaxmarl_llm.kernels.attention.group import group_attention
+from jaxmarl_llm.kernels.attention.tree import tree_attention
 
 attend = jax.jit(tree_attention, static_argnames=("chunk",))
 

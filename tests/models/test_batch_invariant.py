@@ -1,4 +1,4 @@
-"""Invariant generation: what is said is what `qwen.make_policy` says, and no bit of it depends on what is around it."""
+"""Invariant generation: the samples of `decoder.make_policy`, with bits that depend on nothing around them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,33 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from test_generate import ENDS, EVERY, FAMILIES, Played, play, prompts, random_params, sample_keys
-from test_lora import trained
 
-from jaxmarl_llm import meshes, sharding
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.compiled import make_evaluation, make_program
-from jaxmarl_llm.generate import by_row, generate
-from jaxmarl_llm.invariant import KEYS, ROWS, attend_to, in_tiles, invariant
-from jaxmarl_llm.meshes import MeshConfig, make_mesh
-from jaxmarl_llm.plans import flat
-from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.agents.team import Backbone, TeamConfig, make_team
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.generate import by_row, generate
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.batch_invariant import KEYS, ROWS, attend_to, in_tiles, invariant
+from jaxmarl_llm.models.decoder import make_policy
 from jaxmarl_llm.recipes import magrpo
-from jaxmarl_llm.rollout import make_rollout
-from jaxmarl_llm.rollout_host import play as play_host
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.team import Backbone, TeamConfig, make_team
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.workers import EnvPool
+from jaxmarl_llm.rollout.array import make_rollout
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostSettings
+from jaxmarl_llm.rollout.host import play as play_host
+from jaxmarl_llm.rollout.plans import flat
+from jaxmarl_llm.runs.compiled import make_evaluation, make_program
+from tests import toys
+from tests.generation.test_generate import ENDS, EVERY, FAMILIES, Played, play, prompts, random_params, sample_keys
+from tests.models.test_lora import trained
 
 N, G, P, R = 4, 5, 80, 9  # more rows than a tile has, more keys than a block
 WIDE = {"vocab_size": 64, "used_vocab": 61, "hidden_size": 96, "intermediate_size": 256}
@@ -38,7 +40,7 @@ WIDE = {"vocab_size": 64, "used_vocab": 61, "hidden_size": 96, "intermediate_siz
 
 def bits(got, want):
     """Equal to the last bit, in every leaf."""
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(want))
+    chex.assert_trees_all_equal(jax.device_get(got), jax.device_get(want))
 
 
 @functools.cache
@@ -67,7 +69,7 @@ def qwen2():
 @functools.cache
 def said(name="qwen2"):
     _, steady, variables = model_of(name)
-    return play((steady, variables), *prompts(N, P), sample_keys(N, G), max_new=R, **ENDS)
+    return play((steady, variables), *prompts(N, P), sample_keys(N, G), max_new_tokens=R, **ENDS)
 
 
 @pytest.mark.parametrize("sampling", [EVERY, Sampling(), Sampling(temperature=0.0)], ids=["filters", "plain", "greedy"])
@@ -76,7 +78,9 @@ def test_says_what_the_policy_says(model, sampling):
     base, steady, variables = model
     given = (*prompts(N, P), sample_keys(N, G))
     active = np.arange(N) != 2
-    out, want = (play((p, variables), *given, active, max_new=R, sampling=sampling, **ENDS) for p in (steady, base))
+    out, want = (
+        play((p, variables), *given, active, max_new_tokens=R, sampling=sampling, **ENDS) for p in (steady, base)
+    )
     np.testing.assert_array_equal(out.tokens, want.tokens)
     np.testing.assert_array_equal(out.length, want.length)
     np.testing.assert_allclose(out.logprobs, want.logprobs, rtol=0, atol=1e-5)
@@ -104,7 +108,7 @@ def test_a_sample_alone(name):
     (tokens, length), keys, all_of = prompts(N, P), sample_keys(N, G), said(name)
     for n, g in [(0, 0), (1, 4), (2, 2), (3, 1)]:
         row, one = slice(n, n + 1), slice(g, g + 1)
-        out = play((steady, variables), tokens[row], length[row], keys[row, one], max_new=R, **ENDS)
+        out = play((steady, variables), tokens[row], length[row], keys[row, one], max_new_tokens=R, **ENDS)
         bits(out, all_of.rows((row, one)))
 
 
@@ -112,7 +116,7 @@ def test_order_of_rows_and_samples(qwen2):
     _, steady, variables = qwen2
     (tokens, length), keys = prompts(N, P), sample_keys(N, G)
     rows, samples = np.array([2, 0, 3, 1]), np.array([4, 1, 0, 3, 2])
-    out = play((steady, variables), tokens[rows], length[rows], keys[rows][:, samples], max_new=R, **ENDS)
+    out = play((steady, variables), tokens[rows], length[rows], keys[rows][:, samples], max_new_tokens=R, **ENDS)
     bits(out, said().rows((rows[:, None], samples)))
 
 
@@ -125,7 +129,7 @@ def test_buckets(qwen2):
     many = jnp.concatenate([keys, keys[:2]])
     out = play((steady, variables), wide, np.append(length, [0, 200]).astype(np.int32), many, np.arange(6) < N, **ENDS)
     bits(out.rows(slice(N)), Played(*(x[..., :8] if x.ndim == 3 else x for x in cut(all_of, 8))))
-    out = play((steady, variables), tokens, length, keys, max_new=70, **ENDS)
+    out = play((steady, variables), tokens, length, keys, max_new_tokens=70, **ENDS)
     bits(cut(out, R), all_of)
     assert (out.length > R).any()
 
@@ -142,7 +146,7 @@ def test_prefilled_is_sampled_is_gone_on_from(name):
     """Keys, values and hidden states of a conversation, whoever computed them: a prompt, a sample, or what goes on."""
     _, steady, variables = model_of(name)
     (tokens, length), keys = prompts(N, P), sample_keys(N, G)
-    fixed = {"max_new": R, "stop_ids": (), "pad_id": 0, "sampling": Sampling(), "keep": True}
+    fixed = {"max_new_tokens": R, "stop_ids": (), "pad_id": 0, "sampling": Sampling(), "keep": True}
     out, prefix, suffix = generate(steady, variables, tokens, length, keys, np.ones(N, bool), **fixed)
     node, sample = 0, 3
     p = int(length[node])
@@ -185,7 +189,7 @@ def test_meshes_of_eight_devices(name, shape):
     _, steady, variables = model_of(name)
     mesh = make_mesh(MeshConfig(*shape))
     (tokens, length), keys = prompts(N, P), sample_keys(N, G)
-    fixed = {"max_new": R, "sampling": EVERY, "keep": True, **ENDS}
+    fixed = {"max_new_tokens": R, "sampling": EVERY, "keep": True, **ENDS}
 
     def run(variables, put):
         given = tokens[:3], length[:3], keys[:3], np.ones(3, bool)
@@ -197,7 +201,7 @@ def test_meshes_of_eight_devices(name, shape):
         )
 
     alone = run(variables, lambda tree: tree)
-    with meshes.on(mesh):
+    with meshes.use_mesh(mesh):
         placed = sharding.place(mesh, variables)
         meshed = run(placed, lambda tree: jax.tree.map(jnp.asarray, tree))
     bits(meshed[0], alone[0])
@@ -210,9 +214,12 @@ def test_meshes_of_eight_devices(name, shape):
 # ------------------------------------------------------------------------------------------------------ whole rollouts
 
 
-def team_of(roles, max_new):
+def team_of(roles, max_new_tokens):
     backbone = Backbone(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8)
-    return make_team(TeamConfig(share="shared", backbone=backbone, max_new=max_new, invariant=True), roles)
+    return make_team(
+        TeamConfig(parameter_sharing="shared", backbone=backbone, max_new_tokens=max_new_tokens, batch_invariant=True),
+        roles,
+    )
 
 
 def logprobs(tree, tasks):
@@ -225,15 +232,16 @@ def logprobs(tree, tasks):
 
 def test_a_host_rollout():
     """Three turns, each behind what is cached: one task alone, three, and on eight devices, where prompts go whole."""
-    team = team_of(("a", "b"), max_new=3)
+    team = team_of(("a", "b"), max_new_tokens=3)
     params, trees = toys.params(team), []
     for devices, tasks in ((None, [0]), (None, [0, 1, 2]), (8, [0, 1, 2])):
         mesh = None if devices is None else make_mesh(MeshConfig(devices))
         pool = EnvPool(functools.partial(toys.conversation, 3), workers=0)
         placed = params if mesh is None else sharding.place(mesh, params)
         names = [f"task {i}" for i in tasks]
-        with meshes.on(mesh):
-            got = play_host(team, placed, pool, names, flat(2), jax.random.key(5), Sampling(), max_prompt=512)
+        with meshes.use_mesh(mesh):
+            settings = HostSettings(flat(2), Sampling(), max_prompt=512)
+            got = play_host(team, placed, pool, names, jax.random.key(5), settings)
         trees.append(got.tree)
         sent, whole = int(got.tree.counts.prompt_tokens), int(got.tree.nodes.length[got.tree.nodes.valid].sum())
         assert (sent == whole) == (mesh is not None), (sent, whole)
@@ -243,11 +251,11 @@ def test_a_host_rollout():
 
 
 def test_an_array_rollout():
-    team = team_of(("a", "b"), max_new=3)
+    team = team_of(("a", "b"), max_new_tokens=3)
     run = jax.jit(make_rollout(team, toys.relay(2), flat(2), Sampling()))
     trees = []
     for mesh, tasks in ((None, 1), (None, 8), (make_mesh(MeshConfig(8)), 8)):
-        with meshes.on(mesh):
+        with meshes.use_mesh(mesh):
             params = toys.params(team) if mesh is None else sharding.place(mesh, toys.params(team))
             key, version = jax.random.key(2), jnp.int32(0)
             trees.append(sharding.to_host(run(params, None, toys.relay_tasks(tasks), key, version)))
@@ -257,17 +265,18 @@ def test_an_array_rollout():
 
 
 def test_one_launch_of_several_models_is_a_batch():
-    with pytest.raises(ConfigError, match=r"^team\.invariant: expected false with team\.stacked"):
-        TeamConfig(invariant=True, stacked=True).check("team")
+    with pytest.raises(ConfigError, match=r"^team\.batch_invariant: expected false with team\.batch_models"):
+        TeamConfig(batch_invariant=True, batch_models=True).check("team")
     with pytest.raises(ValueError, match="a policy of invariant generation: expected another where each row"):
         by_row(model_of("lora")[1], ("lora",))
 
 
 def test_what_is_vmapped_over_seeds_has_none():
     """Its tiles would be one product."""
-    cfg = magrpo.Config(env=EnvConfig("matrix", eval_tasks=4), team=TeamConfig(invariant=True))
-    for make in (lambda: make_program(cfg, flat(2)), lambda: make_evaluation(cfg)):
-        with pytest.raises(ConfigError, match=r"config\.team\.invariant: a run compiled as a whole has none"):
+    payoff = {"payoff": 1.0}
+    cfg = magrpo.Config(env=EnvConfig("matrix", eval_tasks=4), reward=payoff, team=TeamConfig(batch_invariant=True))
+    for make in (lambda: make_program(magrpo.make(cfg)), lambda: make_evaluation(cfg)):
+        with pytest.raises(ConfigError, match=r"config\.team\.batch_invariant: a run compiled as a whole has none"):
             make()
 
 
@@ -318,7 +327,7 @@ def test_tiles_are_of_one_size_and_lose_no_row(n):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_lowers_for_accelerators(qwen2, platform):
     _, steady, variables = qwen2
-    fixed = {"max_new": 4, "sampling": Sampling(), **ENDS}
+    fixed = {"max_new_tokens": 4, "sampling": Sampling(), **ENDS}
     run = jax.jit(lambda v, *rows: generate(steady, v, *rows, **fixed).logprobs)
     given = (variables, *prompts(N, P), sample_keys(N, G), np.ones(N, bool))
     text = run.trace(*given).lower(lowering_platforms=(platform,)).as_text()

@@ -7,17 +7,18 @@ import json
 import shutil
 import struct
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxmarl_llm import qwen, weights
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models import decoder, hf_weights
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
-SMALL = qwen.Config(
+SMALL = decoder.Config(
     vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
     tie_embeddings=True, attention_bias=True, qk_norm=False, family="qwen2",
 )  # fmt: skip
@@ -35,7 +36,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 
 def random_params(config):
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(qwen.make_policy(config).init, jax.random.key(0))
+    shapes = jax.eval_shape(decoder.make_policy(config).init, jax.random.key(0))
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
 
 
@@ -49,11 +50,11 @@ def config(request):
 def test_round_trip(config, dtype, max_shard_bytes, tmp_path):
     config = dataclasses.replace(config, dtype=dtype)
     params = random_params(config)
-    weights.save(tmp_path / "out", params, config, ByteTokenizer(), max_shard_bytes=max_shard_bytes)
-    loaded, back = weights.load(tmp_path / "out", dtype=dtype)
-    assert back == config and weights.read_config(tmp_path / "out") == dataclasses.replace(config, dtype="float32")
+    hf_weights.save(tmp_path / "out", params, config, ByteTokenizer(), max_shard_bytes=max_shard_bytes)
+    loaded, back = hf_weights.load(tmp_path / "out", dtype=dtype)
+    assert back == config and hf_weights.read_config(tmp_path / "out") == dataclasses.replace(config, dtype="float32")
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    chex.assert_trees_all_equal(loaded, params)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [257]
     shards = list((tmp_path / "out").glob("*.safetensors"))
     assert (len(shards) > 1) == (max_shard_bytes == 4000)
@@ -63,7 +64,7 @@ def test_round_trip(config, dtype, max_shard_bytes, tmp_path):
 
 def test_kernels_are_transposed_and_layers_stacked_in_order(tmp_path):
     params = random_params(SMALL)
-    weights.save(tmp_path / "out", params, SMALL)
+    hf_weights.save(tmp_path / "out", params, SMALL)
     file = load_file(tmp_path / "out" / "model.safetensors")
     np.testing.assert_array_equal(file[Q], np.asarray(params["layers"]["self_attn"]["q_proj"]["kernel"][1]).T)
     np.testing.assert_array_equal(file["model.embed_tokens.weight"], params["embed"]["embedding"])
@@ -71,19 +72,19 @@ def test_kernels_are_transposed_and_layers_stacked_in_order(tmp_path):
 
 def test_dtype_of_the_file_does_not_matter(tmp_path):
     params = random_params(SMALL)
-    weights.save(tmp_path / "out", params, SMALL, dtype="float16")
+    hf_weights.save(tmp_path / "out", params, SMALL, dtype="float16")
     assert load_file(tmp_path / "out" / "model.safetensors")[Q].dtype == np.float16
-    loaded, config = weights.load(tmp_path / "out")
+    loaded, config = hf_weights.load(tmp_path / "out")
     assert config.dtype == "float32"
     want = jax.tree.map(lambda leaf: leaf.astype(jnp.float16).astype(jnp.float32), params)
-    jax.tree.map(np.testing.assert_array_equal, loaded, want)
+    chex.assert_trees_all_equal(loaded, want)
 
 
 def test_only_one_leaf_is_on_the_host_at_a_time(tmp_path, monkeypatch):
     """Every leaf is placed, in the order of the file's leaves, before a tensor of the next one is read."""
-    weights.save(tmp_path / "out", random_params(SMALL), SMALL)
+    hf_weights.save(tmp_path / "out", random_params(SMALL), SMALL)
     events = []
-    read, place = weights.Safetensors.read, weights._place
+    read, place = hf_weights.Safetensors.read, hf_weights._place
 
     def spy_read(self, name, index):
         events.append(name)
@@ -94,10 +95,10 @@ def test_only_one_leaf_is_on_the_host_at_a_time(tmp_path, monkeypatch):
         events.append(array.shape)
         return array
 
-    monkeypatch.setattr(weights.Safetensors, "read", spy_read)
-    monkeypatch.setattr(weights, "_place", spy_place)
-    weights.load(tmp_path / "out")
-    assert events == [e for leaf in weights.leaves(SMALL) for e in (*leaf.names, leaf.full_shape)]
+    monkeypatch.setattr(hf_weights.Safetensors, "read", spy_read)
+    monkeypatch.setattr(hf_weights, "_place", spy_place)
+    hf_weights.load(tmp_path / "out")
+    assert events == [e for leaf in hf_weights.leaves(SMALL) for e in (*leaf.names, leaf.full_shape)]
 
 
 # Export
@@ -105,44 +106,44 @@ def test_only_one_leaf_is_on_the_host_at_a_time(tmp_path, monkeypatch):
 
 def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
     params = random_params(SMALL)
-    weights.save(tmp_path / "out", params, SMALL)
+    hf_weights.save(tmp_path / "out", params, SMALL)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights.os, "fsync", fail)
+    monkeypatch.setattr(hf_weights.os, "fsync", fail)
     for name in ("new", "out"):
         with pytest.raises(OSError, match="No space"):
-            weights.save(tmp_path / name, params, SMALL, overwrite=True)
+            hf_weights.save(tmp_path / name, params, SMALL, overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
 def test_overwriting_is_asked_for_and_cleans_up_after_a_killed_export(tmp_path):
     params = random_params(SMALL)
-    weights.save(tmp_path / "out", params, SMALL)
+    hf_weights.save(tmp_path / "out", params, SMALL)
     with pytest.raises(ConfigError, match="overwrite"):
-        weights.save(tmp_path / "out", params, SMALL)
+        hf_weights.save(tmp_path / "out", params, SMALL)
     (tmp_path / ".out.tmp").mkdir()
     (tmp_path / ".out.tmp" / "junk").touch()
     doubled = jax.tree.map(lambda leaf: 2 * leaf, params)
-    weights.save(tmp_path / "out", doubled, SMALL, overwrite=True)
+    hf_weights.save(tmp_path / "out", doubled, SMALL, overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert not (tmp_path / "out" / "junk").exists()
-    jax.tree.map(np.testing.assert_array_equal, weights.load(tmp_path / "out")[0], doubled)
+    chex.assert_trees_all_equal(hf_weights.load(tmp_path / "out")[0], doubled)
 
 
 def test_parameters_that_do_not_fit_the_config(tmp_path):
     params = random_params(SMALL)
     with pytest.raises(ConfigError, match=r"k_proj/bias: expected nothing, found \(3, 16\)"):
-        weights.save(tmp_path / "out", params, dataclasses.replace(SMALL, attention_bias=False))
+        hf_weights.save(tmp_path / "out", params, dataclasses.replace(SMALL, attention_bias=False))
     with pytest.raises(ConfigError, match=r"lm_head/kernel: expected \(16, 300\), found nothing"):
-        weights.save(tmp_path / "out", params, dataclasses.replace(SMALL, tie_embeddings=False))
+        hf_weights.save(tmp_path / "out", params, dataclasses.replace(SMALL, tie_embeddings=False))
     with pytest.raises(ConfigError, match="264 ids, the embedding 263 rows"):
-        weights.save(tmp_path / "out", params, dataclasses.replace(SMALL, vocab_size=263), ByteTokenizer())
+        hf_weights.save(tmp_path / "out", params, dataclasses.replace(SMALL, vocab_size=263), ByteTokenizer())
     with pytest.raises(ConfigError, match="int8"):
-        weights.save(tmp_path / "out", params, SMALL, dtype="int8")
+        hf_weights.save(tmp_path / "out", params, SMALL, dtype="int8")
     assert not list(tmp_path.iterdir())
 
 
@@ -248,14 +249,14 @@ SHARDED = {
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     path, params = tmp_path_factory.mktemp("exported"), random_params(SMALL)
-    weights.save(path / "whole", params, SMALL)
-    weights.save(path / "sharded", params, SMALL, max_shard_bytes=4000)
+    hf_weights.save(path / "whole", params, SMALL)
+    hf_weights.save(path / "sharded", params, SMALL, max_shard_bytes=4000)
     return path
 
 
 def assert_refused(path, message):
     with pytest.raises(ConfigError, match=message) as error:
-        weights.load(path)
+        hf_weights.load(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
@@ -279,8 +280,8 @@ def test_harmless_extras_are_ignored(exported, tmp_path):
     path = shutil.copytree(exported / "whole", tmp_path / "model")
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
     edit_tensors(path, lambda t: t.update(extra, **{"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
-    loaded, _ = weights.load(path)
-    jax.tree.map(np.testing.assert_array_equal, loaded, random_params(SMALL))
+    loaded, _ = hf_weights.load(path)
+    chex.assert_trees_all_equal(loaded, random_params(SMALL))
 
 
 def test_broken_gguf(tmp_path):

@@ -6,14 +6,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_generate import ENDS, EVERY, QWEN2, G, N, P, R, V, forced, grade, play, prompts, random_params, sample_keys
-from test_generate import sampled as sampled_tokens
 
-from jaxmarl_llm.lora import TARGETS, init_lora, merge_lora
-from jaxmarl_llm.qwen import make_policy
-from jaxmarl_llm.sampling import Sampling, score
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling, score
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.lora import TARGETS, init_lora, merge_lora
 from jaxmarl_llm.types import Model
+from tests.generation.test_generate import (
+    ENDS,
+    EVERY,
+    QWEN2,
+    G,
+    N,
+    P,
+    R,
+    V,
+    forced,
+    grade,
+    play,
+    prompts,
+    random_params,
+    sample_keys,
+)
+from tests.generation.test_generate import sampled as sampled_tokens
 
 SCALE = QWEN2.lora_scale
 RANK = 3

@@ -8,17 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
 
-from jaxmarl_llm import sharding, weights
-from jaxmarl_llm.meshes import MeshConfig, make_mesh
-from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.models import hf_weights
+from jaxmarl_llm.models.decoder import Config, make_policy
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def random_params(cfg, dtype=np.float32):
@@ -33,8 +35,8 @@ def test_every_device_gets_its_part(mesh, dtype, tmp_path, monkeypatch):
     """The parts are those of the whole, and no tensor that is cut is read as a whole."""
     cfg = Config(264, 64, 128, 2, 8, 8, 8, tie_embeddings=False, dtype=np.dtype(dtype).name)
     params = random_params(cfg, dtype)
-    weights.save(tmp_path / "model", params, cfg, max_shard_bytes=60_000)
-    read, opened, sizes, whole = weights.Safetensors.read, safetensors.safe_open, {}, set()
+    hf_weights.save(tmp_path / "model", params, cfg, max_shard_bytes=60_000)
+    read, opened, sizes, whole = hf_weights.Safetensors.read, safetensors.safe_open, {}, set()
 
     class Handle:
         def __init__(self, *args, **kwargs):
@@ -54,12 +56,12 @@ def test_every_device_gets_its_part(mesh, dtype, tmp_path, monkeypatch):
         sizes.setdefault(name, []).append(part.size)
         return part
 
-    monkeypatch.setattr(weights.Safetensors, "read", spy)
+    monkeypatch.setattr(hf_weights.Safetensors, "read", spy)
     where = sharding.shardings(make_mesh(MeshConfig(*mesh)), params)
-    loaded, _ = weights.load(tmp_path / "model", dtype=dtype, sharding=where)
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    loaded, _ = hf_weights.load(tmp_path / "model", dtype=dtype, sharding=where)
+    chex.assert_trees_all_equal(loaded, params)
     assert jax.tree.map(lambda x: x.sharding, loaded) == where
-    for leaf in weights.leaves(cfg):
+    for leaf in hf_weights.leaves(cfg):
         array = loaded
         for key in leaf.path:
             array = array[key]
@@ -73,8 +75,9 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import jax
-from jaxmarl_llm import meshes, sharding, weights
-from jaxmarl_llm.qwen import make_policy
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.models import hf_weights as weights
+from jaxmarl_llm.models.decoder import make_policy
 
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
@@ -102,7 +105,7 @@ def test_peak_host_memory_of_a_sharded_load(tmp_path):
     pages of the files are not.
     """
     cfg = Config(8192, 512, 2048, 11, 8, 8, 64, family="llama", attention_bias=False, tie_embeddings=True)
-    weights.save(tmp_path / "model", random_params(cfg), cfg, max_shard_bytes=52_000_000)
+    hf_weights.save(tmp_path / "model", random_params(cfg), cfg, max_shard_bytes=52_000_000)
     files = [f.stat().st_size for f in (tmp_path / "model").glob("*.safetensors")]
     assert len(files) == 4 and sum(files) > 190e6
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm import tabular
-from jaxmarl_llm.generate import generate
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.train import Batch, make_learner
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.generate import generate
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models import tabular
+from jaxmarl_llm.training.learner import Batch, make_learner
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
 
 PROMPTS, MOVES = ((5, 6), (5,), (5, 6, 7), (6, 5)), (3, 9, 4)
 POLICY = tabular.make_policy(tabular.Config(PROMPTS, MOVES, 12))
@@ -38,7 +38,16 @@ def test_a_prompt_finds_its_row_and_nothing_but_moves_is_said():
     tokens, length = prompts(rows, 5)
     keys = jax.random.split(jax.random.key(1), (5, 4000))
     said = generate(
-        POLICY, OWN, tokens, length, keys, np.ones(5, bool), max_new=1, stop_ids=(), pad_id=0, sampling=Sampling()
+        POLICY,
+        OWN,
+        tokens,
+        length,
+        keys,
+        np.ones(5, bool),
+        max_new_tokens=1,
+        stop_ids=(),
+        pad_id=0,
+        sampling=Sampling(),
     )
     expected = softmax(LOGITS)[rows]
     share = np.stack([(said.tokens[:, :, 0] == m).mean(1) for m in MOVES], 1)
@@ -55,7 +64,7 @@ def test_the_learner_has_the_softmax_gradient():
     advantages, weights = rng.normal(size=(2, 3, 2, 1)).astype(np.float32)
     weights = np.abs(weights)
     batch = Batch(tokens, length, completions, weights, advantages, np.zeros_like(weights))
-    learner = make_learner(POLICY, Loss(clip_low=None, aggregate="sum"), Optimizer(), Sampling())
+    learner = make_learner(POLICY, Loss(clip_low=None, aggregation="sum"), Optimizer(), Sampling())
     gradient, metrics, _ = learner.accumulate(OWN, None, batch, None)
     pi, by_hand = softmax(LOGITS), np.zeros((4, 3))
     for n, row in enumerate([2, 0, 2]):
@@ -73,7 +82,7 @@ def test_what_it_does_not_know_is_not_hidden():
     assert np.isnan(hidden[0]).all() and np.isfinite(hidden[1]).all()
     second, _ = POLICY.decode(OWN, np.array([[3]]), (), np.array([1]), (), 0)
     assert np.isnan(second).all()
-    with pytest.raises(ValueError, match="says one token, not 2"):
+    with pytest.raises(ValueError, match="samples one token, not 2"):
         POLICY.hidden(OWN, np.array([[5]]), np.array([1]), np.zeros((1, 1, 2), np.int32))
     for wrong, key in (((), "prompts"), (((5,), (5,)), "prompts")):
         with pytest.raises(ConfigError, match=key):

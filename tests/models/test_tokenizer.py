@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.text import Action, ConfigError, Message
-from jaxmarl_llm.tokenizer import ByteTokenizer, HFTokenizer
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, Message
+from jaxmarl_llm.models.tokenizer import ByteTokenizer, HFTokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / "weights" / "smollm2"
 TOKENIZERS = Path(os.environ.get("JAXMARL_TOKENIZERS", ROOT.parent / "shared" / "tokenizers"))
 BYTES = ByteTokenizer()

@@ -8,31 +8,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.claims import advantage_alignment as claims
 from experiments.configs.advantage_alignment import VARIANTS, get_config, tiny
-from jaxmarl_llm import advantages, loop, past
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.checkpoint import digests
-from jaxmarl_llm.compiled import make_program
+from jaxmarl_llm.agents import snapshots
+from jaxmarl_llm.agents.memory import MemoryConfig
+from jaxmarl_llm.agents.snapshots import Past
+from jaxmarl_llm.agents.team import TeamConfig, make_team, with_past
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.past import Past
-from jaxmarl_llm.plans import flat
+from jaxmarl_llm.credit import advantages
+from jaxmarl_llm.credit import returns as return_rules
+from jaxmarl_llm.credit.assign import assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.envs.matrix import array as matrix
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.recipes import advantage_alignment as recipe_of
-from jaxmarl_llm.rollout_host import play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT, RunConfig
-from jaxmarl_llm.team import TeamConfig, make_team, with_past
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostSettings, play
+from jaxmarl_llm.rollout.plans import flat
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.runs.phases import make_recipe
+from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.types import FROZEN, POLICY
-from jaxmarl_llm.workers import EnvPool
+from tests import reference, toys
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -44,7 +48,7 @@ seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 align = jax.jit(advantages.advantage_alignment, static_argnames=("max_turns", "beta", "discount", "fade"))
 joint_values = jax.jit(advantages.joint_values, static_argnames=("num_roles",))
-step_returns = jax.jit(advantages.step_returns, static_argnames=("num_steps", "reduce"))
+step_returns = jax.jit(return_rules.step_returns, static_argnames=("num_steps", "reduce"))
 
 
 def twin(advantage, parent, turn, valid, beta, discount, fade):
@@ -69,9 +73,9 @@ def twin(advantage, parent, turn, valid, beta, discount, fade):
 
 def credited(payoff, **changes):
     """Advantage [T n 2] of matches of one task, rewards [T n 2]."""
-    rule = Credit(0.96, "task_role_turn", "loo", "none", **{"coupling": 2.0, **changes})
+    rule = recipe_of.algorithm(recipe_of.Config(**changes)).credit
     tree = claims.tree_of(jnp.asarray(payoff, jnp.float32))
-    got = assign(rule, tree, weights=(("payoff", 1.0),), max_turns=len(payoff), num_tasks=1, num_roles=2)
+    got = assign(rule, tree, weights=(("payoff", 1.0),), sizes=Sizes(len(payoff), 1, 2))
     return np.asarray(got.advantage).reshape(np.shape(payoff))
 
 
@@ -80,14 +84,17 @@ PAIR = np.stack([np.transpose(FIRST), np.transpose(SECOND)], -1)  # [T n 2]
 
 
 def test_golden_credit():
-    alone, both = credited(PAIR, coupling=0.0), credited(PAIR)
+    alone, both = credited(PAIR, beta=0.0), credited(PAIR)
     a1, a2 = np.array([-0.08, 2, 0]), np.array([4.92, 2, 0])
     np.testing.assert_allclose(alone, np.stack([np.stack([a1, -a1], 1), np.stack([a2, -a2], 1)], -1), atol=1e-6)
     np.testing.assert_allclose(both[:, 0, 0], [-0.08, 1.6928, 0], atol=1e-6)
     np.testing.assert_allclose(both[:, 1, 0], [0.08, -2.3072, 0], atol=1e-6)
     other = 2 * 0.96 * 4.92 * 2  # of the second player: its past times the first one's advantage
     np.testing.assert_allclose(both[1, :, 1], [2 + other, -2 + other], rtol=1e-6)
-    faded = credited(PAIR, coupling_fade=True)
+    shipped = credited(PAIR, extra_discount=True)  # one more discount on the product alone
+    np.testing.assert_allclose(shipped, alone + 0.96 * (both - alone), atol=1e-5)
+    assert shipped[1, 0, 0] == pytest.approx(1.7051, abs=5e-5)
+    faded = credited(PAIR, fade=True)
     np.testing.assert_allclose(faded, both * 0.96 ** np.arange(3)[:, None, None], rtol=1e-5)
 
 
@@ -117,7 +124,7 @@ def test_laws_of_the_coupling():
     np.testing.assert_array_equal(flat_, plain)
     assert not credited(np.full((4, 8, 2), 3.0)).any()  # all rewards equal
     assert not credited(PAIR[:, :1]).any()  # a group of one
-    np.testing.assert_allclose(credited(PAIR[:1]), credited(PAIR[:1], coupling=0.0))
+    np.testing.assert_allclose(credited(PAIR[:1]), credited(PAIR[:1], beta=0.0))
 
 
 @quick
@@ -158,8 +165,8 @@ def test_credit_of_ragged_matches_equals_the_slow_twin(rng, beta):
         transitions=moves.replace(valid=valid, played=played, steps=steps, parent=parent),
         steps=tree.steps.replace(valid=spoken),
     )
-    rule = Credit(0.96, "task_role_turn", "loo", "none", coupling=beta)
-    got = assign(rule, tree, weights=(("payoff", 1.0),), max_turns=turns, num_tasks=1, num_roles=2)
+    rule = recipe_of.algorithm(recipe_of.Config(beta=beta)).credit
+    got = assign(rule, tree, weights=(("payoff", 1.0),), sizes=Sizes(turns, 1, 2))
     returns, ok = reference.returns_to_go(payoff.reshape(-1, 2), parent, valid, 0.96)
     role, turn = tree.nodes.role, tree.nodes.turn
     value, has = reference.step_returns(steps, role, returns, ok, "mean")
@@ -177,14 +184,14 @@ def agents(value):
 
 
 def test_the_ring_keeps_the_newest_and_starts_with_the_current_policy():
-    ring = past.init(agents(0), 3)
-    got = past.draw(ring, agents(7), KEY)
+    ring = snapshots.init(agents(0), 3)
+    got = snapshots.draw(ring, agents(7), KEY)
     assert set(got) == {"a", "b", "a-past", "b-past"} and got["a-past"]["params"]["w"][0] == 7
     for step in range(1, 6):
-        ring = past.push(ring, agents(step))
+        ring = snapshots.push(ring, agents(step))
         seen = set()
         for k in range(40):
-            got = past.draw(ring, agents(9), jax.random.key(k))
+            got = snapshots.draw(ring, agents(9), jax.random.key(k))
             assert got["a"]["params"]["w"][0] == 9
             assert got["a-past"]["params"]["w"][0] == -got["b-past"]["params"]["w"][0]  # of one moment
             seen.add(int(got["a-past"]["params"]["w"][0]))
@@ -193,7 +200,7 @@ def test_the_ring_keeps_the_newest_and_starts_with_the_current_policy():
 
 def test_at_most_one_seat_of_a_task_is_cast_anew():
     for share in (0.0, 0.5, 1.0):
-        got = np.asarray(past.cast(KEY, 2000, 3, share))
+        got = np.asarray(snapshots.assignment(KEY, 2000, 3, share))
         assert got.max(initial=0) <= 1 and got.sum(1).max(initial=0) <= 1
         assert abs(got.sum(1).mean() - share) < 0.05
         assert not share or np.ptp(got.mean(0)) < 0.05
@@ -206,7 +213,7 @@ def config(**changes):
         group=3,
         env=EnvConfig("dilemma", {"rounds": 1}, eval_tasks=2),
         sft=SFT(steps=0),
-        past=Past(size=2, every=1, share=0.7),
+        past=Past(size=2, every=1, fraction=0.7),
         run=RunConfig(checkpoint_every=2, eval_every=0, tensorboard=False),
     )
     return dataclasses.replace(tiny(), **{**small, **changes})
@@ -214,7 +221,7 @@ def config(**changes):
 
 @functools.cache
 def made(share="shared"):
-    cfg = config(team=dataclasses.replace(tiny().team, share=share))
+    cfg = config(team=dataclasses.replace(tiny().team, parameter_sharing=share))
     return cfg, recipe_of.make(cfg)
 
 
@@ -222,26 +229,28 @@ def logger(path):
     return Logger(path, resume_step=None, total_steps=1, tensorboard=False)
 
 
-def rolled(recipe, params, cast, key=KEY):
-    team = with_past(recipe.team) if cast is not None else recipe.team
-    out = recipe.arena.play(team, params, {}, range(4), flat(3), key, Sampling(), None, version=0, cast=cast)
+def rolled(recipe, params, assignment, key=KEY):
+    team = with_past(recipe.team) if assignment is not None else recipe.team
+    out = recipe.env_runner.play(
+        team, params, {}, range(4), flat(3), key, Sampling(), None, version=0, assignment=assignment
+    )
     return out.tree
 
 
-def test_understudies_play_what_the_cast_says():
-    """Each node's samples are those of the model that speaks there, whoever else is cast."""
+def test_opponent_models_play_what_the_assignment_says():
+    """Each node's samples are those of the model that speaks there, whoever else is assigned."""
     _, recipe = made("separate")
     now, before = (recipe.init(0).params["agents"], jax.tree.map(lambda x: 1.7 * x, recipe.init(0).params["agents"]))
-    params = {"shared": {}, "agents": {**now, **{past.understudy(k): v for k, v in before.items()}}}
-    cast = jnp.array([[0, 0], [1, 0], [0, 1], [1, 1]])
-    mixed = rolled(recipe, params, cast)
+    params = {"shared": {}, "agents": {**now, **{snapshots.opponent_model(k): v for k, v in before.items()}}}
+    assignment = jnp.array([[0, 0], [1, 0], [0, 1], [1, 1]])
+    mixed = rolled(recipe, params, assignment)
     alone = {0: rolled(recipe, params, None), 1: rolled(recipe, {"shared": {}, "agents": before}, None)}
     names = [m.name for m in with_past(recipe.team).models]
-    of_step = np.asarray(cast)[mixed.nodes.task, mixed.nodes.role][mixed.steps.node]
+    of_step = np.asarray(assignment)[mixed.nodes.task, mixed.nodes.role][mixed.steps.node]
     np.testing.assert_array_equal(mixed.steps.source, np.where(of_step > 0, FROZEN, POLICY))
     for n, (task, role) in enumerate(zip(mixed.nodes.task, mixed.nodes.role)):
         name = names[mixed.nodes.model[n]]
-        assert name.endswith("-past") == bool(cast[task, role])
+        assert name.endswith("-past") == bool(assignment[task, role])
         assert name.split("-")[0] == recipe.team.roles[role].model
     for who, tree in alone.items():
         rows = of_step == who
@@ -254,28 +263,28 @@ def test_a_cast_of_nobody_is_the_plain_rollout():
     _, recipe = made()
     own = recipe.init(0).params["agents"]
     params = {"shared": {}, "agents": {**own, "team-past": own["team"]}}
-    plain, cast = rolled(recipe, params, None), rolled(recipe, params, jnp.zeros((4, 2), int))
+    plain, assignment = rolled(recipe, params, None), rolled(recipe, params, jnp.zeros((4, 2), int))
     for part in ("nodes", "steps", "transitions"):
-        assert digests(getattr(plain, part)) == digests(getattr(cast, part))
+        assert digests(getattr(plain, part)) == digests(getattr(assignment, part))
 
 
 def test_what_past_policies_played_is_not_trained(tmp_path):
     """With every first seat past, the first model stays as it was, the second is updated."""
     cfg, recipe = made("separate")
     state = recipe.init(0)
-    play_, seen = recipe.arena.play, []
+    play_, seen = recipe.env_runner.play, []
 
-    def first(*args, cast, **kwargs):
-        seen.append(play_(*args, cast=jnp.array([[1, 0]] * 4), **kwargs))
+    def first(*args, assignment, **kwargs):
+        seen.append(play_(*args, assignment=jnp.array([[1, 0]] * 4), **kwargs))
         return seen[-1]
 
-    recipe.arena.play = first
+    recipe.env_runner.play = first
     try:
         before = digests(state.params["agents"]), digests(state.opt_state)
         with logger(tmp_path) as log:
             after, _ = recipe.step(state, log)
     finally:
-        recipe.arena.play = play_
+        recipe.env_runner.play = play_
     changed = {
         name
         for old, new in zip(before, (digests(after.params["agents"]), digests(after.opt_state)))
@@ -305,11 +314,12 @@ def test_both_engines_cast_alike():
     recipe = recipe_of.make(config(env=EnvConfig("dilemma", {"rounds": 2})))
     own = recipe.init(0).params["agents"]["team"]
     params = {"shared": {}, "agents": {"team": own, "team-past": jax.tree.map(lambda x: 1.7 * x, own)}}
-    cast = jnp.array([[0, 0], [1, 0], [0, 1], [1, 1]])
-    array = rolled(recipe, params, cast)
+    assignment = jnp.array([[0, 0], [1, 0], [0, 1], [1, 1]])
+    array = rolled(recipe, params, assignment)
     with EnvPool(functools.partial(toys.text_game, PRISONERS), workers=0) as pool:
         team = with_past(recipe.team)
-        host = play(team, params, pool, range(4), flat(3), KEY, Sampling(), max_prompt=16, cast=np.asarray(cast)).tree
+        settings = HostSettings(flat(3), Sampling(), max_prompt=16, assignment=np.asarray(assignment))
+        host = play(team, params, pool, range(4), KEY, settings).tree
 
     def table(tree):
         rows = np.flatnonzero(tree.steps.valid)
@@ -332,8 +342,8 @@ def test_both_engines_cast_alike():
     [
         ({"group": 1}, "config.group"),
         ({"credit": {"group": "node"}}, "config.credit.group"),
-        ({"credit": {"group": "task_role_turn", "scale": "std"}}, "config.credit.scale"),
-        ({"credit": {"group": "task_role_turn", "scale": "none", "coupling": float("nan")}}, "config.credit.coupling"),
+        ({"credit": {"group": "task_role_turn", "normalise": "std"}}, "config.credit.normalise"),
+        ({"beta": float("inf")}, "config.beta"),
         ({"past": {"size": -1}}, "config.past"),
         ({"past": {"size": 2}, "team": {"critic": "head"}}, "config.past.size"),
     ],
@@ -346,8 +356,10 @@ def test_bad_configurations_name_the_key(changes, message):
 
 def test_past_policies_are_refused_where_there_are_none():
     cfg = config(loss=dataclasses.replace(tiny().loss, kl_coef=0.0))
+    cfg = dataclasses.replace(cfg, past=Past(size=2))
+    memory = dataclasses.replace(recipe_of.algorithm(cfg), memory=MemoryConfig())
     with pytest.raises(ConfigError, match=r"config\.past\.size"):
-        make_program(cfg, flat(2))
+        make_recipe(cfg, recipe_of.make_plan(cfg), memory)
     with pytest.raises(ConfigError, match="'a-past'"):
         with_past(make_team(TeamConfig(), ("a", "a-past")))
 
@@ -355,13 +367,13 @@ def test_past_policies_are_refused_where_there_are_none():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_are_configurations(variant):
     cfg = from_dict(recipe_of.Config, get_config(variant).to_dict())
-    assert (cfg.credit.coupling == 0) == (variant == "naive") and cfg.team.max_new >= cfg.env.build().max_new
+    assert (cfg.beta == 0) == (variant == "naive") and cfg.team.max_new_tokens >= cfg.env.build().max_new_tokens
 
 
 def test_the_tabular_game_needs_the_coupling():
     """A short form of the claim: 250 updates of two seeds."""
-    rule = recipe_of.Config().credit
+    rule = lambda **changes: recipe_of.algorithm(recipe_of.Config(**changes)).credit
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims, "UPDATES", 250)
-        on, off = (claims.tabular(jnp.arange(2), r) for r in (rule, dataclasses.replace(rule, coupling=0.0)))
+        on, off = (claims.tabular(jnp.arange(2), r) for r in (rule(), rule(beta=0.0)))
     assert min(on["cooperation"]) > 0.4 > 0.1 > max(off["cooperation"])

@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
+from jaxmarl_llm.credit.assign import Credit, assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import dr_mas
-from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
+from tests import reference
 
 SOLVER, VERIFIER, TURNS, A = 0, 1, 6, 2
 NORM = dr_mas.Config().credit
@@ -42,7 +43,6 @@ def tree_of(episodes):
         task=pad(task, 0),
         turn=pad(turn, 0),
         parent=pad(parent, -1),
-        crn=pad(task, 0),
         retrieved=Retrieval.empty(c),
         valid=valid,
     )
@@ -71,8 +71,9 @@ def tree_of(episodes):
     return Tree(nodes, steps, moves, Counts(*[np.int32(0)] * 7))
 
 
-def credited(rule, tree, tasks=1):
-    got = assign(rule, tree, weights=(("accuracy", 1.0),), max_turns=TURNS, num_tasks=tasks, num_roles=A)
+def credited(settings, tree, tasks=1):
+    rule = dr_mas.algorithm(dr_mas.Config(credit=settings)).credit
+    got = assign(rule, tree, weights=(("accuracy", 1.0),), sizes=Sizes(TURNS, tasks, A))
     return jax.device_get(got)
 
 
@@ -193,7 +194,7 @@ def config(**changes):
     base = dr_mas.Config(
         steps=2,
         batch=4,
-        team=TeamConfig(backbone=TINY, max_new=2, remat=False),
+        team=TeamConfig(backbone=TINY, max_new_tokens=2, remat=False),
         env=EnvConfig("chain", {"protocol": "verify"}, eval_tasks=4),
     )
     return dataclasses.replace(base, **changes)
@@ -228,5 +229,5 @@ def test_bad_configurations(change, message):
 
 
 def test_statistics_are_over_steps_or_episodes():
-    with pytest.raises(ConfigError, match=r"config\.credit\.over: expected one of"):
+    with pytest.raises(ConfigError, match=r"config\.credit\.over: unknown value"):
         Credit(over="turns").check("config.credit")

@@ -7,29 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import toys
 from absl import logging
 
-from jaxmarl_llm import qwen
-from jaxmarl_llm.arena import EnvConfig
-from jaxmarl_llm.compiled import make_program
-from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.envs import matrix
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.plans import ROOT, Branch, flat, handoff, product
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
+from jaxmarl_llm.credit.assign import Credit, assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.envs.matrix import array as matrix
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.recipes import grpo, magrpo
-from jaxmarl_llm.rollout import layout, make_rollout
-from jaxmarl_llm.rollout_host import play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.stages import SFT
-from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.rollout.array import layout, make_rollout
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostSettings, play
+from jaxmarl_llm.rollout.plans import ROOT, Branch, flat, handoff, product
+from jaxmarl_llm.runs.compiled import make_program
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.config import SFT
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.types import Model, Role, Team
-from jaxmarl_llm.workers import EnvPool
+from tests import reference, toys
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -41,7 +41,7 @@ REWARD = (("payoff", 1.0),)
 @functools.cache
 def team(shared=False):
     """Random models that say C or D nine times out of ten."""
-    base = qwen.make_policy(qwen.Config(264, 16, 24, 1, 2, 1, 8), remat=False)
+    base = decoder.make_policy(decoder.Config(264, 16, 24, 1, 2, 1, 8), remat=False)
     extra = np.zeros(264, np.float32)
     extra[[ord("C"), ord("D")]] = 7.0
     policy = base._replace(unembed=lambda v, h: base.unembed(v, h) + extra)
@@ -74,7 +74,8 @@ def rollout(plan, env=None, **kwargs):
 def hosted(plan, shared=False, key=KEY):
     with EnvPool(functools.partial(toys.text_game, GAME), workers=0) as pool:
         t = team(shared)
-        return play(t, both() if shared else params(), pool, range(B), plan, key, Sampling(), max_prompt=16)
+        settings = HostSettings(plan, Sampling(), max_prompt=16)
+        return play(t, both() if shared else params(), pool, range(B), key, settings)
 
 
 def with_reward(plan, stop=None):
@@ -121,9 +122,10 @@ def test_layout_is_where_the_rollout_puts_things(plan):
     blocks = layout(plan, matrix.make(GAME), B)
     assert sum(b.nodes for b in blocks) == len(tree.nodes.role)
     for b in blocks:
-        rows = np.arange(b.first_step, b.first_step + b.nodes * b.group)
-        np.testing.assert_array_equal(tree.steps.node[rows], b.first_node + np.arange(b.nodes * b.group) // b.group)
-        assert (tree.nodes.turn[b.first_node : b.first_node + b.nodes] == b.branch.turn).all()
+        nodes, steps = b.rows()
+        np.testing.assert_array_equal(tree.steps.node[steps], np.broadcast_to(nodes[:, None], steps.shape))
+        assert steps.shape == (b.nodes, b.group)
+        assert (tree.nodes.turn[nodes].reshape(len(b.turns), -1) == np.array(b.turns)[:, None]).all()
 
 
 def test_crossed_actions_reuse_the_same_samples():
@@ -219,7 +221,8 @@ def test_a_level_at_once_says_what_one_node_at_a_time_says():
     for task in range(B):
         with EnvPool(functools.partial(toys.text_game, GAME), workers=0) as pool:
             # the place of a task in the batch is part of its key: play tasks 0..task, look at the last
-            part = play(team(), params(), pool, range(task + 1), product(2), KEY, Sampling(), max_prompt=16).tree
+            settings = HostSettings(product(2), Sampling(), max_prompt=16)
+            part = play(team(), params(), pool, range(task + 1), KEY, settings).tree
         tokens = lambda t, task: t.steps.tokens[t.steps.valid & (t.nodes.task[t.steps.node] == task)]
         np.testing.assert_array_equal(tokens(part, task), tokens(whole, task))
     # and the branch of the first joint action is what a plan that only follows it plays
@@ -236,14 +239,14 @@ def test_a_level_at_once_says_what_one_node_at_a_time_says():
 
 
 def credited(tree, rule, roles=2):
-    return jax.device_get(assign(rule, tree, weights=REWARD, max_turns=2, num_tasks=B, num_roles=roles))
+    return jax.device_get(assign(rule, tree, weights=REWARD, sizes=Sizes(2, B, roles)))
 
 
 @pytest.mark.parametrize("plan", ["flat", "tree", "cross", "best", "stop"])
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("centre", ["mean", "loo", "max", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "loo", "max", "none"])
 @pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
-def test_credit_equals_the_slow_twin(plan, reduce, centre, discount):
+def test_credit_equals_the_slow_twin(plan, reduce, baseline, discount):
     """Returns, credit over joint actions and advantages by recursion and loops, with some rewards invalid."""
     tree = rollout(PLANS[plan])
     rng = np.random.default_rng(3)
@@ -252,14 +255,14 @@ def test_credit_equals_the_slow_twin(plan, reduce, centre, discount):
     valid = moves.valid & (rng.random(len(moves.turn)) < 0.8)
     tree = tree.replace(transitions=moves.replace(valid=valid, rewards={"payoff": pay, "social": pay}))
     group = "task_role_turn" if plan == "flat" else "node"
-    got = credited(tree, Credit(discount, group, centre, "none", reduce=reduce))
+    got = credited(tree, Credit(discount, group, baseline, "none", reduce=reduce))
     returns, ok = reference.returns_to_go(pay, moves.parent, valid, discount)
     role = tree.nodes.role[tree.steps.node]
     value, has = reference.step_returns(moves.steps, role, returns, ok, reduce)
     has &= tree.steps.valid
     task, turn = tree.nodes.task[tree.steps.node], tree.nodes.turn[tree.steps.node]
     ids = tree.steps.node if group == "node" else (task * 2 + role) * 2 + turn
-    advantage, _ = reference.group_advantage(value, ids, has, int(ids.max()) + 1, centre, "none")
+    advantage, _ = reference.group_advantage(value, ids, has, int(ids.max()) + 1, baseline, "none")
     np.testing.assert_array_equal(got.valid, has)
     np.testing.assert_allclose(got.advantage, advantage, atol=2e-6)
     assert np.abs(advantage).max() > 0.1
@@ -270,7 +273,7 @@ def test_one_advantage_is_shared_by_all_agents(plan):
     """With aligned joint actions and one joint reward, both completions of a joint action get the same advantage."""
     tree = rollout(PLANS[plan])
     group = "task_role_turn" if plan == "flat" else "node"
-    got = credited(tree, Credit(1.0 if plan != "best" else 0.0, group, scale="none"))
+    got = credited(tree, Credit(1.0 if plan != "best" else 0.0, group, normalise="none"))
     moves = tree.transitions
     pairs = got.advantage[moves.steps[moves.valid]]
     np.testing.assert_allclose(pairs[:, 0], pairs[:, 1], atol=1e-6)
@@ -281,7 +284,7 @@ def test_a_state_that_is_not_played_on_is_credited_as_a_leaf():
     """What ends early ends with its reward: the rows that its unplayed children leave in the table are nobody's."""
     tree = rollout(PLANS["stop"])
     assert (tree.steps.valid.reshape(-1) != np.ones(len(tree.steps.valid), bool)).any()
-    np.testing.assert_array_equal(credited(tree, Credit(1.0, "node", scale="none")).valid, tree.steps.valid)
+    np.testing.assert_array_equal(credited(tree, Credit(1.0, "node", normalise="none")).valid, tree.steps.valid)
 
 
 # The recipe
@@ -295,7 +298,7 @@ def config(rewards="joint", **changes):
         batch=8,
         group=8,
         env=EnvConfig("matrix", {"rewards": rewards}),
-        team=TeamConfig(backbone=TINY, max_new=1, remat=False),
+        team=TeamConfig(backbone=TINY, max_new_tokens=1, remat=False),
         reward={"payoff": 1.0},
         optimizer=Optimizer(learning_rate=3e-3, max_grad_norm=0.0),
         sft=SFT(steps=60, batch=32, samples=256, optimizer=Optimizer(learning_rate=1e-2)),
@@ -309,7 +312,7 @@ def one_step(cfg, tmp_path):
     state = recipe.init(0)
     with Logger(tmp_path, resume_step=None, total_steps=1, tensorboard=False) as logger:
         after, metrics = recipe.step(state, logger)
-    recipe.arena.close()
+    recipe.env_runner.close()
     return jax.device_get(after.params["agents"]), metrics
 
 
@@ -322,15 +325,15 @@ VARIED = dict(
     group=64,  # so that some completion of a random model is shorter than others: rewards of the group differ
     steps=1,
     env=EnvConfig("dispatch_solo", {"efficiency": 0.5}),
-    team=TeamConfig(backbone=TINY, max_new=7, remat=False),
+    team=TeamConfig(backbone=TINY, max_new_tokens=7, remat=False),
     optimizer=Optimizer("sgd", 1.0, max_grad_norm=0.0),  # AdamW's first step would hide a common factor
 )
 
 
 def test_one_agent_scaled_by_std_is_grpo(tmp_path):
     """The same parameters after a step on the same samples: a ratio of 1 never meets GRPO's clip."""
-    ours = magrpo.Config(**VARIED, credit=Credit(group="task_role_turn", scale="std"))
-    theirs = grpo.Config(**VARIED, loss=Loss(aggregate="sum"))
+    ours = magrpo.Config(**VARIED, credit=Credit(group="task_role_turn", normalise="std"))
+    theirs = grpo.Config(**VARIED, loss=Loss(aggregation="sum"))
     one, seen = one_step(ours, tmp_path)
     two, same = one_step(theirs, tmp_path)
     assert same["agent/solo/zero_variance"] == 0.0  # or GRPO would leave groups out
@@ -341,14 +344,14 @@ def test_one_agent_scaled_by_std_is_grpo(tmp_path):
 def test_centres_update_differently_unless_scaled_and_the_log_says_so(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", lambda message, *args: said.append(message % args))
-    for scale, same in (("none", False), ("std", True)):
-        rules = [Credit(1.0, "task_role_turn", centre, scale) for centre in ("mean", "none", "loo", "max")]
+    for normalise, same in (("none", False), ("std", True)):
+        rules = [Credit(1.0, "task_role_turn", baseline, normalise) for baseline in ("mean", "none", "loo", "max")]
         got = [one_step(magrpo.Config(**VARIED, credit=rule), tmp_path)[0] for rule in rules]
         for i, a in enumerate(got):
             for b in got[:i]:
-                assert equal(a, b) == same, (scale, i)
+                assert equal(a, b) == same, (normalise, i)
         assert len(said) == (3 if same else 0)
-    assert "no effect" in said[0] and "credit.centre=none" in said[0]
+    assert "no effect" in said[0] and "credit.baseline=none" in said[0]
 
 
 @pytest.mark.slow
@@ -358,7 +361,7 @@ def test_chicken_is_solved_by_the_joint_return_and_not_by_individual_ones():
     for rewards in ("joint", "individual"):
         cfg = config(rewards)
         cfg.check("config")
-        program = make_program(cfg, magrpo.make_plan(cfg))
+        program = make_program(magrpo.make(cfg))
         _, seen = jax.jit(jax.vmap(program.run))(jnp.arange(8))
         final[rewards] = np.asarray(seen["social"][:, -10:].mean(1))
     assert (final["joint"] >= 9.9).all(), final
@@ -440,15 +443,15 @@ def test_a_seat_sees_its_own_move_first_and_nothing_of_this_turn():
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ({"game": "chess"}, "matrix: game"),
-        ({"rewards": "social"}, "matrix: rewards"),
+        ({"game": "chess"}, "env.args.game"),
+        ({"rewards": "social"}, "env.args.rewards"),
         ({"payoffs": ((1, 2),)}, "four pairs"),
         ({"rounds": 0}, "rounds"),
     ],
 )
 def test_bad_games(bad, message):
     with pytest.raises(ConfigError, match=message):
-        matrix.Config(**bad)
+        matrix.Config(**bad).check("env.args")
 
 
 def test_plan_places():

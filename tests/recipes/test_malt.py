@@ -1,5 +1,6 @@
 """MALT: values, labels and pairs of trees against golden numbers and a slow twin, the data set on disk, whole runs."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -11,23 +12,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import diagnose, loop, offline
-from jaxmarl_llm.arena import EnvConfig, Played
-from jaxmarl_llm.checkpoint import digests
-from jaxmarl_llm.credit import assign
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.metrics import Logger
-from jaxmarl_llm.optimizers import Optimizer
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
+from jaxmarl_llm.credit.assign import assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import malt
-from jaxmarl_llm.stages import SFT, Offline, RunConfig, offline_step
-from jaxmarl_llm.team import Backbone, TeamConfig
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.rollout.env_runner import RolloutResult
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.storage import dataset as offline
+from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training import evaluation as diagnose
+from jaxmarl_llm.training import step_metrics
+from jaxmarl_llm.training.config import SFT, Offline, RunConfig
+from jaxmarl_llm.training.drivers import HostDriver
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
+from jaxmarl_llm.training.supervised import supervised_metrics, supervised_step
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
+from tests import reference, toys
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 ROLES = malt.ROLES
@@ -61,7 +68,7 @@ def tree_of(tasks):
     turn, task, parent = (pad(column, fill) for column, fill in zip(zip(*nodes), (0, 0, -1)))
     zeros, one = np.zeros(ROWS, np.int32), np.ones(ROWS, np.int32)
     known = np.arange(ROWS) < len(nodes)
-    table = Nodes(rows[:, None], one, turn, zeros, task, turn, parent, zeros, Retrieval.empty(ROWS), known)
+    table = Nodes(rows[:, None], one, turn, zeros, task, turn, parent, Retrieval.empty(ROWS), known)
     node, task, turn, parent = (pad([m[k] for m in moves], f) for k, f in ((0, 0), (1, 0), (2, 0), (3, -1)))
     steps = Steps(node, rows[:, None], one, there[:, None], np.zeros((ROWS, 1)), ~there, zeros, zeros, there)
     reward = np.zeros((ROWS, 3), np.float32)
@@ -75,10 +82,8 @@ def tree_of(tasks):
 
 def tables_of(tasks, cfg=malt.Config()):
     tree = tree_of(tasks)
-    credited = jax.device_get(
-        assign(cfg.credit, tree, weights=(("accuracy", 1.0),), max_turns=3, num_tasks=8, num_roles=3)
-    )
-    return malt.labelled(cfg, malt.gather(TEAM, Played(tree, str, str, [], None), credited))
+    credited = jax.device_get(assign(cfg.credit, tree, weights=(("accuracy", 1.0),), sizes=Sizes(3, 8, 3)))
+    return malt.labelled(cfg, malt.gather(TEAM, RolloutResult(tree, str, str, [], None), credited))
 
 
 def full(leaves):
@@ -199,7 +204,7 @@ def test_batches_of_tasks_are_joined():
     columns = ("prompt", "prompt_length", "task", "node", "tokens", "length", "value")
     wide = other["tokens"].repeat(3, axis=1)
     parts = [{k: one[k] for k in columns}, {k: other[k] for k in columns} | {"tokens": wide}]
-    both = malt.joined(parts, tasks=4)
+    both = offline.joined(parts, tasks=4)
     assert both["node"].tolist() == [n // 3 for n in range(54)] and set(both["task"]) == {0, 4}
     np.testing.assert_array_equal(both["prompt"][both["node"][27:]], other["prompt"][other["node"]])
     assert both["tokens"].shape == (54, 3) and not both["tokens"][:27, 1:].any()
@@ -215,7 +220,7 @@ def test_values_of_episodes_are_undiscounted_returns(seed):
     """What evaluations average, on random forests: an unknown episode is left out and does not count as 0."""
     rewards, parent, turn, valid = toys.random_forest(np.random.default_rng(seed))
     moves = SimpleNamespace(parent=parent, turn=turn, valid=valid, played=valid | (parent >= 0))
-    total, roots = diagnose.episode_values(moves, rewards[:, 0])
+    total, roots = step_metrics.episode_values(moves, rewards[:, 0])
     want, ok = reference.returns_to_go(rewards[:, :1], parent, valid, 1.0)
     np.testing.assert_array_equal(roots, ok & (parent < 0))
     np.testing.assert_allclose(total[roots], want[roots, 0], rtol=1e-4, atol=1e-5)
@@ -232,11 +237,11 @@ def test_the_vote_of_three_takes_the_first_of_the_most_frequent():
 
     def play(team, params, memory, indices, plan, *rest, **kwargs):
         asked.append((plan.name, kwargs["held_out"]))
-        return Played(tree, str, texts.__getitem__, [], None)
+        return RolloutResult(tree, str, texts.__getitem__, [], None)
 
-    arena = SimpleNamespace(array=False, held_out=[0] * 3, play=play)
+    env_runner = SimpleNamespace(array=False, held_out=[0] * 3, play=play)
     state = SimpleNamespace(params={}, memory={}, step=0)
-    seen = diagnose.majority(malt.Config(), TEAM, arena, state, 3)
+    seen = diagnose.majority(malt.Config(), TEAM, env_runner, state, 3)
     assert seen == {"eval/accuracy_majority@3": pytest.approx(2 / 3)} and asked == [("flat(3)", True)]
 
 
@@ -325,7 +330,7 @@ def config(**changes):
         batch=8,
         tasks=TASKS,
         pairs=8,
-        team=TeamConfig(backbone=TINY, max_new=2, remat=False),
+        team=TeamConfig(backbone=TINY, max_new_tokens=2, remat=False),
         env=EnvConfig("chain", {"protocol": "refine", "terms": 2, "modulus": 2, "largest": 1}, eval_tasks=8),
         # Optimizers whose states differ in structure
         sft=SFT(steps=STAGE, batch=32, samples=64, optimizer=Optimizer("adam", learning_rate=3e-2)),
@@ -340,7 +345,9 @@ def config(**changes):
 def recipe():
     """Evaluations are left out: rollouts are what takes long to compile."""
     config().check("config")
-    return malt.make(config())._replace(evaluate=lambda state: {"eval/accuracy": 0.5})
+    made = malt.make(config())
+    made.evaluate = lambda state: {"eval/accuracy": 0.5}
+    return made
 
 
 def lines(workdir):
@@ -363,7 +370,9 @@ def watched(seen, stop=None):
         seen[now + 1] = {r: (digests(state.params["agents"][r]), digests(state.opt_state[r])) for r in ROLES}
         return state, metrics
 
-    return recipe()._replace(step=step)
+    made = copy.copy(recipe())
+    made.step = step
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -412,8 +421,10 @@ def test_a_run_that_was_killed_twice_ends_byte_equal(straight, tmp_path, monkeyp
     """Once after the data set was written, once in the last phase, each time back to the end of the phase before."""
     state, workdir, _ = straight
     train = []
-    play = recipe().arena.play
-    monkeypatch.setattr(recipe().arena, "play", lambda *a, **k: (train.append(not k.get("held_out")), play(*a, **k))[1])
+    play = recipe().env_runner.play
+    monkeypatch.setattr(
+        recipe().env_runner, "play", lambda *a, **k: (train.append(not k.get("held_out")), play(*a, **k))[1]
+    )
     for stop in (STAGE + 2, 2 * STAGE + 2):
         with pytest.raises(Killed):
             loop.fit(config(), watched({}, stop), tmp_path)
@@ -446,10 +457,14 @@ def test_roles_without_samples_stay_as_they_are():
     before = digests((state.params, state.opt_state))
     for rows, advantages in ((np.flatnonzero(table["label"]), (1.0,)), (table["pairs"], (1.0, -1.0))):
         data = dict.fromkeys(ROLES, malt.samples(table, rows))
-        state, metrics = offline_step(
-            recipe().team, {}, Loss(), data, Offline(), 0, state, 0, name="x", advantages=advantages
+        driver = HostDriver(0, Logger(".", resume_step=None, total_steps=0, primary=False))
+        state, updated = supervised_step(
+            recipe().team, {}, Loss(), data, Offline(), driver, state, 0, advantages=advantages
         )
-        assert metrics == {"bad": 0.0} and digests((state.params, state.opt_state)) == before
+        assert (
+            supervised_metrics("x", Loss(), updated) == {"bad": 0.0}
+            and digests((state.params, state.opt_state)) == before
+        )
 
 
 def test_evaluations_have_the_vote_beside_them(monkeypatch):
@@ -460,8 +475,8 @@ def test_evaluations_have_the_vote_beside_them(monkeypatch):
 
 BAD = [
     ({"group": 1}, "config.group: expected >= 2"),
-    ({"pairs": 0}, "pairs, votes and tasks >= 1"),
-    ({"tasks": 0}, "pairs, votes and tasks >= 1"),
+    ({"pairs": 0}, "config.pairs: expected >= 1"),
+    ({"tasks": 0}, "config.tasks: expected >= 1"),
     ({"labels": "rnadom"}, "did you mean 'random'"),
     ({"loss": Loss()}, "config.loss.objective: expected 'dpo'"),
     ({"team": TeamConfig(critic="head")}, "no past policies and no critic"),
@@ -476,10 +491,10 @@ def test_bad_configurations(change, message):
 
 def test_bad_losses_and_environments_without_the_roles():
     for change, message in (
-        ({"objective": "ppo"}, "objective: expected policy or dpo"),
-        ({"aggregate": "token"}, "aggregate='sum'"),
-        ({"beta": 0.0}, "beta > 0"),
-        ({"kl_coef": 0.1}, "expected no kl_coef"),
+        ({"objective": "ppo"}, "config.loss.objective: unknown value 'ppo'"),
+        ({"aggregation": "token"}, r"aggregation: expected 'sum'"),
+        ({"beta": 0.0}, "beta: expected > 0"),
+        ({"kl_coef": 0.1}, "kl_coef: expected 0 with"),
     ):
         with pytest.raises(ConfigError, match=message):
             dataclasses.replace(malt.Config().loss, **change).check("config.loss")

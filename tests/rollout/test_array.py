@@ -4,14 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import toys
 
-from jaxmarl_llm.arena import ArrayArena, EnvConfig
-from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.plans import flat, handoff, node_wise, product, single
-from jaxmarl_llm.rollout import fold, make_rollout, prepend
-from jaxmarl_llm.sampling import Sampling, score
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.credit.assign import Credit, assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling, score
+from jaxmarl_llm.rollout.array import make_rollout
+from jaxmarl_llm.rollout.env_runner import make_env_runner
+from jaxmarl_llm.rollout.keys import fold
+from jaxmarl_llm.rollout.plans import flat, handoff, node_wise, product, single
+from jaxmarl_llm.rollout.recall import prepend
+from tests import toys
 
 K, G, B = 4, 4, 3
 
@@ -125,13 +129,13 @@ def test_a_reward_that_is_not_finite_is_invalid_and_never_zero():
     moves = tree.transitions
     bad = moves.played & (moves.task == 0) & (moves.turn == 2)
     assert bad.any() and not moves.valid[bad].any() and tree.counts.invalid == bad.sum()
-    credited = assign(Credit(scale="none"), tree, weights=(("accuracy", 1.0),), max_turns=K, num_tasks=B, num_roles=2)
+    credited = assign(Credit(normalise="none"), tree, weights=(("accuracy", 1.0),), sizes=Sizes(K, B, 2))
     rows = moves.steps[bad, 0]
     assert not np.asarray(credited.valid)[rows].any()
     assert (np.asarray(credited.advantage)[rows] == 0).all()
     # what leads only to invalid transitions has no return either; the other tasks are untouched
     clean, _ = play(node_wise(G))
-    ref = assign(Credit(scale="none"), clean, weights=(("accuracy", 1.0),), max_turns=K, num_tasks=B, num_roles=2)
+    ref = assign(Credit(normalise="none"), clean, weights=(("accuracy", 1.0),), sizes=Sizes(K, B, 2))
     others = tree.nodes.task[tree.steps.node] != 0
     np.testing.assert_array_equal(np.asarray(credited.advantage)[others], np.asarray(ref.advantage)[others])
 
@@ -175,12 +179,12 @@ def test_keys_fold_along_a_path():
 
 def test_a_seat_taken_by_another_role_than_announced_is_an_error():
     """The program asks a model only for the seats that ``actors`` gives it."""
-    arena = ArrayArena(EnvConfig("matrix", eval_tasks=2))
-    team, key = toys.team(arena.env.roles), jax.random.key(0)
-    play = lambda: arena.play(team, toys.params(team), {}, [0, 1], flat(2), key, Sampling(), None)
+    env_runner = make_env_runner(EnvConfig("matrix", eval_tasks=2))
+    team, key = toys.team(env_runner.env.roles), jax.random.key(0)
+    play = lambda: env_runner.play(team, toys.params(team), {}, [0, 1], flat(2), key, Sampling(), None)
     assert (play().tree.steps.length > 0).all()
-    arena.env = arena.env._replace(actors=((1, 0),) * arena.env.max_turns)
-    arena._compiled.cache_clear()
+    env_runner.env = env_runner.env._replace(actors=((1, 0),) * env_runner.env.max_turns)
+    env_runner._compiled.cache_clear()
     with pytest.raises(ValueError, match=r"'matrix', turn 0: seat 0 was taken by '.*', but actors\[0\] is \(1, 0\)"):
         play()
 

@@ -13,8 +13,8 @@ import jax
 import pebble
 import pytest
 
-from jaxmarl_llm.text import Action, HostEnv
-from jaxmarl_llm.workers import EnvPool, Failure
+from jaxmarl_llm.messages import Action, HostEnv
+from jaxmarl_llm.rollout.env_pool import EnvPool, Failure
 
 TIMEOUT = 1.5
 

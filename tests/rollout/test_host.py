@@ -3,34 +3,39 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm import plans, qwen
-from jaxmarl_llm.credit import Credit, assign
-from jaxmarl_llm.envs import dispatch
-from jaxmarl_llm.rollout import make_rollout
-from jaxmarl_llm.rollout_host import play
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.text import ConfigError, HostEnv, Message
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.credit.assign import Credit, assign
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.envs.dispatch import array as dispatch
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.messages import HostEnv, Message
+from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from jaxmarl_llm.rollout import plans
+from jaxmarl_llm.rollout.array import make_rollout
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.host import HostFrontier, HostSettings, PlayedAction, play
+from jaxmarl_llm.rollout.tables import Costs, NodeRow, Rows, StepRow, TransitionRow, make_tables
 from jaxmarl_llm.types import Model, Role, Team
-from jaxmarl_llm.workers import EnvPool
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
 KEY = jax.random.key(3)
 BYTES = ByteTokenizer()
 EOS = BYTES.EOS
-CONFIG = qwen.Config(264, 16, 24, 1, 2, 1, 8)
+CONFIG = decoder.Config(264, 16, 24, 1, 2, 1, 8)
 
 
 @functools.cache
 def policy(bias=()):
     """A random model; ``bias``: (ids, logit) pairs are added, so that a random model ends, or says something."""
-    base, extra = qwen.make_policy(CONFIG), np.zeros(264, np.float32)
+    base, extra = decoder.make_policy(CONFIG), np.zeros(264, np.float32)
     for ids, value in bias:
         extra[list(ids)] += value
     return base._replace(unembed=lambda variables, hidden: base.unembed(variables, hidden) + extra)
@@ -40,15 +45,15 @@ STOPS = ((EOS,), 3.5)  # a completion of 4 tokens is truncated about half of the
 
 
 @functools.cache
-def make_team(*roles, shared=True, max_new=4, bias=(STOPS,)):
+def make_team(*roles, shared=True, max_new_tokens=4, bias=(STOPS,)):
     names = ["m" if shared else role for role in roles]
     models = tuple(Model(name, policy(bias), BYTES) for name in dict.fromkeys(names))
-    return Team(tuple(Role(role, name, max_new) for role, name in zip(roles, names)), models)
+    return Team(tuple(Role(role, name, max_new_tokens) for role, name in zip(roles, names)), models)
 
 
 @functools.cache
 def make_params(team, seed=0):
-    init = jax.jit(qwen.make_policy(CONFIG).init)
+    init = jax.jit(decoder.make_policy(CONFIG).init)
     keys = jax.random.split(jax.random.key(seed), len(team.models))
     return {"shared": {}, "agents": {m.name: {"params": init(k)} for m, k in zip(team.models, keys)}}
 
@@ -56,7 +61,7 @@ def make_params(team, seed=0):
 def go(env, team, tasks, plan, key=KEY, max_prompt=256, params=None, **options):
     with EnvPool(lambda: env, workers=0) as pool:
         params = make_params(team) if params is None else params
-        return play(team, params, pool, tasks, plan, key, Sampling(), max_prompt=max_prompt, **options)
+        return play(team, params, pool, tasks, key, HostSettings(plan, Sampling(), max_prompt, **options))
 
 
 def raw(ids):
@@ -153,7 +158,7 @@ def assert_consistent(got, team, tasks):
         assert (up == -1) == (turn == 0)
         if up >= 0:
             assert moves.turn[up] == turn - 1 and moves.task[up] == nodes.task[node] and not moves.done[up]
-        assert nodes.model[node] == team.model_index(int(nodes.role[node])) and nodes.crn[node] == nodes.task[node]
+        assert nodes.model[node] == team.model_index(int(nodes.role[node]))
         assert 0 <= nodes.task[node] < tasks
     taken = []
     for k in range(j):
@@ -260,6 +265,96 @@ def test_a_prompt_that_is_too_long_is_cut_and_counted():
     assert lengths[:2] == [40, 40] and max(lengths[2:]) < 40 and min(whole) > 100
     assert got.cut_tokens == sum(whole) - 80
     assert go(talk(1, True), team, [task], plans.flat(2), max_prompt=200).cut_tokens == 0
+
+
+# --- the pieces of a turn --------------------------------------------------------
+
+
+def test_a_turn_in_its_pieces():
+    env, team = talk(2, True), make_team("a", "b")
+    with EnvPool(lambda: env, workers=0) as pool:
+        frontier = HostFrontier(team, make_params(team), pool, HostSettings(plans.flat(2), Sampling(), 256))
+        frontier.reset(["x", "yy"], KEY)
+        assert [(s.task, s.parent, s.state) for s in frontier.states] == [(0, -1, ("x", ())), (1, -1, ("yy", ()))]
+
+        seats = frontier.observe()
+        assert [[seat.role for seat in own] for own in seats] == [[0, 1], [0, 1]]
+        assert [own[1].prompt[1].text for own in seats] == ["x", "yy"] and frontier.rows == Rows()
+
+        samples = frontier.request_completions(seats)
+        assert [[(seat.role, seat.first_step, len(seat.completions)) for seat in own] for own in samples] == [
+            [("a", 0, 2), ("b", 2, 2)], [("a", 4, 2), ("b", 6, 2)]]  # fmt: skip
+        assert [row.role for row in frontier.rows.nodes] == [0, 1, 0, 1]
+        assert [row.node for row in frontier.rows.steps] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [record.action.ids for record in frontier.records] == [row.ids for row in frontier.rows.steps]
+        assert frontier.rows.transitions == []
+
+        played = frontier.step(samples)
+        assert [(p.place, p.transition) for p in played] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+        assert [row.steps for row in frontier.rows.transitions] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+        spoken = [action for _, action in played[3].state[1][0]]
+        assert [action.ids for action in spoken] == [frontier.rows.steps[5].ids, frontier.rows.steps[7].ids]
+        assert frontier.env_calls == 4 and frontier.turn == 0
+
+        frontier.advance(played)
+        assert [(s.task, s.parent, s.branch.turn) for s in frontier.states] == [
+            (0, 0, 1),
+            (0, 1, 1),
+            (1, 2, 1),
+            (1, 3, 1),
+        ]
+        assert [s.state for s in frontier.states] == [p.state for p in played] and frontier.turn == 1
+        assert len({s.key.tobytes() for s in frontier.states}) == 4
+
+        frontier.play_turn()
+        assert frontier.states == [] and frontier.turn == 2
+        whole = play(team, make_params(team), pool, ["x", "yy"], KEY, HostSettings(plans.flat(2), Sampling(), 256))
+    got = frontier.result()
+    assert got.records == whole.records and got.failures == whole.failures == []
+    chex.assert_trees_all_equal(got.tree, whole.tree)
+
+
+def test_advance_follows_the_best_valid_joint_action():
+    env, team = counter(3), make_team("a")
+    plan = plans.handoff(3)._replace(reward=(("accuracy", 1.0),))
+    with EnvPool(lambda: env, workers=0) as pool:
+        for values, valid, followed in (
+            ((1.0, 3.0, 2.0), (True, True, True), [1]),
+            ((1.0, 3.0, 2.0), (True, False, True), [2]),
+            ((2.0, 2.0, 1.0), (True, True, True), [0]),
+        ):
+            frontier = HostFrontier(team, {}, pool, HostSettings(plan, Sampling(), 256))
+            frontier.reset([7], KEY)
+            rewards = [np.full((1, 1), value, np.float32) for value in values]
+            rows = [TransitionRow([i], -1, 0, 0, rewards[i], False, valid[i]) for i in range(3)]
+            frontier.rows.transitions += rows
+            frontier.advance([PlayedAction(0, i, (7, 1), np.zeros(2, np.uint32)) for i in range(3)])
+            assert [s.parent for s in frontier.states] == followed
+
+
+def test_tables_of_rows():
+    team = make_team("a", "b")
+    rows = Rows(
+        [NodeRow([7, 8, 9], 1, 0, 2, 0, -1), NodeRow([5], 0, 0, 2, 1, 0)],
+        [StepRow(0, (3, EOS), np.float32([-1, -2]), False, 0), StepRow(0, (4,), np.float32([-3]), True, 1),
+         StepRow(1, (6,), np.float32([-4]), True, 0)],
+        [TransitionRow([0], -1, 2, 0, np.float32([[1, 2], [3, 4]]), False, True),
+         TransitionRow([1], -1, 2, 0, np.zeros((2, 2), np.float32), True, False)],
+    )  # fmt: skip
+    tree = make_tables(team, ("speed", "style"), rows, 5, Costs(11, 12, 13))
+    nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
+    assert nodes.tokens.shape == (16, 32) and nodes.tokens[0, :4].tolist() == [7, 8, 9, 0]
+    assert [x[:3].tolist() for x in (nodes.length, nodes.role, nodes.task, nodes.turn, nodes.parent, nodes.valid)] == [
+        [3, 1, 0], [1, 0, 0], [2, 2, 0], [0, 1, 0], [-1, 0, -1], [True, True, False]]  # fmt: skip
+    assert steps.tokens.shape == (16, 4) and steps.tokens[:2, :2].tolist() == [[3, EOS], [4, 0]]
+    assert steps.loss_mask[:2].sum(1).tolist() == [2, 1] and steps.logprobs[0].tolist() == [-1, -2, 0, 0]
+    assert steps.source[:2].tolist() == [0, 1] and (steps.version == 5).all()
+    assert moves.rewards["style"][0].tolist() == [3, 4] and moves.steps[:3, 0].tolist() == [0, 1, -1]
+    assert moves.played[:3].tolist() == [True, True, False] and moves.valid[:3].tolist() == [True, False, False]
+    assert {name: int(value) for name, value in vars(tree.counts).items()} == {
+        "sequences": 3, "branch_sequences": 2, "prompt_tokens": 11, "completion_tokens": 4, "env_calls": 12,
+        "invalid": 1, "launches": 13,
+    }  # fmt: skip
 
 
 # --- plans -----------------------------------------------------------------------
@@ -417,7 +512,7 @@ def assert_left_out(got, group):
     assert tree.counts.invalid == (~valid).sum() == len(got.failures)
     values = moves.rewards["accuracy"][:group, 0]
     assert set(values[valid]) <= {5.0, 7.0} and moves.played[:group].all() and moves.done[:group].all()
-    credit = assign(Credit(scale="none"), tree, weights=(("accuracy", 1.0),), max_turns=1, num_tasks=1, num_roles=1)
+    credit = assign(Credit(normalise="none"), tree, weights=(("accuracy", 1.0),), sizes=Sizes(1, 1, 1))
     np.testing.assert_array_equal(np.asarray(credit.valid)[:group], valid)
     assert int(credit.stats.count[0]) == valid.sum()
     assert float(credit.stats.mean[0]) == pytest.approx(values[valid].mean())
@@ -545,11 +640,12 @@ def dispatchers():
 )
 def test_host_and_array_rollouts_are_the_same(plan):
     team, env = dispatchers(), noisy()
-    params, tasks = make_params(team), dispatch.make_tasks(dispatch.Config(tasks=8), n=3)
+    params, tasks = make_params(team), dispatch.make_tasks(dispatch.Config(tasks=8), n=5)
+    key = jax.random.key(2)
     rollout = jax.jit(make_rollout(team, env, plan, Sampling()))
-    array = jax.device_get(rollout(params, None, tasks, KEY, jnp.int32(5)))
-    rows = [jax.tree.map(lambda x, i=i: x[i], tasks) for i in range(3)]
-    host = go(as_host(env), team, rows, plan, version=5)
+    array = jax.device_get(rollout(params, None, tasks, key, jnp.int32(5)))
+    rows = [jax.tree.map(lambda x, i=i: x[i], tasks) for i in range(5)]
+    host = go(as_host(env), team, rows, plan, key, version=5)
     assert host.failures == []
     ours, theirs = lines(host.tree), lines(array)
     assert ours.keys() == theirs.keys() and len(ours) > 12

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from experiments import heap
+from jaxmarl_llm.runs import allocator as heap
 {settings}
 import jax, jax.numpy as jnp
 step = jax.jit(lambda x: jnp.sort(x[:, None] * x[None], axis=1).sum())
@@ -33,5 +33,5 @@ def test_a_program_that_runs_again_maps_no_new_pages():
         program = [sys.executable, "-c", PROGRAM.format(settings=settings)]
         return int(subprocess.run(program, capture_output=True, text=True, check=True).stdout)
 
-    assert faults("heap.keep()") < 1_000
-    assert faults("") > 16_000 and faults("heap.keep(); heap.give_back()") > 16_000
+    assert faults("heap.retain()") < 1_000
+    assert faults("") > 16_000 and faults("heap.retain(); heap.release()") > 16_000

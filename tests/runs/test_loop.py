@@ -14,23 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import Compiles
 
-from jaxmarl_llm import deadlines, loop, processes
-from jaxmarl_llm.checkpoint import digests, seal
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.metrics import Logger
+from jaxmarl_llm.distributed import deadlines, processes
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import grpo, joyagents_r1, magrpo
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.storage.checkpoint import digests, meta_checksum
+from jaxmarl_llm.telemetry.keys import is_documented
+from jaxmarl_llm.telemetry.logger import Logger
+from tests.toys import Compiles
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Enough of stage 0 that completions end and rewards differ; then 6 steps of RL.
 STAGE_0 = 40
 SMALL = {
     "steps": 6,
     "batch": 4,
     "team": {
-        "max_new": 7,
+        "max_new_tokens": 7,
         "remat": False,
         "backbone": {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "head_dim": 8},
     },
@@ -92,7 +94,7 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "resumed" in done.stdout
-    from jaxmarl_llm.checkpoint import Checkpointer
+    from jaxmarl_llm.storage.checkpoint import Checkpointer
 
     got = Checkpointer(run).restore(loop._without_shared(state))
     assert got is not None and got[2] == STAGE_0 + 6
@@ -144,6 +146,13 @@ def test_metrics_and_files_of_a_run(straight):
     assert state.memory["master"].count > 0 and int(state.counters["skipped"]) == 0
 
 
+def test_every_metric_of_a_run_is_documented(straight):
+    rows = [json.loads(line) for line in (straight[1] / "metrics.jsonl").read_text().splitlines()]
+    keys = {key for row in rows for key in row} - {"step"}
+    assert [key for key in sorted(keys) if not is_documented(key)] == []
+    assert {"sft/nll", "memory/master/size", "final/success", "count/skipped", "agent/master/ratio"} <= keys
+
+
 def test_a_changed_configuration_is_refused_by_key(straight):
     _, workdir = straight
     changed = joy(seed=1)
@@ -170,7 +179,7 @@ def test_top_k_updates_only_models_with_selected_groups(straight):
     recipe = joyagents_r1.make(cfg)
     state = copied(straight[0], recipe)
     before = {m.name: digests((state.params["agents"][m.name], state.opt_state[m.name])) for m in recipe.team.models}
-    from jaxmarl_llm.metrics import Logger
+    from jaxmarl_llm.telemetry.logger import Logger
 
     state, metrics = recipe.step(state, Logger(".", resume_step=None, total_steps=1, primary=False))
     after = {m.name: digests((state.params["agents"][m.name], state.opt_state[m.name])) for m in recipe.team.models}
@@ -184,7 +193,7 @@ def test_all_invalid_rewards_change_no_parameter(straight, monkeypatch):
     recipe = joyagents_r1.make(cfg)
     state = copied(straight[0], recipe)
     before = digests((state.params, state.opt_state))
-    play = recipe.arena.play
+    play = recipe.env_runner.play
 
     def spoilt(*args, **kwargs):
         played = play(*args, **kwargs)
@@ -192,12 +201,12 @@ def test_all_invalid_rewards_change_no_parameter(straight, monkeypatch):
         moves = moves.replace(valid=np.zeros_like(moves.valid))
         return played._replace(tree=played.tree.replace(transitions=moves))
 
-    monkeypatch.setattr(recipe.arena, "play", spoilt)
-    from jaxmarl_llm.metrics import Logger
+    monkeypatch.setattr(recipe.env_runner, "play", spoilt)
+    from jaxmarl_llm.telemetry.logger import Logger
 
     state, metrics = recipe.step(state, Logger(".", resume_step=None, total_steps=1, primary=False))
     assert digests((state.params, state.opt_state)) == before
-    assert metrics["reward/invalid_share"] == 1.0
+    assert metrics["count/invalid_share"] == 1.0
     assert all(int(m.count) == 0 for m in state.memory.values())
 
 
@@ -211,8 +220,9 @@ def test_a_run_stops_after_bad_steps_and_keeps_its_checkpoint(tmp_path, monkeypa
         state, metrics = step(state, logger)
         return state, {**metrics, "bad": float(len(calls) > 1)}
 
+    monkeypatch.setattr(recipe, "step", bad)
     with pytest.raises(FloatingPointError, match=r"2 steps in a row .* the last checkpoint is that of step 2$"):
-        loop.fit(cfg, recipe._replace(step=bad), tmp_path)
+        loop.fit(cfg, recipe, tmp_path)
     assert len(calls) == 3
     assert (tmp_path / "checkpoints" / "2").exists()
 
@@ -224,7 +234,7 @@ GAME = {
     "group": 2,
     "env": {"name": "matrix", "eval_tasks": 4},
     "reward": {"payoff": 1.0},
-    "team": {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
+    "team": {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
     "sft": {"steps": 1, "batch": 4, "samples": 8, "optimizer": {"name": "sgd"}},
     "run": {"checkpoint_every": 1, "eval_every": 0, "log_every": 100, "tensorboard": False, "keep": 3},
 }
@@ -246,7 +256,7 @@ def damage(workdir, step):
     path = workdir / "checkpoints" / str(step) / "meta" / "metadata"
     meta = json.loads(path.read_text())
     meta["sha256"][".step"] = "0" * 64
-    path.write_text(json.dumps({**meta, "seal": seal(meta)}))
+    path.write_text(json.dumps({**meta, "seal": meta_checksum(meta)}))
 
 
 def test_a_run_falls_back_across_a_change_of_optimizers(played, tmp_path):
@@ -285,12 +295,12 @@ def test_what_a_run_says_of_itself_while_it_saves_and_reports(tmp_path, monkeypa
     nobody leaves before it is written."""
     loop.fit(*game(steps=1), tmp_path)
     hashed, seen, fingerprint = [], [], loop.fingerprint_of
-    stage = lambda: [s.name for s in deadlines.WORK.stages]
-    asked = processes.everyone
+    stage = lambda: [s.name for s in deadlines.PROGRESS.stages]
+    asked = processes.all_gather
     monkeypatch.setattr(loop, "fingerprint_of", lambda tree: hashed.append(1) or fingerprint(tree))
-    monkeypatch.setattr(processes, "stop_asked", lambda: seen.append(("asked", deadlines.WORK.step)) or False)
+    monkeypatch.setattr(processes, "stop_asked", lambda: seen.append(("asked", deadlines.PROGRESS.step)) or False)
     monkeypatch.setattr(loop, "report", lambda workdir: seen.append(("report", stage())))
-    monkeypatch.setattr(processes, "everyone", lambda x: (seen.append(("met", stage())), asked(x))[1])
+    monkeypatch.setattr(processes, "all_gather", lambda x: (seen.append(("met", stage())), asked(x))[1])
     loop.fit(*game(steps=3), tmp_path)
     assert len(hashed) == 1
     assert [what for what in seen if what[0] == "asked"] == [("asked", 3), ("asked", 4)]
@@ -320,7 +330,7 @@ def test_grpo_learns_nothing_from_equal_rewards_and_runs(tmp_path):
         ({"env": {"name": "dispatsh"}}, "did you mean 'dispatch'"),
         ({"env": {"name": "dispatch", "args": {"respnse": 7}}}, "config.env.args.respnse"),
         ({"sampling": {"temperature": 0.0}}, "config.sampling.temperature"),
-        ({"batch": 0}, "batch >= 1"),
+        ({"batch": 0}, "config.batch: expected >= 1"),
     ],
 )
 def test_bad_configurations_name_the_key(changes, message):
@@ -338,7 +348,7 @@ def test_a_recipe_refuses_a_plan_that_its_environment_cannot_serve():
 def test_group_sizes_may_differ_by_turn():
     cfg = joy(group=(3, 2), sft={"steps": 0}, use_memory=False)
     recipe = joyagents_r1.make(cfg)
-    from jaxmarl_llm.metrics import Logger
+    from jaxmarl_llm.telemetry.logger import Logger
 
     _, metrics = recipe.step(recipe.init(0), Logger(".", resume_step=None, total_steps=1, primary=False))
     assert metrics["count/branch_sequences"] >= 3 * cfg.batch
@@ -352,8 +362,8 @@ def test_config_is_a_plain_dataclass():
 def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     from absl import flags
 
-    from experiments import evaluate, export
-    from jaxmarl_llm import weights
+    from jaxmarl_llm.cli import evaluate, export
+    from jaxmarl_llm.models import hf_weights
 
     state, workdir = straight
     saving = workdir / "checkpoints" / "99.orbax-checkpoint-tmp"  # a trainer's that goes on
@@ -367,7 +377,7 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"]}
     chosen = type("Flags", (), given)
     export.main(None, workdir, chosen)
-    params, _ = weights.load(tmp_path / "out" / "lookup")
+    params, _ = hf_weights.load(tmp_path / "out" / "lookup")
     assert digests(params) == digests(state.params["agents"]["lookup"]["params"])
     team = json.loads((tmp_path / "out" / "team.json").read_text())
     assert set(team["roles"]) == {r.name for r in recipe.team.roles}
@@ -381,7 +391,7 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
 MAPS = """
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jaxmarl_llm import loop
+from jaxmarl_llm.runs import loop
 maps = lambda: Path("/proc/self/maps").read_bytes().count(b"\\n")
 program = jax.jit(lambda x: jnp.tanh(x @ x.T).sum(0) * jnp.sin(x).sum())
 before = maps()

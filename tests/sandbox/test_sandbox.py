@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import hostile
-from jaxmarl_llm import sandbox
-from jaxmarl_llm.sandbox import Jail, Limits, Stopped, Test, Verdict, child, codec, commands, jails, judge, seccomp
-from jaxmarl_llm.text import ConfigError
+from experiments.sandbox import hostile_programs
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.sandbox import child, codec, command_line, jails, seccomp
+from jaxmarl_llm.sandbox import judge as sandbox
+from jaxmarl_llm.sandbox.judge import Jail, Limits, Stopped, Test, Verdict, judge
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FULL = Path(os.environ.get("JAXMARL_DATA", ROOT.parent / "shared" / "data"))
 REFUSALS = {tier: sandbox.examine(tier) for tier in sandbox.TIERS}
 WORKING = [tier for tier in sandbox.TIERS if not REFUSALS[tier]]
@@ -46,16 +47,16 @@ def verdict(program, test, *functions, limits=QUICK, setup="", **options):
 
 # Hostile programs
 
-NAMES = list(hostile.EVERYTHING)
+NAMES = list(hostile_programs.EVERYTHING)
 
 
 def buried(judge, seconds=10):
     """What lives in a jail of ``judge`` now is dead within ``seconds``; a busy machine takes its time to bury the dead
-    (experiments.sandbox_check measures how long)."""
-    left, deadline = set(hostile.survivors(judge)), time.monotonic() + seconds
+    (experiments.sandbox.check measures how long)."""
+    left, deadline = set(hostile_programs.survivors(judge)), time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         time.sleep(0.01)
-        left &= set(hostile.survivors(judge))
+        left &= set(hostile_programs.survivors(judge))
     return not left
 
 
@@ -90,7 +91,7 @@ def host(tmp_path, monkeypatch):
                     listener.accept() if listener is server else listener.recv(1)
             assert buried(os.getpid())
 
-        yield lambda name: hostile.prepare(name, outside, port, os.getpid()), unharmed
+        yield lambda name: hostile_programs.prepare(name, outside, port, os.getpid()), unharmed
 
 
 def subprocess_limits(name):
@@ -100,9 +101,9 @@ def subprocess_limits(name):
 def attack(name, host):
     aim, unharmed = host
     limits = Limits(cpu=2.0, total=3.0) if "megabyte" in name else QUICK
-    report = judge(aim(name), [Test(hostile.TEST, ("f",))], limits)
+    report = judge(aim(name), [Test(hostile_programs.TEST, ("f",))], limits)
     assert report.tests[0] is not Verdict.PASS, "forged"
-    assert str(report.tests[0]) in hostile.EVERYTHING[name].verdicts.split(), report
+    assert str(report.tests[0]) in hostile_programs.EVERYTHING[name].verdicts.split(), report
     assert "LEAK" not in report.details[0] and len(report.details[0]) <= 200
     assert report.valid and report.passed == 0
     unharmed()
@@ -125,14 +126,14 @@ def test_the_suite_of_hostile_programs_is_not_empty_words():
     """In this process, or in a jail without walls, the same programs do harm."""
     assert len(NAMES) >= 100
     scope = {}
-    exec(hostile.EVERYTHING["always equal"].program, scope)
-    exec(hostile.TEST, scope)  # passes
+    exec(hostile_programs.EVERYTHING["always equal"].program, scope)
+    exec(hostile_programs.TEST, scope)  # passes
 
 
 def test_the_unsafe_tier_would_let_them(host):
     aim, unharmed = host
     with mock.patch.object(sandbox, "_known", {True: "unsafe"}):
-        judge(aim("writes outside"), [Test(hostile.TEST, ("f",))], QUICK, unsafe=True)
+        judge(aim("writes outside"), [Test(hostile_programs.TEST, ("f",))], QUICK, unsafe=True)
     with pytest.raises(AssertionError):
         unharmed()
 
@@ -240,7 +241,7 @@ def test_results_do_not_depend_on_the_hash_seed_and_installed_packages(tier):
         report = judge(program, [Test(f"{name}()", (name,))], QUICK)
         assert report.details[0].startswith("ModuleNotFoundError")
     if tier == "bwrap":  # nor are they there for those who look for them
-        folders = commands._packages()
+        folders = command_line._packages()
         tests = [Test(f"assert look({folder!r}) == []", ("look",)) for folder in folders]
         assert judge("import os\ndef look(path): return os.listdir(path)", tests, QUICK).passed == len(folders)
 
@@ -620,8 +621,11 @@ def test_bubblewrap_without_seccomp(host, monkeypatch):
         "thread bomb",
         "subprocess",
     ):
-        report = judge(aim(name), [Test(hostile.TEST, ("f",))], QUICK)
-        assert str(report.tests[0]) in hostile.EVERYTHING[name].verdicts.split() and "LEAK" not in report.details[0]
+        report = judge(aim(name), [Test(hostile_programs.TEST, ("f",))], QUICK)
+        assert (
+            str(report.tests[0]) in hostile_programs.EVERYTHING[name].verdicts.split()
+            and "LEAK" not in report.details[0]
+        )
         unharmed()
 
 
@@ -648,17 +652,17 @@ def test_the_probe_is_cached(monkeypatch):
 @pytest.mark.parametrize("what", ["reading outside", "writing outside", "the network"])
 def test_a_tier_with_a_hole_is_not_used(what, tier, monkeypatch):
     """The probe looks at what a tier does, not at what it is called."""
-    real, command = commands.readable(), commands.bwrap_command
+    real, command = command_line.readable(), command_line.bwrap_command
 
     def opened(*args):
         words = command(*args)
-        at = words.index(commands.interpreter(), words.index("--chdir"))
+        at = words.index(command_line.interpreter(), words.index("--chdir"))
         if what == "the network":
             return [word for word in words if word != "--unshare-net"]
         return [*words[:at], "--bind", "/tmp", "/tmp", *words[at:]]
 
     if tier == "bwrap":
-        monkeypatch.setattr(commands, "bwrap_command", opened)
+        monkeypatch.setattr(command_line, "bwrap_command", opened)
         if what == "writing outside":
             monkeypatch.setattr(sandbox, "_LOOK", sandbox._LOOK.replace("open(path)", "open('/none')"))
         if what == "the network":
@@ -666,11 +670,11 @@ def test_a_tier_with_a_hole_is_not_used(what, tier, monkeypatch):
     elif what == "the network":
         pytest.skip("Landlock and seccomp both refuse it")
     else:
-        monkeypatch.setattr(commands, "readable", lambda: (*real, "/tmp"))
+        monkeypatch.setattr(command_line, "readable", lambda: (*real, "/tmp"))
         if what == "writing outside":
-            source = commands.SOURCE.replace("allowed = execute", "allowed = rights if path == '/tmp' else execute")
-            assert source != commands.SOURCE
-            monkeypatch.setattr(commands, "SOURCE", source)
+            source = command_line.SOURCE.replace("allowed = execute", "allowed = rights if path == '/tmp' else execute")
+            assert source != command_line.SOURCE
+            monkeypatch.setattr(command_line, "SOURCE", source)
             monkeypatch.setattr(sandbox, "_LOOK", sandbox._LOOK.replace("open(path)", "open('/none')"))
     assert sandbox.examine(tier) == f"{what} is not refused"
 
@@ -679,7 +683,7 @@ def test_a_judge_that_is_killed_leaves_no_jail(tier):
     script = f"""
 import sys, threading, os, time
 sys.path.insert(0, {str(ROOT)!r})
-from jaxmarl_llm import sandbox
+from jaxmarl_llm.sandbox import judge as sandbox
 sandbox._known = {{False: {tier!r}}}
 def tell():
     time.sleep(0.8)
@@ -689,7 +693,7 @@ sandbox.judge("while True: pass", [], sandbox.Limits(cpu=60, total=60))
 """
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "up\n"
-    assert len(hostile.survivors(process.pid)) >= 1
+    assert len(hostile_programs.survivors(process.pid)) >= 1
     process.kill()
     process.wait()
     process.stdout.close()
@@ -705,7 +709,7 @@ def test_no_descriptor_is_left_open(tier):
 
 
 def test_a_jail_that_cannot_start_is_an_infra_error(tier, monkeypatch):
-    monkeypatch.setattr(commands, "SOURCE", "raise SystemExit('broken interpreter')")
+    monkeypatch.setattr(command_line, "SOURCE", "raise SystemExit('broken interpreter')")
     with pytest.raises(Stopped) as caught:
         Jail(tier, QUICK)
     assert caught.value.kind == "infra_error" and "broken interpreter" in caught.value.detail
@@ -720,7 +724,7 @@ def test_a_jail_that_cannot_start_is_an_infra_error(tier, monkeypatch):
 @pytest.mark.skipif(not (FULL / "humaneval").is_dir(), reason=f"{FULL}/humaneval is absent")
 @needs_a_tier
 def test_humaneval():
-    from experiments import sandbox_check
+    from experiments.sandbox import check as sandbox_check
 
     reports = {
         name: judge(program, tests, sandbox_check.REFERENCE_LIMITS)
@@ -734,7 +738,7 @@ def test_humaneval():
 @pytest.mark.skipif(not (FULL / "mbpp").is_dir(), reason=f"{FULL}/mbpp is absent")
 @needs_a_tier
 def test_mbpp():
-    from experiments import sandbox_check
+    from experiments.sandbox import check as sandbox_check
 
     reports = {
         name: judge(program, tests, sandbox_check.REFERENCE_LIMITS) for name, program, tests in sandbox_check.mbpp(FULL)

@@ -20,11 +20,11 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmarl_llm import memory
-from jaxmarl_llm.checkpoint import Checkpointer, digests, seal
-from jaxmarl_llm.memory import MemoryConfig
-from jaxmarl_llm.meshes import MeshConfig, make_mesh
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.agents import memory
+from jaxmarl_llm.agents.memory import MemoryConfig
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.storage.checkpoint import Checkpointer, digests, meta_checksum
 from jaxmarl_llm.types import TrainState
 
 # When a read fails Orbax closes its event loop under the other reads, which then complain from their own threads.
@@ -163,7 +163,7 @@ def test_one_agent_or_the_memory_alone_onto_a_mesh(run):
     path = run / "checkpoints" / "3" / "meta" / "metadata"
     meta = json.loads(path.read_text())
     meta["sha256"][".memory['master'].text"] = "0" * 64
-    path.write_text(json.dumps({**meta, "seal": seal(meta)}))
+    path.write_text(json.dumps({**meta, "seal": meta_checksum(meta)}))
     with pytest.raises(ConfigError, match=r"checksum of \['memory'\]\['master'\]\.text differs"):
         with_saver(run, lambda saver: saver.restore(asked, 3, part=True))
 
@@ -435,7 +435,7 @@ def test_a_reader_moves_makes_and_cleans_up_nothing(run):
 VICTIM = """
 import sys
 import numpy as np
-from jaxmarl_llm.checkpoint import Checkpointer
+from jaxmarl_llm.storage.checkpoint import Checkpointer
 
 saver = Checkpointer(sys.argv[1])
 like = {"x": np.zeros((200_000,), np.float32), "step": np.zeros((), np.int32)}
@@ -458,7 +458,7 @@ def test_kill_during_saves_loses_no_acknowledged_step(tmp_path):
     for _ in range(3):
         child = subprocess.Popen(
             [sys.executable, "-c", VICTIM, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=env,
-            stderr=subprocess.DEVNULL, cwd=Path(__file__).parent.parent,
+            stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         with child:
             assert child.stdout is not None

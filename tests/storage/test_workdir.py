@@ -8,13 +8,14 @@ import shutil
 import pytest
 from etils import epath
 
-from jaxmarl_llm import loop, workdir
-from jaxmarl_llm.checkpoint import Checkpointer
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.metrics import read_metrics
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import magrpo
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.workdir import Workdir
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.storage import workdir
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+from jaxmarl_llm.storage.workdir import Workdir
+from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
 URL = "gs://bucket/run"
 SMALL = {
@@ -23,7 +24,7 @@ SMALL = {
     "group": 2,
     "env": {"name": "matrix", "eval_tasks": 4},
     "reward": {"payoff": 1.0},
-    "team": {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
+    "team": {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
     "sft": {"steps": 0},
     "run": {"checkpoint_every": 2, "eval_every": 0, "log_every": 100, "tensorboard": True},
 }
@@ -58,9 +59,10 @@ def test_what_ended_a_run_is_in_the_store(store):
     """The lines since the last checkpoint tell why."""
     cfg = from_dict(magrpo.Config, {**SMALL, "run": {**SMALL["run"], "checkpoint_every": 100, "max_bad_steps": 2}})
     recipe = magrpo.make(cfg)
-    bad = lambda state, logger: (lambda new, metrics: (new, {**metrics, "bad": 1.0}))(*recipe.step(state, logger))
+    step = recipe.step
+    recipe.step = lambda *args: (lambda new, metrics: (new, {**metrics, "bad": 1.0}))(*step(*args))
     with pytest.raises(FloatingPointError, match=r"2 steps in a row .* there is no checkpoint$"):
-        loop.fit(cfg, recipe._replace(step=bad), URL)
+        loop.fit(cfg, recipe, URL)
     assert [row["count/skipped"] for row in read_metrics(store)] == [1, 2]
 
 

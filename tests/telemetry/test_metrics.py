@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxmarl_llm import metrics
-from jaxmarl_llm import report as report_module
-from jaxmarl_llm.metrics import Logger, read_metrics, sparkline, throughput
-from jaxmarl_llm.report import episodes_markdown, report
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry import logger as metrics
+from jaxmarl_llm.telemetry import metrics_file
+from jaxmarl_llm.telemetry import report as report_module
+from jaxmarl_llm.telemetry.backends import AGENT_COLUMNS, Panel, TensorBoard, sparkline
+from jaxmarl_llm.telemetry.keys import KEYS, is_documented
+from jaxmarl_llm.telemetry.logger import Logger, throughput
+from jaxmarl_llm.telemetry.metrics_file import read_metrics
+from jaxmarl_llm.telemetry.report import episodes_markdown, report
 
 
 def make(workdir, resume_step=None, total_steps=10, tensorboard=False, terminal=False, **options):
@@ -28,7 +32,7 @@ def make(workdir, resume_step=None, total_steps=10, tensorboard=False, terminal=
 
 
 def shown(logger):
-    return logger._console.file.getvalue()
+    return logger._panel._console.file.getvalue()
 
 
 def lines(workdir):
@@ -121,7 +125,7 @@ def test_full_disk_costs_no_step_and_warns_once(tmp_path, monkeypatch, caplog):
     with make(tmp_path) as logger:
         logger.log(1, {"a": 1.0})
         with monkeypatch.context() as patch:
-            patch.setattr(metrics, "open", lambda path, mode: FullDisk(path.open(mode)), raising=False)
+            patch.setattr(metrics_file, "open", lambda path, mode: FullDisk(path.open(mode)), raising=False)
             logger.log(2, {"a": 2.0})
             logger.log(3, {"a": 3.0})
         logger.log(4, {"a": 4.0})
@@ -265,10 +269,86 @@ def test_panel_on_a_terminal(tmp_path):
 
 def test_panel_that_fails_does_not_stop_training(tmp_path, monkeypatch, caplog):
     with make(tmp_path, terminal=True) as logger:
-        monkeypatch.setattr(logger, "_update_panel", lambda *_: 1 / 0)
+        monkeypatch.setattr(logger._panel, "_update", lambda *_: 1 / 0)
         logger.log(1, {})
         logger.log(2, {})
     assert len(lines(tmp_path)) == 2 and len(caplog.records) == 1
+
+
+class Remembers:
+    """A backend of a user's own; ``broken``: the step whose write fails."""
+
+    def __init__(self, broken=0):
+        self.rows, self.broken, self.closed = [], broken, 0
+
+    def write(self, step, metrics):
+        if step == self.broken:
+            raise ConnectionError("no route")
+        self.rows.append((step, dict(metrics)))
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_backend_of_your_own(tmp_path):
+    mine, other = Remembers(), Remembers()
+    with make(tmp_path, backends=[mine, other]) as logger:
+        written = logger.log(3, {"reward/total": 0.5, "x": math.nan})
+        assert mine.rows == [(3, written)] and written["x"] is None and not mine.closed
+    assert other.rows == mine.rows and mine.closed == other.closed == 1
+    assert json.loads(lines(tmp_path)[0]) == {"step": 3, **written}
+
+
+def test_a_backend_of_your_own_that_fails_is_named_once(tmp_path, caplog):
+    mine, other = Remembers(broken=2), Remembers()
+    with make(tmp_path, backends=[mine, other]) as logger:
+        for step in (1, 2, 3):
+            logger.log(step, {"a": 1.0})
+    assert [step for step, _ in mine.rows] == [1, 3] and mine.closed == 1
+    assert [step for step, _ in other.rows] == [1, 2, 3] and len(lines(tmp_path)) == 3
+    assert [r.getMessage() for r in caplog.records] == [
+        "Remembers fails, training goes on: ConnectionError('no route')"
+    ]
+
+
+def test_other_hosts_leave_your_backend_alone(tmp_path):
+    mine = Remembers()
+    with make(tmp_path, primary=False, backends=[mine]) as logger:
+        logger.log(1, {"a": 1.0})
+    assert mine.rows == [] and mine.closed == 0
+
+
+def test_a_backend_that_does_not_open_is_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(TensorBoard, "__init__", lambda *_: 1 / 0)
+    with make(tmp_path, tensorboard=True) as logger:
+        logger.log(1, {})
+        logger.log(2, {})
+    assert len(lines(tmp_path)) == 2 and ["TensorBoard fails" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_the_panel_is_a_backend_by_itself():
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    panel = Panel(console, total_steps=4, interval=2)
+    for step in (1, 2, 3, 4):
+        panel.write(step, {"reward/total": 1.0, "time/step": 2.0})
+    panel.close()
+    assert [line[:8] for line in console.file.getvalue().splitlines()] == ["step 2/4", "step 4/4"]
+
+
+# --- keys ------------------------------------------------------------------------
+
+
+def test_keys_are_documented_or_not():
+    known = ("reward/social", "agent/a b/ratio", "eval/accuracy_majority@5", "memory/x/lo", "sft/nll", "sft/m/nll")
+    unknown = ("reward", "reward/a/b", "agent/a/colour", "agents/a/kl", "success_greedy", "time/eval", "x", "")
+    assert [key for key in known if not is_documented(key)] == []
+    assert [key for key in unknown if is_documented(key)] == []
+    assert all(KEYS.values())
+
+
+def test_panel_and_report_read_documented_keys():
+    assert all(is_documented(f"agent/someone/{key}") for key, _ in AGENT_COLUMNS.values())
+    assert [key for key in full_row(10) if not is_documented(key)] == ["step", "unknown/key"]
 
 
 def test_throughput():
@@ -308,6 +388,7 @@ def full_row(step):
     row |= {f"time/{key}": 1.0 for key in ("rollout", "reward", "update", "memory", "step")}
     row |= {"speed/rollout": 100.0, "speed/step": 50.0}
     row |= {"critic/solver/loss": 0.1, "critic/solver/explained_variance": 0.9, "scheme/decorator": 1.0}
+    row |= {"count/invalid_share": 0.1, "sft/solver/nll": 1.0, "dpo/solver/accuracy": 0.6}
     if step % 10 == 0:
         row |= {"eval/success_greedy": 0.4, "eval/length": 90}
     return row
@@ -329,6 +410,44 @@ def test_report_draws_every_panel_and_breaks_at_gaps(tmp_path):
     entropy = next(line for line in by_title["Entropy"].lines if line.get_label() == "critic")
     assert entropy.get_color() == memory.get_color()
     assert not any(label == "step" for label in by_title["Time of a step"].get_legend_handles_labels()[1])
+
+
+def test_share_of_invalid_rewards_is_no_reward(tmp_path):
+    """Files of earlier versions call it a reward."""
+    rows = [{"step": s, "reward/total": 1.0, f"{'reward' if s < 3 else 'count'}/invalid_share": 0.5} for s in range(5)]
+    write_rows(tmp_path, rows)
+    figure = report(tmp_path, None)
+    assert titles(figure) == ["Reward", "Joint actions without a valid reward"]
+    assert [line.get_label() for line in figure.axes[0].lines] == ["total"]
+    assert list(figure.axes[1].lines[-1].get_xdata()) == [0, 1, 2, 3, 4]
+
+
+def test_equal_curves_of_an_evaluation_are_one_line(tmp_path):
+    rows = [{"step": s, "success": s / 9, "eval/accuracy": s / 8, "eval/success": s / 8} for s in range(1, 5)]
+    rows[-1] |= {"eval/success_greedy": 0.7, "agent/a/reward": 0.1, "agent/b/reward": 0.1}
+    write_rows(tmp_path, rows)
+    figure = report(tmp_path, None)
+    legends = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in figure.axes]
+    assert legends[0] == ["success", "eval/accuracy = eval/success", "eval/success greedy"]
+    assert legends[1] == ["a", "b"]  # agents stay apart
+
+
+def test_title_names_the_phases_of_a_run(tmp_path):
+    title = lambda rows: (write_rows(tmp_path / "run", rows), report(tmp_path / "run", None)._suptitle.get_text())[1]
+    one = [{"step": s, "reward/total": 1.0} for s in range(31, 61)]
+    assert title(one) == "run · steps 31 to 60"
+    sft = [{"step": s, "sft/nll": 1.0, "sft/m/nll": 1.0} for s in range(1, 31)]
+    assert title(sft + one) == "run · steps 1 to 30 supervised fine-tuning, 31 to 60 reinforcement learning"
+
+
+def test_report_of_the_first_rows(tmp_path):
+    write_rows(tmp_path, [full_row(step) for step in range(1, 21)])
+    figure = report(tmp_path, max_rows=2)
+    assert titles(figure) == [title for title, *_ in report_module.PANELS[:6]]
+    figure.canvas.draw()
+    height = figure.bbox.height
+    for axis in figure.axes:  # nothing is cut off
+        assert axis.get_tightbbox().y1 <= height and axis.get_tightbbox().y0 >= 0
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import losses
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.training import losses
+from tests import reference
 
 KINDS = {"token": {}, "sequence": {}, "sum": {}, "constant": {"constant": 7.0}}
 VARIANTS = {
@@ -21,19 +26,50 @@ VARIANTS = {
     "ppo": {"clip": (0.2, 0.28)},
     "dual": {"clip": (0.2, 0.2), "dual_clip": 1.3},
     "gspo": {"clip": (0.1, 0.2), "level": "sequence"},
-    "rema": {"clip": (0.1, 0.1), "dual_clip": 1.3, "level": "sequence", "max_log_ratio": 0.15},
+    "capped": {"clip": (0.1, 0.1), "dual_clip": 1.3, "level": "sequence", "max_log_ratio": 0.15},
     "tis": {"clip": (0.2, 0.2), "behaviour_logprobs": ..., "importance_cap": 1.1},
     "kl": {"clip": (0.2, 0.2), "ref_logprobs": ..., "kl_coef": 0.3, "kl_kind": "k2"},
     "all": {
         "clip": (0.2, 0.2),
         "behaviour_logprobs": ...,
+        "importance_cap": math.inf,
         "ref_logprobs": ...,
         "kl_coef": 0.1,
-        "entropy": ...,
         "entropy_coef": 0.05,
         "level": "sequence",
     },
 }
+
+
+def policy_loss(
+    logprobs,
+    *,
+    old_logprobs,
+    advantages,
+    weights,
+    clip,
+    entropy=None,
+    behaviour_logprobs=None,
+    ref_logprobs=None,
+    max_log_ratio=losses.MAX_LOG_RATIO,
+    **of,
+):
+    """`losses.policy_loss` with the arguments of its slow twin."""
+    low, high = clip or (None, 0.0)
+    if advantages.ndim < logprobs.ndim:
+        advantages = jnp.broadcast_to(advantages[..., None], logprobs.shape)
+    sampler = jnp.zeros_like(logprobs) if behaviour_logprobs is None else behaviour_logprobs
+    data = losses.RowData(weights, advantages, sampler, old_logprobs, ref_logprobs)
+    entropy = jnp.zeros_like(logprobs) if entropy is None else entropy
+    of = {{"level": "ratio_level", "importance_cap": "tis_clip"}.get(k, k): v for k, v in of.items()}
+    loss = losses.Loss(clip_low=low, clip_high=high, **of)
+    return losses.policy_loss(loss, logprobs, entropy, data, max_log_ratio=max_log_ratio)
+
+
+def dpo(logprobs, *, ref_logprobs, advantages, weights, beta):
+    """`losses.dpo` with the arguments of its slow twin."""
+    data = losses.RowData(weights, advantages, jnp.zeros_like(logprobs), None, ref_logprobs)
+    return losses.dpo(losses.Loss(beta=beta), logprobs, jnp.zeros_like(logprobs), data)
 
 
 def batch(seed, sequences=5, tokens=6, kind="sequence"):
@@ -58,7 +94,9 @@ def batch(seed, sequences=5, tokens=6, kind="sequence"):
 def split(data, variant):
     """The arrays that a variant uses, and its options."""
     options = VARIANTS[variant]
-    names = ["logprobs", "old_logprobs", "advantages", "weights"] + [n for n, v in options.items() if v is ...]
+    names = ["logprobs", "old_logprobs", "advantages", "weights", "entropy"] + [
+        n for n, v in options.items() if v is ...
+    ]
     return {n: data[n] for n in names}, {n: v for n, v in options.items() if v is not ...}
 
 
@@ -66,7 +104,7 @@ def split(data, variant):
 def loss_and_grad(arrays, variant):
     _, options = split(arrays, variant)
     rest = {n: a for n, a in arrays.items() if n != "logprobs"}
-    function = jax.value_and_grad(lambda x: losses.policy_loss(x, **rest, **options), has_aux=True)
+    function = jax.value_and_grad(lambda x: policy_loss(x, **rest, **options), has_aux=True)
     (loss, metrics), gradient = function(arrays["logprobs"])
     return loss, metrics, gradient
 
@@ -171,42 +209,18 @@ def test_the_clips_are_exercised():
     assert dual != ppo
 
 
-@settings(max_examples=40, deadline=None, database=None)
-@given(rng=st.integers(0, 2**32 - 1).map(np.random.default_rng))
-def test_trajectory_weights_equal_the_loop(rng):
-    mask, use = rng.random((5, 4)) < rng.random(), rng.choice([0.0, 1.0, 1.0, 2.5], 5)
-    trajectory = rng.integers(5, size=5)
-    arrays = jnp.asarray(mask), jnp.asarray(use, jnp.float32)
-    weights = losses.aggregation_weights(*arrays, "trajectory", None, jnp.asarray(trajectory))
-    np.testing.assert_allclose(
-        weights, reference.aggregation_weights(mask, use, "trajectory", trajectory=trajectory), rtol=1e-5
-    )
-
-
-def test_trajectories_by_hand():
-    """Turns of 3 and 1 tokens in one trajectory, of 2 in another: token means 1/4 and 1/2, each half of the loss."""
-    mask = jnp.arange(3) < jnp.array([[3], [2], [1]])
-    call = partial(losses.aggregation_weights, mask, jnp.ones(3), "trajectory", None)
-    np.testing.assert_allclose(call(jnp.array([2, 0, 2])), [[1 / 8] * 3, [1 / 4, 1 / 4, 0], [1 / 8, 0, 0]])
-    alone = losses.aggregation_weights(mask, jnp.ones(3), "sequence")
-    np.testing.assert_allclose(call(jnp.arange(3)), alone, rtol=1e-6)  # one turn each: the mean over sequences
-    together = losses.aggregation_weights(mask, jnp.ones(3), "token")
-    np.testing.assert_allclose(call(jnp.ones(3, int)), together, rtol=1e-6)  # one trajectory: all tokens alike
-    assert not np.any(losses.aggregation_weights(mask, jnp.zeros(3), "trajectory", None, jnp.zeros(3, int)))
-
-
 # Golden numbers
 
 
 def test_rema_sequence_ratio():
     """ReMA's four tokens in two turns: the geometric mean over the sequence is .90133 (their product is .66)."""
     old, new = jnp.log(jnp.array([[0.5, 0.4, 0.9, 0.2]])), jnp.log(jnp.array([[0.6, 0.44, 0.9, 0.1]]))
-    call = partial(losses.policy_loss, advantages=jnp.ones(1), weights=jnp.full((1, 4), 0.25), clip=None)
+    call = partial(policy_loss, advantages=jnp.ones(1), weights=jnp.full((1, 4), 0.25), clip=None)
     loss, metrics = call(new, old_logprobs=old, level="sequence")
     np.testing.assert_allclose([-loss, metrics["ratio"]], [0.90133, 0.90133], atol=1e-5)
     for turn, ratio in (((0, 2), 1.14891), ((2, 4), 0.70711)):
         weights = jnp.zeros((1, 4)).at[:, slice(*turn)].set(0.5)
-        _, metrics = losses.policy_loss(
+        _, metrics = policy_loss(
             new, old_logprobs=old, advantages=jnp.ones(1), weights=weights, clip=None, level="sequence"
         )
         np.testing.assert_allclose(metrics["ratio"], ratio, atol=1e-5)
@@ -217,7 +231,7 @@ def test_magrpo_loss_by_hand():
     mask, advantage = jnp.array([[True, True, True], [True, False, False]]), jnp.array([2.0, -1.0])
     weights = losses.aggregation_weights(mask, jnp.ones(2), "sum")
     gradient = jax.grad(
-        lambda x: losses.policy_loss(x, old_logprobs=None, advantages=advantage, weights=weights, clip=None)[0]
+        lambda x: policy_loss(x, old_logprobs=None, advantages=advantage, weights=weights, clip=None)[0]
     )(jnp.log(jnp.full((2, 3), 0.3)))
     np.testing.assert_allclose(gradient, [[-1, -1, -1], [0.5, 0, 0]], rtol=1e-6)
 
@@ -243,7 +257,7 @@ def test_no_old_logprobs_is_ratio_one():
     arrays = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
     same = arrays | {"old_logprobs": arrays["logprobs"]}
     one, two = loss_and_grad(same, "ppo"), loss_and_grad(arrays | {"old_logprobs": None}, "ppo")
-    jax.tree.map(np.testing.assert_array_equal, one, two)
+    chex.assert_trees_all_equal(one, two)
     assert np.any(two[2])
 
 
@@ -257,7 +271,7 @@ def test_masked_places_change_nothing(variant):
     clean = run(arrays, variant)
     for garbage in (np.nan, np.inf, -np.inf, 1e30):
         dirty = run({n: a if n == "weights" else np.where(out, garbage, a) for n, a in arrays.items()}, variant)
-        jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+        chex.assert_trees_all_equal(clean, dirty)
         assert not np.any(dirty[2][out])
 
 
@@ -310,32 +324,177 @@ def test_half_precision_is_reduced_in_float32():
 def test_only_logprobs_and_entropy_carry_gradient():
     arrays, options = split(batch(0), "all")
     arrays = {n: jnp.asarray(a, jnp.float32) for n, a in arrays.items()}
-    gradients = jax.grad(lambda tree: losses.policy_loss(**tree, **options)[0])(arrays)
+    gradients = jax.grad(lambda tree: policy_loss(**tree, **options)[0])(arrays)
     moved = {n for n, gradient in gradients.items() if np.any(gradient)}
     assert moved == {"logprobs", "entropy"}
 
 
 def test_missing_inputs_are_refused():
     x, one = jnp.zeros((1, 2)), jnp.ones(1)
-    call = partial(losses.policy_loss, x, old_logprobs=x, advantages=one, weights=x, clip=None)
+    call = partial(policy_loss, x, old_logprobs=x, advantages=one, weights=x, clip=None)
     for options, message in (
-        ({"kl_coef": 0.1}, "needs ref_logprobs"),
-        ({"kl_coef": jnp.zeros(())}, "needs ref_logprobs"),
-        ({"entropy_coef": 0.1}, "needs entropy"),
-        ({"importance_cap": 2.0}, "needs behaviour_logprobs"),
-        ({"dual_clip": 0.5}, "above 1"),
-        ({"max_log_ratio": 0.0}, "positive"),
+        ({"kl_coef": 0.1}, "needs log-probs of the reference"),
         ({"level": "word"}, "not 'word'"),
         ({"ref_logprobs": x, "kl_kind": "k4"}, "not 'k4'"),
     ):
         with pytest.raises(ValueError, match=message):
             call(**options)
+    with pytest.raises(ValueError, match="dpo needs log-probs of the reference"):
+        dpo(x, ref_logprobs=None, advantages=x, weights=x, beta=0.1)
     with pytest.raises(ValueError, match="positive constant"):
         losses.aggregation_weights(x > 0, one, "constant")
     with pytest.raises(ValueError, match="not 'mean'"):
         losses.aggregation_weights(x > 0, one, "mean")
-    with pytest.raises(ValueError, match="trajectory of each sequence"):
-        losses.aggregation_weights(x > 0, one, "trajectory")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dual_clip": 0.5}, "dual_clip: expected a finite number > 1 or None"),
+        ({"max_log_ratio": 3.0}, "max_log_ratio: removed; recipe rema caps log-ratios"),
+        ({"aggregation": "trajectory"}, "aggregation: value 'trajectory' was removed; set 'jaxmarl_llm.recipes.rema:"),
+        ({"aggregation": "turn"}, "aggregation: unknown value 'turn'"),
+        ({"ratio_level": "word"}, "ratio_level: unknown value"),
+        ({"objective": "dpo"}, "aggregation: expected 'sum'"),
+        ({"objective": "dpo", "aggregation": "sum", "beta": 0.0}, "beta: expected > 0"),
+        ({"objective": "ppo"}, "objective: unknown value 'ppo'"),
+    ],
+)
+def test_values_out_of_range_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        from_dict(losses.Loss, options, "loss")
+
+
+# A user's loss
+
+
+MARGIN = """
+import jax.numpy as jnp
+
+def margin(loss, logprobs, entropy, data):
+    # Couples the tokens of a completion: the square of its summed log-ratio to the reference, minus its entropy.
+    kept = lambda x: jnp.where(data.weights > 0, x, 0.0)
+    total = kept(logprobs - data.reference).sum(-1) - loss.beta
+    value = (kept(data.weights).max(-1) * total**2).sum() - 0.1 * (kept(data.weights) * kept(entropy)).sum()
+    return value, {"weight": kept(data.weights).sum(), "square": (total**2).sum()}
+
+margin.unit = "sequence"
+margin.needs_reference = True
+
+plain = lambda loss, logprobs, entropy, data: margin(loss, logprobs, entropy, data)
+
+def few(loss, logprobs):
+    return 0.0
+
+def wide(*args):
+    return 0.0
+wide.unit = "batch"
+
+def longest(mask, counted, episode):
+    # All weight on the longest counted sequence of each episode, evenly over its tokens.
+    length = counted * mask.sum(-1)
+    best = jnp.where(episode[:, None] == episode, length, 0).max(-1)
+    own = mask * ((length == best) & (length > 0))[:, None]
+    return own / jnp.maximum(own.sum(), 1)
+
+def loose(mask, counted, episode):
+    return jnp.ones(mask.shape)
+
+def short(mask, counted, episode):
+    return mask.sum(-1)
+
+def vector(loss, logprobs, entropy, data):
+    return logprobs.sum(-1), {"weight": data.weights.sum()}
+
+def unweighted(loss, logprobs, entropy, data):
+    return logprobs.sum(), {}
+
+number = 3
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """A package on sys.path with a module of losses, and two that cannot be imported. Its name is new each time."""
+    name = f"user_losses_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / name / "mine.py").write_text(MARGIN)
+    (tmp_path / name / "broken.py").write_text("raise RuntimeError('no such\\nluck')")
+    (tmp_path / name / "needy.py").write_text("import not_there_at_all")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    for module in [m for m in sys.modules if m.split(".")[0] == name]:
+        del sys.modules[module]
+
+
+def test_a_user_loss_declares_what_it_needs(user_module):
+    own = from_dict(losses.Loss, {"objective": f"{user_module}.mine:margin"}, "loss")
+    assert own.needs_reference and own.unit == "sequence"
+    plain = losses.Loss(objective=f"{user_module}.mine:plain")
+    assert not plain.needs_reference and plain.unit == "group"
+    assert dataclasses.replace(plain, kl_coef=0.1).needs_reference
+    assert losses.Loss().unit == "token" and losses.Loss(ratio_level="sequence").unit == "sequence"
+    assert losses.Loss(objective="dpo").unit == "group" and losses.Loss(objective="dpo").needs_reference
+    assert not losses.Loss().needs_reference and losses.Loss(kl_coef=0.1).needs_reference
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ("{}.mine:margins", "has no attribute 'margins'; did you mean 'margin'"),
+        ("{}.nothing:margin", r"cannot import module '.*nothing': ModuleNotFoundError: No module named"),
+        ("{}.broken:margin", "cannot import module '.*broken': RuntimeError: no such luck"),
+        ("{}.needy:margin", "cannot import module '.*needy': ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("{}.mine:", "expected 'package.module:name'"),
+        ("{}.mine:number", "expected a function of .loss, logprobs, entropy, data."),
+        ("{}.mine:few", "expected a function of .loss, logprobs, entropy, data."),
+        ("{}.mine:wide", "unit: expected token, sequence or group, got 'batch'"),
+    ],
+)
+def test_a_bad_user_loss_ends_in_one_line(user_module, objective, message):
+    objective = objective.format(user_module)
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_dict(losses.Loss, {"objective": objective}, "config.loss")
+    assert str(caught.value).startswith("config.loss.objective: ") and "\n" not in str(caught.value)
+
+
+def test_a_user_aggregation_weighs_tokens(user_module):
+    loss = from_dict(losses.Loss, {"aggregation": f"{user_module}.mine:longest"}, "loss")
+    assert loss.reads_episodes and not losses.Loss().reads_episodes
+    mask = jnp.arange(4) < jnp.array([[3], [2], [1], [4]])
+    weigh = partial(losses.aggregation_weights, mask, kind=loss.aggregation)
+    got = weigh(jnp.array([1.0, 1, 1, 0]), episode=jnp.array([0, 0, 2, 2]))
+    np.testing.assert_allclose(got, mask * np.array([[1], [0], [1], [0]]) / 4)
+    alone = weigh(jnp.ones(4))  # each sequence is an episode of its own
+    np.testing.assert_allclose(alone, losses.aggregation_weights(mask, jnp.ones(4), "token"), rtol=1e-6)
+    grid = losses.aggregation_weights(mask.reshape(2, 2, 4), jnp.ones((2, 2)), loss.aggregation)
+    np.testing.assert_array_equal(grid.reshape(4, 4), alone)
+    loose = losses.aggregation_weights(mask, jnp.array([1.0, 0, 1, 1]), f"{user_module}.mine:loose")
+    np.testing.assert_array_equal(loose, mask * np.array([[1], [0], [1], [1]]))  # what is not counted is never trained
+    with pytest.raises(ConfigError, match=r"config\.loss\.aggregation: .*: expected an array of the shape of the mask"):
+        losses.aggregation_weights(mask, jnp.ones(4), f"{user_module}.mine:short")
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "message"),
+    [
+        ("{}.mine:longer", "has no attribute 'longer'; did you mean 'longest'"),
+        ("{}.mine:number", "expected a function of .mask, counted, episode."),
+        ("{}.mine:few", "expected a function of .mask, counted, episode."),
+    ],
+)
+def test_a_bad_aggregation_ends_in_one_line(user_module, aggregation, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_dict(losses.Loss, {"aggregation": aggregation.format(user_module)}, "config.loss")
+    assert str(caught.value).startswith("config.loss.aggregation: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["vector", "unweighted"])
+def test_the_result_of_a_user_loss_is_checked(user_module, name):
+    loss, x = losses.Loss(objective=f"{user_module}.mine:{name}"), jnp.zeros((2, 3))
+    with pytest.raises(ConfigError, match=r"expected the result \(scalar array, dict of scalar arrays with 'weight'\)"):
+        losses.row_loss(loss, x, x, losses.RowData(x, x, x, None, None))
 
 
 # Preferences
@@ -364,7 +523,7 @@ def preferences(seed, groups=4, members=3, tokens=5):
 @partial(jax.jit, static_argnames="beta")
 def dpo_and_grad(arrays, beta):
     rest = {n: a for n, a in arrays.items() if n != "logprobs"}
-    function = jax.value_and_grad(lambda x: losses.dpo(x, **rest, beta=beta), has_aux=True)
+    function = jax.value_and_grad(lambda x: dpo(x, **rest, beta=beta), has_aux=True)
     return function(arrays["logprobs"])
 
 
@@ -399,10 +558,8 @@ def test_dpo_golden_numbers():
     """log 2 where the policy is the reference; a pair of margin log 3 costs log(4/3); only sums of log-probs count."""
     one = jnp.ones((1, 2, 2))
     sides, weights = jnp.array([1.0, -1.0])[None, :, None] * one, one / 2
-    loss, metrics = losses.dpo(-one, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.1)
+    loss, metrics = dpo(-one, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.1)
     assert loss == pytest.approx(math.log(2)) and metrics["weight"] == 1 and metrics["accuracy"] == 0
     better = -one + jnp.array([[[0.5, 0.5], [0.0, -1.0]]]) * math.log(3)
-    loss, metrics = losses.dpo(better, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.5)
+    loss, metrics = dpo(better, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.5)
     assert loss == pytest.approx(math.log(4 / 3)) and metrics["margin"] == pytest.approx(math.log(3))
-    with pytest.raises(ValueError, match="beta is positive"):
-        losses.dpo(-one, ref_logprobs=-one, advantages=sides, weights=weights, beta=0.0)

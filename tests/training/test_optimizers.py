@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import toys
 
-from jaxmarl_llm import loop, meshes, sharding
-from jaxmarl_llm.checkpoint import Checkpointer
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.losses import Loss
-from jaxmarl_llm.meshes import MeshConfig
-from jaxmarl_llm.optimizers import Masters, Optimizer, make_optimizer, to_memory
-from jaxmarl_llm.qwen import Config, make_policy
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.distributed.meshes import MeshConfig
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.decoder import Config, make_policy
 from jaxmarl_llm.recipes import magrpo
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.train import Batch, make_learner, update
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+from jaxmarl_llm.training.learner import Batch, make_learner, update
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Masters, Optimizer, make_optimizer, to_memory
+from tests import toys
 
 
 def mixed(rng):
@@ -50,22 +52,24 @@ def test_masters_take_the_steps_of_float32_parameters(name):
 def test_small_steps_add_up_only_with_masters():
     """Steps of 1e-5 are below half a unit in the last place of bfloat16 at 1 (0.004): 1000 are 0.01, or nothing."""
     params, gradients = {"w": jnp.ones(8, jnp.bfloat16)}, [{"w": jnp.ones(8)}] * 1000
-    plain = Optimizer(name="adam", learning_rate=1e-5, max_grad_norm=0.0, masters=False)
+    plain = Optimizer(name="adam", learning_rate=1e-5, max_grad_norm=0.0, float32_master_weights=False)
     assert np.all(run(make_optimizer(plain), params, gradients)[0]["w"] == 1)
-    with_copies, state = run(make_optimizer(Optimizer(**{**plain.__dict__, "masters": True})), params, gradients)
+    with_copies, state = run(
+        make_optimizer(Optimizer(**{**plain.__dict__, "float32_master_weights": True})), params, gradients
+    )
     np.testing.assert_allclose(state.copies["w"], 0.99, rtol=1e-4)
     np.testing.assert_array_equal(with_copies["w"], jnp.full(8, 0.99, jnp.bfloat16))
 
 
 def test_float32_parameters_have_no_masters():
     params = {"w": jnp.ones(3)}
-    with_, without = (make_optimizer(Optimizer(masters=m)).init(params) for m in (True, False))
+    with_, without = (make_optimizer(Optimizer(float32_master_weights=m)).init(params) for m in (True, False))
     assert jax.tree.structure(with_) == jax.tree.structure(without)
 
 
 def test_masters_and_their_moments_lie_as_their_parameters():
     policy, mesh = make_policy(Config(64, 16, 32, 1, 4, 2, 4, dtype="bfloat16")), meshes.make_mesh(MeshConfig(2, 2, 2))
-    with meshes.on(mesh):
+    with meshes.use_mesh(mesh):
         own = sharding.place(mesh, {"params": policy.init(jax.random.key(0))})
         state = make_learner(policy, Loss(clip_low=None), Optimizer(), Sampling()).init(own)
     assert isinstance(state, Masters)
@@ -90,7 +94,7 @@ def learn(optimizer, steps=3, mesh=None):
     weights = np.full(said.shape, 1 / said.size, np.float32)
     gain = rng.normal(size=said.shape).astype(np.float32)
     batch = Batch(tokens, np.full(8, 4, np.int32), said, weights, gain, np.zeros_like(weights))
-    with meshes.on(mesh):
+    with meshes.use_mesh(mesh):
         own = {"params": toys.policy().init(jax.random.key(0))}
         own = own if mesh is None else sharding.place(mesh, own)
         state = learner.init(own)
@@ -125,7 +129,11 @@ def test_offloaded_states_are_away_from_the_start_and_when_they_are_read_again(m
             "steps": 1,
             "env": {"name": "matrix", "eval_tasks": 4},
             "reward": {"payoff": 1.0},
-            "team": {"max_new": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
+            "team": {
+                "max_new_tokens": 1,
+                "remat": False,
+                "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4},
+            },
             "optimizer": {"offload": True},
             "sft": {"steps": 1, "samples": 8, "batch": 4, "optimizer": {"offload": True, "b1": 0.8}},
             **({"mesh": mesh} if mesh else {}),
@@ -152,4 +160,4 @@ def test_an_offloaded_state_is_saved_and_restored_where_it_was(tmp_path):
     state = saver.restore({"own": own, "state": away})[0]["state"]
     saver.close()
     assert kinds(state) == {"pinned_host"}
-    jax.tree.map(np.testing.assert_array_equal, away, state)
+    chex.assert_trees_all_equal(away, state)

@@ -8,17 +8,20 @@ import itertools
 import jax
 import numpy as np
 import pytest
-import toys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmarl_llm import packing, plans, prefixes, rollout_host, speakers
-from jaxmarl_llm.generate import Completions
-from jaxmarl_llm.losses import Loss, init_head
-from jaxmarl_llm.optimizers import Optimizer
-from jaxmarl_llm.sampling import Sampling
-from jaxmarl_llm.train import NodeTargets, make_learner, trunk_tokens, update
-from jaxmarl_llm.workers import EnvPool
+from jaxmarl_llm.generation import prefix_cache
+from jaxmarl_llm.generation.generate import Completions
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.value_head import init_head
+from jaxmarl_llm.rollout import host, launches, plans
+from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.training import packing
+from jaxmarl_llm.training.learner import NodeTargets, make_learner, trunk_tokens, update
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
+from tests import toys
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -29,15 +32,15 @@ def array(ids):
     return np.array(ids, np.int32)
 
 
-def said(policy, variables, tokens, length, keys, active, *, max_new, **_):
+def said(policy, variables, tokens, length, keys, active, *, max_new_tokens, **_):
     """Stands for generation, which would compile: random letters, often alike. Caches of one number a slot."""
     n, g = keys.shape[:2]
     rng = np.random.default_rng([n, g, int(tokens.sum())])
-    shape = (n, g, max_new)
-    size = rng.integers(1, max_new + 1, (n, g)).astype(np.int32)
+    shape = (n, g, max_new_tokens)
+    size = rng.integers(1, max_new_tokens + 1, (n, g)).astype(np.int32)
     cache = lambda *slots: ((np.zeros((*slots, 1, 1), np.float32),) * 2,)
     words, logprobs = rng.integers(97, 100, shape).astype(np.int32), -rng.random(shape, np.float32)
-    return Completions(words, size, logprobs, size == max_new), cache(n, 512), cache(n, g, max_new - 1)
+    return Completions(words, size, logprobs, size == max_new_tokens), cache(n, 512), cache(n, g, max_new_tokens - 1)
 
 
 @functools.cache
@@ -49,17 +52,17 @@ def rollout(name):
         "product": (toys.conversation(3), plans.product(2)),
         "one turn": (toys.conversation(1), plans.flat(4)),
     }[name]
-    team = toys.team(shared=name != "node_wise", max_new=5)
+    team = toys.team(shared=name != "node_wise", max_new_tokens=5)
     with EnvPool(lambda: env, workers=0) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speakers, "generate", said)
+        patch.setattr(launches, "generate", said)
         slots = lambda *size: ((np.zeros((*size, 1, 1), np.float32),) * 2,)
-        patch.setattr(prefixes, "_fill", lambda policy, variables, tokens, *_: slots(len(tokens), 512))
-        patch.setattr(prefixes, "_take", lambda pool, slot: slots(*slot.shape))
-        patch.setattr(prefixes, "_put", lambda pool, *_: pool)
-        patch.setattr(prefixes, "_grow", lambda pool, more: slots(len(pool[0][0]) + more))
+        patch.setattr(prefix_cache, "_fill", lambda policy, variables, tokens, *_: slots(len(tokens), 512))
+        patch.setattr(prefix_cache, "_take", lambda pool, slot: slots(*slot.shape))
+        patch.setattr(prefix_cache, "_put", lambda pool, *_: pool)
+        patch.setattr(prefix_cache, "_grow", lambda pool, more: slots(len(pool[0][0]) + more))
         params = {"shared": {}, "agents": {m.name: {} for m in team.models}}
         key = jax.random.key(0)
-        tree = rollout_host.play(team, params, pool, TASKS, plan, key, Sampling(), max_prompt=512).tree
+        tree = host.play(team, params, pool, TASKS, key, host.HostSettings(plan, Sampling(), max_prompt=512)).tree
     rng = np.random.default_rng(3)
     trained = tree.steps.valid & (rng.random(len(tree.steps.valid)) < 0.8)
     return tree, rng.normal(size=len(trained)).astype(np.float32), trained
@@ -94,7 +97,7 @@ words = st.lists(
 
 @given(words, st.integers(1, 40))
 def test_a_token_sees_its_own_sequence_and_stands_once(lines, most):
-    grown = packing.grow([(task, array(ids)) for task, ids in lines], most)
+    grown = packing.pack_sequences([(task, array(ids)) for task, ids in lines], most)
     assert sorted(i for one in grown for i, _ in one.paths) == list(range(len(lines)))
     for one in grown:
         tokens, position, end = map(array, (one.tokens, one.position, one.end))
@@ -122,12 +125,12 @@ def test_batches_hold_the_trained_steps(name, micro_tokens):
         assert batch.tokens.shape[1] == 0 and (batch.weights.sum((1, 2)) > 0).any()
         for row in np.flatnonzero(batch.weights.any((1, 2))):
             size = int((batch.weights[row, 0] > 0).sum())
-            seen = [j for j in range(len(f.end)) if j <= f.at[row, 0, size - 1] < f.end[j]]
+            seen = [j for j in range(len(f.end)) if j <= f.predictor[row, 0, size - 1] < f.end[j]]
             words = batch.completions[row, 0, :size].tolist()
             context = f.tokens[seen].tolist()
             assert context[len(context) - size + 1 :] == words[:-1] and f.position[seen].tolist() == [*range(len(seen))]
             for t in range(size):
-                assert f.at[row, 0, t] == seen[len(seen) - size + t]
+                assert f.predictor[row, 0, t] == seen[len(seen) - size + t]
             found.append((context[: len(context) - size + 1], words, float(batch.advantages[row, 0, 0])))
     want = [(prompt, words, float(advantages[c])) for c, (_, prompt, words) in trained_lines(name).items()]
     assert sorted(found) == sorted(want) and len(found) > 10
@@ -163,7 +166,7 @@ def assert_same_update(one, two):
 
 @pytest.mark.parametrize("name,micro_tokens", [("flat", 4096), ("product", 700)])
 def test_loss_and_gradients_are_those_of_separate_nodes(name, micro_tokens):
-    loss = Loss(importance_cap=2.0, entropy_coef=0.1, aggregate="sequence")
+    loss = Loss(tis_clip=2.0, entropy_coef=0.1, aggregation="sequence")
     forest = packed(name, trees=True, micro_tokens=micro_tokens, loss=loss)
     nodes = packed(name, trees=False, micro_tokens=micro_tokens, loss=loss)
     assert all(b.forest is not None for b in forest) and all(b.forest is None for b in nodes)
@@ -195,7 +198,7 @@ def test_an_update_sends_each_token_of_the_tree_once(name):
 
 def test_nothing_is_gained_where_prompts_are_not_shared():
     assert all(b.forest is None for b in packed("one turn", trees=True))
-    dpo = Loss(objective="dpo", aggregate="sum")
+    dpo = Loss(objective="dpo", aggregation="sum")
     assert all(b.forest is None for b in packed("flat", trees=True, loss=dpo))
 
 

@@ -1,6 +1,6 @@
-"""Other systems beside ours: each in a virtual environment and a process of its own, driven a step at a time.
+"""Other systems for comparison: each one in its own virtual environment and process, run one step at a time.
 
-`make peers` makes the environments; a driver here (`drive` says what it is) runs in one of them.
+`make peers` creates the environments. A driver in this folder runs in one of them; `drive` describes the protocol.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.errors import ConfigError
 
 DRIVERS = {"TRL": "trl_grpo", "CoMLRL": "comlrl_magrpo", "google-tunix": "tunix_grpo"}
 HOMES = {"TRL": "torch", "CoMLRL": "torch", "google-tunix": "tunix"}  # folders of --peers
@@ -38,7 +38,7 @@ class Peer:
         self.versions: dict[str, str] = self._answer("ready")["versions"]
 
     def step(self) -> float:
-        """The seconds that the step took there."""
+        """Run one step. Returns its seconds, as measured by the driver."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # said with the end of its log, below
             self._process.stdin.write("step\n")
@@ -86,7 +86,9 @@ class Peer:
 
 
 def start(name: str, home: str, spec: dict[str, Any]) -> Peer:
-    """The driver of ``name`` in ``home``/torch or ``home``/tunix; ConfigError where that environment is not."""
+    """Start the driver of ``name`` in ``home``/torch or ``home``/tunix. Raises ConfigError if this environment is
+    missing.
+    """
     python = Path(home) / HOMES[name] / "bin" / "python"
     if not python.is_file():
         raise ConfigError(f"--peers: no {python}, in which {name} runs; `make peers` makes it")

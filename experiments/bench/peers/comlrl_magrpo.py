@@ -27,7 +27,7 @@ turns = Turns("comlrl", "transformers", "torch")
 
 
 class Paced:
-    """A data set whose every item is a step asked for."""
+    """Data set in which reading an item waits for the request of a step."""
 
     def __init__(self):
         self.items = turns.items({"prompt": prompt(SPEC["prompt"], vocab)})

@@ -23,7 +23,7 @@ os.dup2(2, 1)
 
 
 class Turns:
-    """`begin` waits for the line that asks for a step, `end` answers it with the seconds between."""
+    """Protocol of a driver: `begin` waits for the line that requests a step, `end` replies with the seconds since."""
 
     def __init__(self, *packages: str) -> None:
         self._clock: float | None = None
@@ -42,7 +42,7 @@ class Turns:
         self._clock = None
 
     def items(self, item: Any, settle: Any = None) -> Iterator[Any]:
-        """An endless data set: a step lasts from one item to the next. ``settle()`` waits for what is under way."""
+        """Infinite data set: a step lasts from one item to the next. ``settle()`` waits for unfinished work."""
         while True:
             if settle is not None:
                 settle()
@@ -52,7 +52,7 @@ class Turns:
 
 
 def words(vocab: int) -> Any:
-    """A tokenizer of ``vocab`` words w0, w1, ...; the last two are eos and pad."""
+    """Tokenizer of ``vocab`` words w0, w1, ...; the last two are eos and pad."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

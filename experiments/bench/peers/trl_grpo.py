@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer: one prompt, G completions of exactly R tokens, one optimizer step."""
+"""Driver of TRL's GRPOTrainer: one prompt, G completions of exactly R tokens, one optimizer step."""
 
 import random
 

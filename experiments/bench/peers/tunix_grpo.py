@@ -1,4 +1,4 @@
-"""google-tunix: its vanilla sampler alone, or its GRPO learner on it; one prompt, G completions of exactly R tokens."""
+"""Driver of google-tunix: its sampler alone, or its GRPO learner; one prompt, G completions of exactly R tokens."""
 
 import os
 import random
@@ -41,7 +41,7 @@ never = [-1]  # as end of text
 
 
 def sample():
-    """Samples alone."""
+    """Driver of the sampler alone."""
     cache = sampler.CacheConfig(length + response, shape["num_layers"], shape["num_kv_heads"], shape["head_dim"])
     draw = sampler.Sampler(net, tokenizer, cache)
     while True:
@@ -52,7 +52,7 @@ def sample():
 
 
 def learn():
-    """Whole steps."""
+    """Driver of whole steps."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 1), ("fsdp", "tp"))
     role = rl_cluster.Role
     cluster = rl_cluster.RLCluster(

@@ -7,18 +7,29 @@ offered BFCL schemas; ``shop``: the customer's words and the store's tools; ``ma
 <call>``, whose observation is its next user message, or ``Answer: <text>``, which the master gets as a report. A
 message or call that cannot be read is answered with ``Error: ...`` and the episode goes on, for at most M turns.
 
-Rewards; every role gets the same values (shared team return); R = accuracy + format - efficiency.
+Rewards; every role gets the same values (shared team return). A configuration adds them up as R = accuracy + format -
+efficiency. From R_A, R_F and R_E below, ``Config.reward`` makes these three components:
 
-accuracy, on the last transition, in [0, 1]; without a ``Final`` it is 0 for qa and math:
+    component   gated, the default            sum, the paper's literal R_A + R_F - R_E
+    accuracy    R_A, last transition          R_A, last transition
+    format      R_A R_F, last transition      R_F, its share on each transition
+    efficiency  R_A R_E, last transition      R_E, last transition
+
+With ``sum`` a wrong answer on the first turn earns R_F = 0.5 for certain, and a delegation that fails earns less. Teams
+then stop delegating. With ``gated`` every episode without accuracy earns 0, and only what is right is worth anything:
+R = R_A (1 + R_F - R_E). A memory that learns from accuracy and format then keeps what was right. With ``sum`` it keeps
+what was well-formed, unless it learns from accuracy alone, as the shipped configurations state.
+
+R_A in [0, 1]; without a ``Final`` it is 0 for qa and math:
     qa        token F1 of the final answer (SQuAD normalisation, HotpotQA's yes/no rule)
     math      1 if the final answer equals the gold answer, else 0
     function  matched / total arguments of the calls made, 1 exactly when BFCL's AST rules accept them
     shop      1 if the final database equals the gold one and the final answer holds the outputs that the task asks
               for; otherwise half the share of the gold write calls that were made (name and arguments equal)
-format, on each transition, R_F of an episode = 0.5 (1 - unreadable messages / M): a readable message pays 0.5 / M, and
-    a final answer also pays for the turns it left unused, so that stalling earns nothing.
-efficiency, on the last transition, a cost R_E = 0.3 min(1, late + cut) in [0, 0.3]: late = turns beyond the reference
-    script / (M - its length), cut = share of completions that the length limit ended.
+R_F = 0.5 (1 - unreadable messages / M): a readable message pays 0.5 / M, and a final answer also pays for the turns it
+    left unused, so that stalling earns nothing.
+R_E = 0.3 min(1, late + cut) in [0, 0.3], a cost: late = turns beyond the reference script / (M - its length), cut =
+    share of completions that the length limit ended.
 """
 
 from __future__ import annotations
@@ -33,22 +44,15 @@ from functools import partial
 from typing import Any
 
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import judge, retail
-from jaxmarl_llm.envs.assistant_script import script
-from jaxmarl_llm.envs.assistant_views import (
-    DOMAINS,
-    ROLES,
-    SYSTEM,
-    Config,
-    context,
-    cut,
-    database,
-    own,
-    strategy,
-)
-from jaxmarl_llm.envs.assistant_views import search as find
-from jaxmarl_llm.envs.prompts import with_memory
-from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.envs import answer_rules, checks
+from jaxmarl_llm.envs.assistant import shop
+from jaxmarl_llm.envs.assistant.prompts import DOMAINS, ROLES, SYSTEM, Config, context, cut, database, own
+from jaxmarl_llm.envs.assistant.prompts import search as find
+from jaxmarl_llm.envs.assistant.reference_episodes import script
+from jaxmarl_llm.envs.chat import reply_message, with_memory
+from jaxmarl_llm.envs.chat import strategy_by_accuracy as strategy
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
 __all__ = [
     "DOMAINS", "ROLES", "SYSTEM", "Config", "State", "Task", "accuracy", "as_task", "demonstrations", "make", "play",
@@ -71,7 +75,7 @@ class State:
     thread: Prompt = ()  # the conversation of the specialist that acts, likewise
     spent: int = 0  # turns in this delegation
     calls: tuple[tuple[str, str], ...] = ()  # accepted: (name, arguments as JSON); in the shop writes only
-    overlay: retail.Overlay = retail.EMPTY
+    overlay: shop.Overlay = shop.EMPTY
     unread: int = 0  # messages that could not be read
     truncated: int = 0
     final: str | None = None
@@ -108,10 +112,8 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
     if set(actions) != {state.role} or state.final is not None or state.turn >= config.max_turns:
         raise ValueError(f"expected one action of {state.role!r} in an unfinished episode, got {sorted(actions)}")
     action = actions[state.role]
-    # a scripted action has no ids; its text is encoded instead
-    said = action.message(state.role) if action.ids else Message("assistant", action.text)
     move = _lead if state.role == "master" else _specialize
-    new, readable = move(config, state, action.text, said)
+    new, readable = move(config, state, action.text, reply_message(state.role, action))
     new = replace(
         new,
         turn=state.turn + 1,
@@ -119,12 +121,21 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
         truncated=state.truncated + action.truncated,
     )
     done = new.final is not None or new.turn >= config.max_turns
-    unused = config.max_turns - new.turn if new.final is not None else 0
-    reward = {"format": config.format_reward / config.max_turns * (readable + unused)}
-    if done:
-        reward["accuracy"] = accuracy(config, new)
-        reward["efficiency"] = efficiency(config, new)
+    reward = _paid(config, new, readable, done)
     return new, {role: dict(reward) for role in ROLES}, done
+
+
+def _paid(config: Config, state: State, readable: bool, done: bool) -> dict[str, float]:
+    """Components of the transition into ``state``, whose message was ``readable`` and maybe the last one (``done``)."""
+    unused = config.max_turns - state.turn if state.final is not None else 0
+    form = config.format_reward / config.max_turns * (readable + unused)
+    if not done:
+        return {"format": form if config.reward == "sum" else 0.0}
+    right, cost = accuracy(config, state), efficiency(config, state)
+    if config.reward == "sum":
+        return {"accuracy": right, "format": form, "efficiency": cost}
+    whole = config.format_reward * (1.0 - state.unread / config.max_turns)
+    return {"accuracy": right, "format": right * whole, "efficiency": right * cost}
 
 
 def _lead(config: Config, state: State, text: str, said: Message) -> tuple[State, bool]:
@@ -185,7 +196,7 @@ def _act(config: Config, state: State, role: str, text: str) -> tuple[State, str
         return state, "Error: there are no tools.", False
     if role == "qa" and (search := re.match(r"Search\[([^\]\n]{1,400})\]", text)):
         return state, find(config, state.task, search[1]), True
-    call = judge.parse_call(text)
+    call = answer_rules.parse_call(text)
     if isinstance(call, str):
         return state, f"Error: {call}", False
     name, arguments = call
@@ -195,8 +206,8 @@ def _act(config: Config, state: State, role: str, text: str) -> tuple[State, str
             return state, "Error: the only tool is Search[words].", True
         return state, find(config, state.task, query[:400]), True
     if role == "shop":
-        observation, overlay = retail.call(database(config.data_dir), state.overlay, name, arguments)
-        accepted = name in retail.WRITES and not observation.startswith("Error:")
+        observation, overlay = shop.call(database(config.data_dir), state.overlay, name, arguments)
+        accepted = name in shop.WRITES and not observation.startswith("Error:")
         state = replace(state, overlay=overlay)
     else:
         observation = _check(own(state.task, "function", "functions"), name, arguments)
@@ -220,7 +231,7 @@ def _check(functions: Sequence[Mapping], name: str, arguments: Mapping[str, Any]
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 
-def _made(state: State) -> list[judge.Call]:
+def _made(state: State) -> list[answer_rules.Call]:
     return [(name, json.loads(arguments)) for name, arguments in state.calls]
 
 
@@ -229,12 +240,12 @@ def accuracy(config: Config, state: State) -> float:
     task, final = state.task, state.final
     match task["domain"]:
         case "qa":
-            return judge.token_f1(final, task["gold"]) if final is not None else 0.0
+            return answer_rules.token_f1(final, task["gold"]) if final is not None else 0.0
         case "math":
             # marked as an answer, so that two numbers are refused as hedging
-            return float(final is not None and judge.math_equal(f"Answer: {final}", task["gold"]))
+            return float(final is not None and answer_rules.math_equal(f"Answer: {final}", task["gold"]))
         case "function":
-            return judge.call_score(task["functions"], _made(state), task["gold"]) if state.calls else 0.0
+            return answer_rules.call_score(task["functions"], _made(state), task["gold"]) if state.calls else 0.0
         case "shop":
             return _shop_accuracy(config, state)
     raise ValueError(f"task {task['id']}: unknown domain {task['domain']!r}")
@@ -242,15 +253,15 @@ def accuracy(config: Config, state: State) -> float:
 
 def _shop_accuracy(config: Config, state: State) -> float:
     task, db = state.task, database(config.data_dir)
-    wanted = retail.EMPTY
+    wanted = shop.EMPTY
     for call in task["gold"]:
-        _, wanted = retail.call(db, wanted, call["name"], call["kwargs"])
+        _, wanted = shop.call(db, wanted, call["name"], call["kwargs"])
     text = (state.final or "").lower().replace(",", "")
     told = all(output.lower().replace(",", "") in text for output in task["outputs"])
-    if told and retail.db_hash(db, state.overlay) == retail.db_hash(db, wanted):
+    if told and shop.db_hash(db, state.overlay) == shop.db_hash(db, wanted):
         return 1.0
-    writes = [(c["name"], c["kwargs"]) for c in task["gold"] if c["name"] in retail.WRITES]
-    return 0.5 * judge.matched_calls(_made(state), writes) / len(writes) if writes else 0.0
+    writes = [(c["name"], c["kwargs"]) for c in task["gold"] if c["name"] in shop.WRITES]
+    return 0.5 * answer_rules.matched_calls(_made(state), writes) / len(writes) if writes else 0.0
 
 
 def efficiency(config: Config, state: State) -> float:
@@ -261,7 +272,8 @@ def efficiency(config: Config, state: State) -> float:
 
 def verify(config: Config, state: State) -> Rewards:
     """A local verdict on the latest move: 1 for delegating to the right specialist, the accuracy of an answer as if it
-    were final, of the calls made so far, or for a search that finds the answer or a supporting passage.
+    were final, of the calls made so far, or for a search that finds the answer or a supporting passage. A readable move
+    earns its format: with ``gated`` in proportion to that verdict.
     """
     role, kind, text = state.last
     task, right = state.task, 0.0
@@ -277,7 +289,8 @@ def verify(config: Config, state: State) -> Rewards:
             right = accuracy(config, state)
     elif kind == "final":
         right = accuracy(config, state)
-    return {r: {"accuracy": right, "format": config.format_reward * (kind != "error")} for r in ROLES}
+    form = config.format_reward * (kind != "error") * (1.0 if config.reward == "sum" else right)
+    return {r: {"accuracy": right, "format": form} for r in ROLES}
 
 
 # -- tasks and reference episodes --------------------------------------------------------------------------------------
@@ -309,7 +322,8 @@ def tasks(config: Config) -> list[Task]:
                 kept.append(task)
         logging.getLogger(__name__).info("%s: %s; %d of %d read are usable", domain, source, len(kept), seen)
         if not kept or len(kept) < number:
-            raise ConfigError(f"domain {domain}: {len(kept)} usable tasks in {source}, {max(1, number)} asked for")
+            found = f"at most {len(kept)} of domain {domain}, the usable tasks in {source}"
+            raise ConfigError(f"{checks.ARGS}.count: expected {found}, got {max(1, number)}")
         chosen += kept
     random.Random(config.seed).shuffle(chosen)
     return chosen
@@ -355,9 +369,9 @@ def solvable(config: Config, task: Task) -> bool:
     if reached < 1.0 or accuracy(config, replace(reset(config, 0, task), final="")) == 1.0:
         return False
     if task["domain"] == "shop":
-        overlay = retail.EMPTY
+        overlay = shop.EMPTY
         for call in task["gold"]:
-            text, overlay = retail.call(database(config.data_dir), overlay, call["name"], call["kwargs"])
+            text, overlay = shop.call(database(config.data_dir), overlay, call["name"], call["kwargs"])
             if text.startswith("Error:"):
                 return False
         read = " ".join(m.text for role, prompt, _ in samples if role == "shop" for m in prompt if m.speaker == "user")
@@ -366,6 +380,6 @@ def solvable(config: Config, task: Task) -> bool:
     return True
 
 
-def demonstrations(config: Config, tasks: Iterable[Task], memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
+def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:
     """Samples (role, prompt, completion) for supervised fine-tuning of every role, from the gold answers."""
-    return [(role, with_memory(prompt, memory), text) for task in tasks for role, prompt, text in play(config, task)[0]]
+    return [sample for task in tasks for sample in play(config, task)[0]]

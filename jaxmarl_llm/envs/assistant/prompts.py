@@ -1,4 +1,4 @@
-"""What the roles of the assistant environment read: settings, instructions, a specialist's first message, memory.
+"""The settings and prompts of the assistant environment: instructions, a specialist's first message, memory entries.
 
 Texts are short on purpose: a small model on a CPU reads them many times.
 """
@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import bm25, prompts, retail
-from jaxmarl_llm.text import Action, ConfigError, Prompt
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.assistant import bm25, shop
 
 DOMAINS = ("qa", "function", "shop", "math")
 ROLES = ("master", *DOMAINS)
@@ -35,13 +35,16 @@ SYSTEM = {
     "math": "Solve the problem in short steps, then write 'Answer: <number>'.",
 }
 # The customer is identified by the environment, so the tools that find a user are callable but not advertised.
-SHOWN_TOOLS = tuple(s for s in retail.SCHEMAS if s["name"] in retail.WRITES or s["name"].startswith("get_"))
+SHOWN_TOOLS = tuple(s for s in shop.SCHEMAS if s["name"] in shop.WRITES or s["name"].startswith("get_"))
 
 
 @dataclass(frozen=True)
 class Config:
-    """``mixture``: weights of ``domains``, used when ``count`` (tasks in all; 0: all there are) is set. ``*_chars``
-    are lengths in characters beyond which a text is cut, with a marker.
+    """The settings of tasks, turns, prompts and rewards.
+
+    ``mixture`` holds weights of ``domains``, used when ``count`` (tasks in all; 0: all there are) is set. ``*_chars``
+    are lengths in characters beyond which a text is cut, with a marker. ``reward`` says what format and efficiency are
+    paid for (`env`): ``gated``, only in proportion to accuracy; ``sum``, always, as in the paper.
     """
 
     domains: tuple[str, ...] = DOMAINS
@@ -57,19 +60,20 @@ class Config:
     observation_chars: int = 500
     context_chars: int = 1200  # a sub-task; a specialist's whole first message may have twice as many
     report_chars: int = 200
+    reward: Literal["gated", "sum"] = "gated"
     format_reward: float = 0.5
     efficiency_cost: float = 0.3
 
-    def __post_init__(self) -> None:
+    def check(self, path: str) -> None:
         if not self.domains or len(set(self.domains)) < len(self.domains) or set(self.domains) - set(DOMAINS):
-            raise ConfigError(f"domains {self.domains}: expected distinct names among {', '.join(DOMAINS)}")
-        if self.mixture and (len(self.mixture) != len(self.domains) or min(self.mixture) < 0 or not sum(self.mixture)):
-            raise ConfigError(f"mixture {self.mixture}: expected a weight >= 0 for each of {len(self.domains)} domains")
-        for key in ("max_turns", "max_specialist_turns", "passage_chars", "observation_chars", "context_chars"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
-        if self.count < 0:
-            raise ConfigError(f"count must not be negative: {self.count}")
+            checks.refuse(path, "domains", f"distinct names among {', '.join(DOMAINS)}", self.domains)
+        if self.mixture:
+            checks.weights(path, self, "mixture", self.domains)
+        checks.in_range(path, self, 0, checks.MOST_TASKS, "count")
+        checks.in_range(path, self, 1, checks.MOST_ROUNDS, "max_turns", "max_specialist_turns")
+        checks.at_least(path, self, 0, "passages")
+        checks.at_least(path, self, 1, "passage_chars", "observation_chars", "context_chars", "report_chars")
+        checks.finite(path, self, "format_reward", "efficiency_cost")
 
 
 @lru_cache(maxsize=4)
@@ -79,23 +83,24 @@ def database(data_dir: str | None) -> dict[str, dict]:
 
 
 def cut(text: str, limit: int) -> str:
+    """``text``, cut behind ``limit`` characters with a marker."""
     return text if len(text) <= limit else text[:limit] + " [cut]"
 
 
 def own(task: Mapping[str, Any], domain: str, field: str) -> Any:
-    """A field that only tasks of this domain have; empty when the wrong specialist asks."""
+    """The ``field`` of a task of this ``domain``; empty for a task of another domain."""
     return task[field] if task["domain"] == domain else ()
 
 
 def search(config: Config, task: Mapping[str, Any], query: str) -> str:
-    """The best passage for the query."""
+    """The passage of ``task`` that fits ``query`` best."""
     passages = [f"{title}: {text}" for title, text in own(task, "qa", "passages")]
     best = bm25.top(query, passages, 1)
     return cut(passages[best[0]], config.observation_chars) if best else "nothing found"
 
 
 def context(config: Config, task: Mapping[str, Any], role: str, subtask: str) -> str:
-    """A specialist's first message."""
+    """The first message to the specialist ``role``, whose sub-task is ``subtask``."""
     if role == "qa":
         passages = [f"{title}: {text}" for title, text in own(task, "qa", "passages")]
         shown = [cut(passages[i], config.passage_chars) for i in bm25.top(subtask, passages, config.passages)]
@@ -106,20 +111,20 @@ def context(config: Config, task: Mapping[str, Any], role: str, subtask: str) ->
     if role == "shop":
         tools = [_signature(s) for s in SHOWN_TOOLS]
         who = f"Customer {task['user_id']}: {task['query']}\n" if task["domain"] == "shop" else ""
-        return f"{who}Task: {subtask}\nTools: {', '.join(tools)}. ADDRESS: {', '.join(retail.ADDRESS)}"
+        return f"{who}Task: {subtask}\nTools: {', '.join(tools)}. ADDRESS: {', '.join(shop.ADDRESS)}"
     return subtask
 
 
 def _signature(tool: Mapping[str, Any]) -> str:
-    """A shop tool and its arguments; every one is required. The six parts of an address are named once for all."""
+    """A shop tool and its arguments, all of which are required. ADDRESS stands for the six parts of an address."""
     names = list(tool["parameters"]["properties"])
-    if set(retail.ADDRESS) <= set(names):
-        names = [n for n in names if n not in retail.ADDRESS] + ["ADDRESS"]
+    if set(shop.ADDRESS) <= set(names):
+        names = [n for n in names if n not in shop.ADDRESS] + ["ADDRESS"]
     return f"{tool['name']}({', '.join(names)})"
 
 
 def _schema(function: Mapping[str, Any]) -> str:
-    """A function's JSON schema in few tokens: types and short descriptions; a ``?`` marks what may be left out."""
+    """A function's JSON schema in few tokens: types and short descriptions; ``?`` marks an optional argument."""
     parameters = function["parameters"]
     required = parameters.get("required", ())
     shown = {}
@@ -128,11 +133,3 @@ def _schema(function: Mapping[str, Any]) -> str:
         shown[key if key in required else key + "?"] = f"{kind}: {cut(value.get('description', ''), 60)}"
     text = {"name": function["name"], "description": cut(function.get("description", ""), 100), "parameters": shown}
     return json.dumps(text, ensure_ascii=False)
-
-
-def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """What a successful sample leaves in memory: what was asked and what was written.
-
-    ``rewards`` are the role's components, which belong to the caller's decision to keep the text, and its score here.
-    """
-    return prompts.entry(role, rewards.get("accuracy", 0.0), prompts.asked(prompt), action)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmarl_llm.envs import calls
-from jaxmarl_llm.envs.assistant_views import Config, context, database, search
+from jaxmarl_llm.envs.assistant import function_calls
+from jaxmarl_llm.envs.assistant.prompts import Config, context, database, search
 
 Script = tuple[tuple[str, str], ...]  # (role, completion)
 
@@ -41,13 +41,13 @@ def _solve_qa(config: Config, task: Mapping[str, Any]) -> tuple[list[str], str]:
 
 
 def _solve_function(config: Config, task: Mapping[str, Any]) -> tuple[list[str], str]:
-    return [*map(_written, calls.gold_calls(task["functions"], task["gold"])), "Answer: done"], "done"
+    return [*map(_written, function_calls.gold_calls(task["functions"], task["gold"])), "Answer: done"], "done"
 
 
 def _solve_shop(config: Config, task: Mapping[str, Any]) -> tuple[list[str], str]:
     """The gold calls, each after the look-ups that its item ids come from."""
     db = database(config.data_dir)
-    done: list[calls.Call] = []
+    done: list[function_calls.Call] = []
     for call in task["gold"]:
         kwargs = call["kwargs"]
         if "item_ids" in kwargs:
@@ -70,5 +70,5 @@ def _solve_math(config: Config, task: Mapping[str, Any]) -> tuple[list[str], str
 _SOLVERS = {"qa": _solve_qa, "function": _solve_function, "shop": _solve_shop, "math": _solve_math}
 
 
-def _written(call: calls.Call) -> str:
+def _written(call: function_calls.Call) -> str:
     return "Action: " + json.dumps({"name": call[0], "arguments": call[1]}, ensure_ascii=False)

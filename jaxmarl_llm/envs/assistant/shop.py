@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxmarl_llm.envs.retail_read import (
+from jaxmarl_llm.envs.assistant.shop_read import (
     ADDRESS,
     EMPTY,
     Database,

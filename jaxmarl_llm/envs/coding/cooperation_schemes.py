@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxmarl_llm.envs import code_ast
-from jaxmarl_llm.envs.code_values import Kind
-from jaxmarl_llm.envs.coding_rewards import AUX, cooperation, works
+from jaxmarl_llm.envs.coding.analysis import syntax as code_ast
+from jaxmarl_llm.envs.coding.analysis.values import Kind
+from jaxmarl_llm.envs.coding.rewards import AUX, cooperation, works
 
 SCHEMES = (
     "fallback", "decorator", "coordinator", "strategy_filter", "other",

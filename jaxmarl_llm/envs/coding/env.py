@@ -24,31 +24,51 @@ import copy
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from jaxmarl_llm import sandbox
+from jaxmarl_llm.config import one_of
 from jaxmarl_llm.data import code_tasks
-from jaxmarl_llm.envs import coding_prompts, expert, passk, schemes
-from jaxmarl_llm.envs.code_ast import bindings, function, own_nodes, parse
-from jaxmarl_llm.envs.coding_prompts import ROLES, strategy
-from jaxmarl_llm.envs.coding_rewards import AUX, COMPONENTS, Graded, grade_parity, grade_strict, prelude
-from jaxmarl_llm.envs.prompts import with_memory
-from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.chat import reply_message, with_memory
+from jaxmarl_llm.envs.coding import cooperation_schemes, expert, pass_at_k
+from jaxmarl_llm.envs.coding import prompts as coding_prompts
+from jaxmarl_llm.envs.coding.analysis.syntax import bindings, function, own_nodes, parse
+from jaxmarl_llm.envs.coding.prompts import ROLES, strategy
+from jaxmarl_llm.envs.coding.rewards import AUX, COMPONENTS, Graded, grade_parity, grade_strict, prelude
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.sandbox import judge as sandbox
 
 __all__ = [
-    "ROLES", "Config", "State", "Task", "demonstrations", "evaluate", "grade", "make", "split_solution", "strategy",
-    "tasks", "watch", "with_memory",
+    "ROLES",
+    "Config",
+    "State",
+    "Task",
+    "demonstrations",
+    "episode_metrics",
+    "evaluate",
+    "grade",
+    "make",
+    "split_solution",
+    "strategy",
+    "tasks",
+    "with_memory",
 ]  # fmt: skip
 
 Task = dict[str, Any]
+SPLITS = ("train", "dev", "test", "all")
+MOST_SECONDS, MOST_MEMORY = 3600, 2**20  # CPU seconds and MiB that one program may be given
 GRADERS = {"strict": grade_strict, "parity": grade_parity}
 
 
 @dataclass(frozen=True)
 class Config:
-    """``data``: a directory as in `code_tasks`; None: the samples in the package (HumanEval and MBPP)."""
+    """The settings of tasks, feedback, expert and sandbox.
+
+    ``data`` is a directory as in `code_tasks`; None stands for the samples in the package (HumanEval and MBPP).
+    """
 
     benchmark: Literal["humaneval", "coophumaneval", "mbpp"] = "humaneval"
     data: str | None = None
@@ -72,24 +92,28 @@ class Config:
     memory_mb: int = 512
     max_timeouts: int = 2  # then the remaining tests of a program count as timed out
 
-    def __post_init__(self) -> None:
-        for key in ("max_turns", "memory_mb", "max_timeouts"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"{key} must be at least 1, not {getattr(self, key)}")
-        if self.count < 0 or self.shown_tests < 0:
-            raise ConfigError(f"count and shown_tests must not be negative: {self.count}, {self.shown_tests}")
+    def check(self, path: str) -> None:
+        one_of(f"{path}.split", self.split, SPLITS)
+        checks.in_range(path, self, 0, checks.MOST_TASKS, "count")
+        checks.in_range(path, self, 1, checks.MOST_ROUNDS, "max_turns")
+        checks.at_least(path, self, 0, "shown_tests")
+        checks.at_least(path, self, 1, "max_timeouts")
+        if not 0 < self.total <= MOST_SECONDS:
+            checks.refuse(path, "total", f"more than 0 and at most {MOST_SECONDS} seconds", self.total)
         if not 0 < self.cpu <= self.total:
-            raise ConfigError(f"expected 0 < cpu <= total seconds, not {self.cpu:g} and {self.total:g}")
-        if self.benchmark not in code_tasks.BENCHMARKS:
-            raise ConfigError(f"benchmark {self.benchmark!r}: expected one of {', '.join(code_tasks.BENCHMARKS)}")
-        if self.reward not in GRADERS or self.feedback not in ("plain", "level", "expert"):
-            raise ConfigError(f"no reward {self.reward!r} or no feedback {self.feedback!r}")
+            checks.refuse(path, "cpu", f"more than 0 and at most total={self.total:g} seconds", self.cpu)
+        checks.in_range(path, self, 1, MOST_MEMORY, "memory_mb")
+        expert.check_limits(path, self.expert_timeout, self.expert_retries)
+        if not isinstance(self.expert, str) and not callable(self.expert):
+            checks.refuse(path, "expert", expert.EXPECTED, self.expert)
         if self.feedback == "expert":
-            self.advisor()
+            self.advisor(path)
 
-    def advisor(self) -> expert.Expert:
+    def advisor(self, path: str = checks.ARGS) -> expert.Expert:
+        """The configured expert. ``path`` is the name of this Config in error messages."""
         return expert.resolve(
             self.expert,
+            path=path,
             model=self.expert_model,
             key_env=self.expert_key_env,
             timeout=self.expert_timeout,
@@ -121,15 +145,16 @@ def make(config: Config) -> HostEnv:
     )
 
 
-def watch(spoken: Sequence[tuple[Task, Mapping[str, str]]]) -> dict[str, float]:
+def episode_metrics(spoken: Sequence[tuple[Task, Mapping[str, str]]]) -> dict[str, float]:
     """Share of each cooperation scheme among the joint actions, ``scheme/<name>``, for the log and its plot."""
-    counts = schemes.count((said["helper"], said["main"], task["entry_point"]) for task, said in spoken)
+    counts = cooperation_schemes.count((said["helper"], said["main"], task["entry_point"]) for task, said in spoken)
     return {f"scheme/{name}": n / max(1, len(spoken)) for name, n in counts.items()}
 
 
 def reset(seed: int, task: Task) -> State:
     """The episode's first state. Everything is deterministic, so the seed has no effect."""
-    return State(task, **coding_prompts.opening(task))
+    prompts = coding_prompts.opening(task)
+    return State(task, prompts["helper"], prompts["main"])
 
 
 def observe(state: State) -> dict[str, Prompt]:
@@ -157,11 +182,9 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
     conversations = {}
     for role in ROLES:
         action = actions[role]
-        # a scripted action has no ids; its text is encoded instead
-        said = action.message(role) if action.ids else Message("assistant", action.text)
         feedback = (Message("user", told[role]),) if told[role] else ()
-        conversations[role] = (*getattr(state, role), said, *feedback)
-    new = replace(state, turn=state.turn + 1, **conversations)
+        conversations[role] = (*getattr(state, role), reply_message(role, action), *feedback)
+    new = State(state.task, conversations["helper"], conversations["main"], state.turn + 1)
     return new, {role: dict(rewards) for role in ROLES}, done
 
 
@@ -179,7 +202,7 @@ def evaluate(
 
     Samples without a verdict raise: an estimate over a part of them would not say so.
     """
-    rows = []
+    rows: list[dict[str, Sequence[float]]] = []
     for task, pairs in samples:
         graded = [grade(config, task, helper, main) for helper, main in pairs]
         rows.append(
@@ -189,7 +212,7 @@ def evaluate(
                 "cooperation": [g.rewards["cooperation"] for g in graded],
             }
         )
-    return passk.summary(rows, ks)
+    return pass_at_k.summary(rows, ks)
 
 
 # -- tasks and demonstrations ------------------------------------------------------------------------------------------
@@ -207,17 +230,20 @@ def tasks(config: Config) -> list[Task]:
         keep_bad_tests=config.keep_bad_tests,
     )
     if config.count > len(found):
-        raise ConfigError(f"count: {config.count} tasks asked for, {source}")
+        raise ConfigError(f"{checks.ARGS}.count: expected at most {len(found)} ({source}), got {config.count}")
     random.Random(f"{config.benchmark} {config.split} {config.seed}").shuffle(found)
     log.info("%s: %s", config.benchmark, source)
     return found[: config.count or None]
 
 
-def demonstrations(config: Config, tasks: Iterable[Task], memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
-    """Samples (role, prompt, completion) from the canonical solutions; of those that come apart, both roles' parts."""
+def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:
+    """Samples (role, prompt, completion) from the canonical solutions.
+
+    A solution that comes apart gives a sample of both roles, any other one of main alone.
+    """
     out = []
     for task in tasks:
-        prompts = {role: with_memory(prompt, memory) for role, prompt in coding_prompts.opening(task).items()}
+        prompts = coding_prompts.opening(task)
         helper, main = split_solution(task)
         out += [(role, prompts[role], code) for role, code in (("helper", helper), ("main", main)) if code]
     return out
@@ -260,7 +286,7 @@ def split_solution(task: Mapping[str, Any]) -> tuple[str, str]:
             node.id = AUX
     helper.name = AUX
     parts = _source(*_needed(imports, helper), helper), _source(*_needed(imports, main), main)
-    return alone if schemes.classify(*parts, entry.name).startswith("trivial") else parts
+    return alone if cooperation_schemes.classify(*parts, entry.name).startswith("trivial") else parts
 
 
 def _source(*nodes: ast.stmt) -> str:

@@ -1,13 +1,13 @@
-"""An outside expert's suggestions for the next turn: a function, or a chat endpoint that speaks OpenAI's protocol.
+"""Suggestions of an outside expert for the next turn: a function, or a chat endpoint with OpenAI's protocol.
 
-The expert sees the problem and both agents' code and answers with JSON ``{"aux": ..., "main": ...}``, the edited
+The expert gets the problem and both agents' code and answers with JSON ``{"aux": ..., "main": ...}``, the edited
 functions as text. Each agent gets its own part in its next prompt, so no gradient flows through it.
 
-An expert is given as ``module:function`` (or a callable) with the signature ``expert(task, helper, main) -> answer``,
-or as the base URL of an endpoint, such as ``http://localhost:8000/v1``, with a model's name and the name of the
-environment variable that holds the key (the key itself stands in no configuration and no message).
+An expert is given as ``module:function`` (or a callable) with the signature ``expert(task, helper, main) -> answer``.
+Or it is given as the base URL of an endpoint, such as ``http://localhost:8000/v1``, with a model's name and the name of
+the environment variable that holds the key. The key itself stands in no configuration and no message.
 
-Whatever goes wrong raises `ExpertError`, which makes the transition invalid and is counted; nothing is made up.
+Every failure raises `ExpertError`, which makes the transition invalid and is counted. No answer is invented.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmarl_llm.text import ConfigError
+from jaxmarl_llm.envs.checks import ARGS, refuse
+from jaxmarl_llm.errors import ConfigError
 
 Edits = dict[str, str]  # aux, main; a missing one is ''
 Expert = Callable[[Mapping[str, Any], str, str], Any]
 
 MAX_ANSWER = 1 << 18  # bytes of an endpoint's reply
 MAX_EDIT = 4000  # characters of one suggestion
+MOST_TIMEOUT, MOST_RETRIES = 3600, 10  # the pauses between attempts double
+EXPECTED = "module:function, a function, or the base URL of an endpoint, http(s)://..."
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 
 INSTRUCTIONS = (
@@ -41,11 +44,13 @@ INSTRUCTIONS = (
 
 
 class ExpertError(RuntimeError):
-    """The expert gave no usable answer; one line that says why."""
+    """The failure of an expert to give a usable answer; the message is one line with the reason."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
+    """An expert behind a chat endpoint."""
+
     url: str
     model: str
     key_env: str
@@ -115,35 +120,57 @@ class Endpoint:
 
 
 class _Again(Exception):
-    """A fault that may pass."""
+    """A failure after which another attempt may succeed."""
+
+
+def check_limits(path: str, timeout: float, retries: int) -> None:
+    """Checks the limits of an endpoint: seconds of one attempt, and attempts after the first."""
+    if not 0 < timeout <= MOST_TIMEOUT:
+        refuse(path, "expert_timeout", f"more than 0 and at most {MOST_TIMEOUT} seconds", timeout)
+    if not 0 <= retries <= MOST_RETRIES:
+        refuse(path, "expert_retries", f"0 to {MOST_RETRIES}", retries)
 
 
 def resolve(
-    expert: Any, *, model: str = "", key_env: str = "OPENAI_API_KEY", timeout: float = 10.0, retries: int = 1
+    expert: Any,
+    *,
+    path: str = ARGS,
+    model: str = "",
+    key_env: str = "OPENAI_API_KEY",
+    timeout: float = 10.0,
+    retries: int = 1,
 ) -> Expert:
-    """The expert that a configuration names. Raises ConfigError."""
+    """The expert that a configuration names. Raises ConfigError.
+
+    expert: a callable, ``module:function`` or the base URL of an endpoint
+    path: the dotted name of the Config that holds the expert, for error messages
+    model, key_env: an endpoint's model, and the environment variable that holds its key
+    timeout, retries: an endpoint's seconds for one attempt, and its attempts after the first
+    """
     if callable(expert):
         return expert
     if not isinstance(expert, str) or not expert:
-        raise ConfigError(f"expert: expected module:function or http(s)://..., got {expert!r}")
-    if timeout <= 0 or retries < 0:
-        raise ConfigError(f"expert: expected a timeout > 0 and retries >= 0, got {timeout:g} and {retries}")
+        refuse(path, "expert", EXPECTED, expert)
+    check_limits(path, timeout, retries)
     if re.match(r"https?://", expert):
         if not model:
-            raise ConfigError(f"expert_model: the endpoint {expert} needs the name of a model")
+            refuse(path, "expert_model", f"the name of a model of {expert}", model)
         return Endpoint(expert, model, key_env, timeout, retries)
     module, _, name = expert.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"expert {expert!r}: expected module:function or http(s)://... ({error})") from None
+        raise ConfigError(f"{path}.expert: expected {EXPECTED}, got {expert!r} ({error})") from None
     if not callable(found):
-        raise ConfigError(f"expert {expert!r}: not a function")
+        raise ConfigError(f"{path}.expert: expected {EXPECTED}, got {expert!r}, which is not a function")
     return found
 
 
 def consult(expert: Expert, task: Mapping[str, Any], helper: str, main: str) -> Edits:
-    """The expert's edits, checked. Raises ExpertError, whatever the expert raises or returns."""
+    """The checked edits of ``expert`` for a task and the code of both agents.
+
+    Raises ExpertError, whatever the expert raises or returns.
+    """
     try:
         answer = expert(task, helper, main)
     except ExpertError:
@@ -167,7 +194,7 @@ def consult(expert: Expert, task: Mapping[str, Any], helper: str, main: str) -> 
 
 
 def _json_in(text: str) -> Any:
-    """The JSON object in a text, which may have a fence or words around it; None if there is none."""
+    """The JSON object in ``text``, which may have a fence or words around it; None if there is none."""
     start, end = text.find("{"), text.rfind("}")
     try:
         return json.loads(text[start : end + 1], strict=False) if 0 <= start < end else None

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmarl_llm.envs import code_ast, prompts
-from jaxmarl_llm.envs.coding_rewards import AUX, Graded
-from jaxmarl_llm.sandbox import Test, Verdict
-from jaxmarl_llm.text import Action, Message, Prompt
+from jaxmarl_llm.envs import chat
+from jaxmarl_llm.envs.coding.analysis import syntax as code_ast
+from jaxmarl_llm.envs.coding.rewards import AUX, Graded
+from jaxmarl_llm.messages import Action, Message, Prompt
+from jaxmarl_llm.sandbox.judge import Test, Verdict
 
 ROLES = ("helper", "main")
 SYSTEM = {
@@ -117,4 +118,4 @@ def _cut(text: str) -> str:
 
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
     """What a sample leaves in memory: the problem from its function on, in brief, and the code. Score: accuracy."""
-    return prompts.entry(role, rewards.get("accuracy", 0.0), prompts.asked(prompt).split("def ")[-1], action)
+    return chat.entry(role, rewards.get("accuracy", 0.0), chat.asked(prompt).split("def ")[-1], action)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from jaxmarl_llm.envs.code_ast import compiles, parse
+from jaxmarl_llm.envs.coding.analysis.syntax import compiles, parse
 
 _HEADER = re.compile(r"^\s*def\s+\w+\s*\(")
 _QUOTES = ('"""', "'''")

@@ -23,10 +23,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from jaxmarl_llm.envs import code_ast, coding_parity
-from jaxmarl_llm.envs.code_flow import flow
-from jaxmarl_llm.envs.code_values import Flow, Kind
-from jaxmarl_llm.sandbox import Report, Test, Verdict
+from jaxmarl_llm.envs.coding import published_reward
+from jaxmarl_llm.envs.coding.analysis import syntax as code_ast
+from jaxmarl_llm.envs.coding.analysis.flow import flow
+from jaxmarl_llm.envs.coding.analysis.values import Flow, Kind
+from jaxmarl_llm.sandbox.judge import Report, Test, Verdict
 
 COMPONENTS = ("structure", "syntax", "tests", "cooperation")
 AUX = "aux"
@@ -67,24 +68,24 @@ def strict(helper: str, main: str, task: Task, report_fn: ReportFn) -> dict[str,
 def grade_parity(helper: str, main: str, task: Task, report_fn: ReportFn) -> Graded:
     rewards = dict.fromkeys(COMPONENTS, 0.0)
     entry, prompt = task["entry_point"], task["prompt"]
-    aux_code, main_code = coding_parity.extract(helper, AUX), coding_parity.extract(main, entry)
-    rewards["structure"] = 0.4 * coding_parity.has_return(aux_code) + 0.6 * coding_parity.has_return(main_code)
-    if not coding_parity.has_return(main_code):
+    aux_code, main_code = published_reward.extract(helper, AUX), published_reward.extract(main, entry)
+    rewards["structure"] = 0.4 * published_reward.has_return(aux_code) + 0.6 * published_reward.has_return(main_code)
+    if not published_reward.has_return(main_code):
         return Graded(rewards)
-    program = coding_parity.program(prompt, aux_code, main_code)
-    if not coding_parity.parses(program):
+    program = published_reward.program(prompt, aux_code, main_code)
+    if not published_reward.parses(program):
         return Graded(rewards)
     rewards["syntax"] = 0.5
-    lines = coding_parity.asserts(task["test"], entry)
+    lines = published_reward.asserts(task["test"], entry)
     if not lines:
         return Graded(rewards)
-    setup = coding_parity.imports(prompt)
-    tests = [Test(line, (entry,), setup) for line in lines if coding_parity.runnable(line)]
+    setup = published_reward.imports(prompt)
+    tests = [Test(line, (entry,), setup) for line in lines if published_reward.runnable(line)]
     solved, report = _judged(report_fn, program, tests, task)
     rewards["tests"] = report.passed / len(lines)
-    if report.passed and aux_code and coding_parity.calls_aux(main_code):
-        rewards["cooperation"] = 0.5 + (not coding_parity.is_wrapper(main_code))
-        rewards["cooperation"] -= 0.5 * coding_parity.ignores_result(main_code)
+    if report.passed and aux_code and published_reward.calls_aux(main_code):
+        rewards["cooperation"] = 0.5 + (not published_reward.is_wrapper(main_code))
+        rewards["cooperation"] -= 0.5 * published_reward.ignores_result(main_code)
     return Graded(rewards, solved, tuple(tests), report, hardcoded=hardcoded(program, task["test"]))
 
 

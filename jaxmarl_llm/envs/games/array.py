@@ -5,10 +5,10 @@
     tic_tac_toe   1x.o......>         a to i, the cells row by row             1 and -1 for a win, 0 for a draw
     hanabi        2A1B2|?1A?|01213>   a, b.. discard; play; tell colour; rank  1 to both for each card played well
 
-A prompt starts with the role of the player to move (1 first, 2 second) and shows what that player may know: Kuhn's card
-and moves so far; the board, own stones as x; in mini-Hanabi the partner's hand (colour and rank), what was told about
-one's own, and the height of every firework, information tokens, lives and cards left. The first player of a game is
-whoever moves first; the rules are the libraries' own.
+A prompt starts with the role of the player to move (1 first, 2 second) and shows what that player may know. In Kuhn
+poker: the card and the moves so far. In tic-tac-toe: the board, own stones as x. In mini-Hanabi: the partner's hand
+(colour and rank), the hints about one's own, and the height of every firework, information tokens, lives and cards
+left. The first player of a game is the one that moves first. The rules are the libraries' own.
 
 An action is one letter, and with ``response`` above 1 the stop token behind it. Components, by player:
 
@@ -17,7 +17,7 @@ An action is one letter, and with ``response`` above 1 the stop token behind it.
     illegal   1 for an action that is not legal there, or none at all; the game ends, nobody is paid
 
 so that ``reward={"payoff": 1, "format": 0.05, "illegal": -10}`` is MARSHAL's. With several ``games`` in a batch each
-has roles of its own (``kuhn_poker-first``): whatever is kept by role is then kept by game and player.
+has roles of its own (``kuhn_poker-first``). Whatever is kept by role is then kept by game and player.
 
 Needs the extra: pip install jaxmarl_llm[games].
 """
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,23 +34,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.envs.arrays import encoded
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.types import ArrayEnv, Observation, PyTree
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.array_env import (
+    EOS,
+    PAD,
+    UNREADABLE,
+    ArrayEnv,
+    Observation,
+    Samples,
+    completion_end,
+    encoded,
+    letter_samples,
+)
+from jaxmarl_llm.envs.prompt_grammar import prompt_row
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.types import PyTree
 
-PAD, EOS = ByteTokenizer.PAD, ByteTokenizer.EOS
 SEATS = ("first", "second")
 COMPONENTS = ("payoff", "format", "illegal")
 GAMES = ("kuhn_poker", "tic_tac_toe", "hanabi")
+MOST_COPIES, MOST_TOKENS = 10, 100  # hanabi: cards of one kind; information tokens and lives
 CARDS, LETTERS = "JQK", "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
 class Config:
+    """The settings of the games."""
+
     seed: int = 0  # tasks differ in nothing but the game: cards are dealt by the rollout's key
     tasks: int = 64
     games: tuple[str, ...] = ("kuhn_poker",)
@@ -62,26 +75,34 @@ class Config:
     lives: int = 2  # hanabi
     turns: int = 12  # hanabi: the game ends here if not before
 
-    def __post_init__(self):
+    def check(self, path: str) -> None:
+        checks.tasks_and_seed(path, self)
         for name in self.games:
-            one_of("games: games", name, GAMES)
+            one_of(f"{path}.games", name, GAMES)
         if not self.games or len(set(self.games)) < len(self.games):
-            raise ConfigError(f"games: games: expected one or several different ones, got {self.games}")
-        if self.tasks < 1 or self.response < 1 or self.turns < 1 or self.information < 1 or self.lives < 1:
-            raise ConfigError("games: expected tasks, response, turns, information and lives >= 1")
-        if len(self.copies) != self.colours or min(self.copies, default=0) < 1 or not 2 <= self.colours <= 5:
-            raise ConfigError(f"games: copies: expected a number for each of {self.colours} ranks (colours 2 to 5)")
-        if not 1 <= self.hand <= 5 or 2 * self.hand > self.colours * sum(self.copies):
-            raise ConfigError(f"games: hand: expected 1 to 5 cards that the deck can deal, got {self.hand}")
+            checks.refuse(path, "games", "one or several different games", self.games)
+        checks.in_range(path, self, 1, checks.MOST_TEXT, "response")
+        checks.in_range(path, self, 2, 5, "colours")
+        checks.in_range(path, self, 1, 5, "hand")
+        if len(self.copies) != self.colours or not all(1 <= number <= MOST_COPIES for number in self.copies):
+            expected = f"for each of {self.colours} ranks (colours) a number from 1 to {MOST_COPIES}"
+            checks.refuse(path, "copies", expected, self.copies)
+        if 2 * self.hand > self.colours * sum(self.copies):
+            checks.refuse(path, "hand", "cards that the deck can deal to both players", self.hand)
+        checks.in_range(path, self, 1, MOST_TOKENS, "information", "lives")
+        checks.in_range(path, self, 1, checks.MOST_ROUNDS, "turns")
 
 
 class Game(NamedTuple):
-    """One game behind one face. ``letters[i]`` names the library's action i.
+    """The interface of every game to its library.
 
-    start(key) -> inner state
-    show(inner) -> tokens [size]: what the player to move knows, PAD behind the end
-    legal(inner) -> [actions] bool
-    play(key, inner, action []) -> (inner, payoff [2] of (first, second), over [])
+    letters: letters[i] names the library's action i
+    size: the most tokens of a position
+    turns: the most turns
+    start: start(key) -> inner state
+    show: show(inner) -> tokens [size]: what the player to move knows, PAD behind the end
+    legal: legal(inner) -> [actions] bool
+    play: play(key, inner, action []) -> (inner, payoff [2] of (first, second), over [])
     """
 
     letters: str
@@ -94,17 +115,20 @@ class Game(NamedTuple):
 
 
 def library(module: str) -> Any:
-    """A module of an optional library; ConfigError that names the extra when the library is not installed."""
+    """The ``module`` of an optional library. Raises ConfigError that names the extra when it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"games: {module} cannot be imported ({error}); pip install jaxmarl_llm[games]") from error
+        raise ConfigError(
+            f"{checks.ARGS}.games: {module} cannot be imported ({error}); pip install jaxmarl_llm[games]"
+        ) from error
 
 
 def pgx_game(name: str, letters: str, size: int, turns: int, see: Callable[..., jax.Array]) -> Game:
-    """A game of pgx. Its players are numbered at random; here 0 is who moves first.
+    """The game ``name`` of pgx. Its players are numbered at random; here 0 is the one that moves first.
 
-    see(observation of the player to move, letters played so far [turns]) -> tokens [size]
+    letters, size, turns: as in `Game`
+    see: see(observation of the player to move, letters played so far [turns]) -> tokens [size]
     """
     env = library("pgx").make(name)
     names = encoded(letters)
@@ -128,6 +152,8 @@ def pgx_game(name: str, letters: str, size: int, turns: int, see: Callable[..., 
 
 
 def kuhn_poker(config: Config) -> Game:
+    """Kuhn poker of pgx."""
+
     def see(observation: jax.Array, moves: jax.Array) -> jax.Array:
         card = encoded(CARDS)[jnp.argmax(observation[:3])]
         return jnp.concatenate([card[None], moves[:2]])
@@ -136,6 +162,8 @@ def kuhn_poker(config: Config) -> Game:
 
 
 def tic_tac_toe(config: Config) -> Game:
+    """Tic-tac-toe of pgx."""
+
     def see(observation: jax.Array, moves: jax.Array) -> jax.Array:
         own, other = observation[..., 0].reshape(-1), observation[..., 1].reshape(-1)
         return jnp.where(own, ord("x"), jnp.where(other, ord("o"), ord(".")))
@@ -144,7 +172,7 @@ def tic_tac_toe(config: Config) -> Game:
 
 
 def hanabi(config: Config) -> Game:
-    """jaxmarl's Hanabi in small; out of lives, the score is lost (its own rule)."""
+    """A small Hanabi of jaxmarl. Without lives the score is lost, by its own rule."""
     c, h = config.colours, config.hand
     env = library("jaxmarl.environments.hanabi.hanabi").HanabiEnv(
         num_agents=2,
@@ -162,7 +190,7 @@ def hanabi(config: Config) -> Game:
 
     def marks(known: jax.Array, base: str) -> jax.Array:
         """The letter of each row's one-hot entry, ``?`` for a row of zeros."""
-        return jnp.where(known.any(-1), ord(base) + jnp.argmax(known, -1), ord("?"))
+        return jnp.where(known.any(-1), ord(base) + jnp.argmax(known, -1), UNREADABLE)
 
     def show(state: Any) -> jax.Array:
         me = mover(state)
@@ -192,22 +220,23 @@ def hanabi(config: Config) -> Game:
 
 @functools.cache
 def rules(config: Config) -> tuple[Game, ...]:
-    """The games of a configuration, by the library that holds them."""
+    """The games of a configuration, in its order."""
     makers = {"kuhn_poker": kuhn_poker, "tic_tac_toe": tic_tac_toe, "hanabi": hanabi}
     return tuple(makers[name](config) for name in config.games)
 
 
 def prompt_length(config: Config) -> int:
+    """P: the number of tokens of the longest prompt without memory."""
     return 2 + max(game.size for game in rules(config))
 
 
 def entry_length(config: Config) -> int:
-    """The longest memory entry: a prompt, a completion, sep."""
+    """The number of tokens of the longest memory entry: a prompt, a completion, sep."""
     return prompt_length(config) + config.response + 1
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
-    """first and second, and with several games those of each game."""
+    """The roles: first and second, and with several games those of each game."""
     if len(config.games) == 1:
         return SEATS
     return tuple(f"{game}-{seat}" for game in config.games for seat in SEATS)
@@ -215,6 +244,8 @@ def roles_of(config: Config) -> tuple[str, ...]:
 
 @struct.dataclass
 class State:
+    """An episode so far."""
+
     inner: tuple  # the state of every game; one of them is played
     game: Int[Array, ""]
     turn: Int[Array, ""]
@@ -222,61 +253,84 @@ class State:
 
 
 def make(config: Config) -> ArrayEnv:
-    """Keys deal the cards at reset; nothing is random after that."""
+    """The environment of ``config``. Keys deal the cards at reset; nothing is random after that."""
     games, roles = rules(config), roles_of(config)
-    P, R, most = prompt_length(config), config.response, max(game.turns for game in games)
-    lengths = jnp.array([game.turns for game in games])
-
-    def reset(key: jax.Array, task: dict) -> State:
-        inner = tuple(game.start(jax.random.fold_in(key, i)) for i, game in enumerate(games))
-        return State(inner, jnp.asarray(task["game"], jnp.int32), jnp.int32(0), jnp.bool_(False))
-
-    def observe(state: State) -> Observation:
-        seat = state.turn % 2
-        rows = [game.show(inner) for game, inner in zip(games, state.inner, strict=True)]
-        shown = jnp.stack([jnp.pad(row, (0, P - 2 - len(row)), constant_values=PAD) for row in rows])[state.game]
-        size = jnp.sum(shown != PAD)
-        row = jnp.concatenate([(ord("1") + seat)[None], shown, jnp.array([PAD])]).astype(jnp.int32)
-        row = row.at[1 + size].set(ord(">"))
-        role = (2 * state.game + seat).astype(jnp.int32)
-        return Observation(role[None], row[None], (size + 2)[None].astype(jnp.int32), ~state.over[None])
-
-    def step(key: jax.Array, state: State, tokens: Int[Array, "W R"], length: Int[Array, "W"]):
-        said, ended = tokens[0, 0], jnp.bool_(True) if R == 1 else (tokens[0, 1] == EOS) & (length[0] == 2)
-        mover = jnp.arange(len(roles)) == 2 * state.game + state.turn % 2
-        inner, payoff, over, named, allowed = [], jnp.zeros(len(roles)), [], [], []
-        for i, (game, before) in enumerate(zip(games, state.inner, strict=True)):
-            match = encoded(game.letters) == said
-            action = jnp.argmax(match)
-            name = match.any() & ended & (length[0] > 0)
-            fine = name & game.legal(before)[action]
-            # An illegal action is not handed to the library: what it would make of it is its own affair.
-            after, paid, done = game.play(key, before, jnp.where(fine, action, jnp.argmax(game.legal(before))))
-            mine = (state.game == i) & ~state.over & fine
-            inner.append(jax.tree.map(lambda new, old, mine=mine: jnp.where(mine, new, old), after, before))
-            payoff = payoff.at[2 * i : 2 * i + 2].set(jnp.where(mine, paid, 0.0))
-            over.append(done | ~fine)
-            named.append(name)
-            allowed.append(fine)
-        pick = lambda x: jnp.stack(x)[state.game]
-        turn = jnp.minimum(state.turn + 1, lengths[state.game])
-        ends = state.over | pick(over) | (turn >= lengths[state.game])
-        live = mover & ~state.over
-        rewards = {"payoff": payoff, "format": live & pick(named), "illegal": live & ~pick(allowed)}
-        after = State(tuple(inner), state.game, jnp.where(state.over, state.turn, turn), ends)
-        return after, {c: r.astype(jnp.float32) for c, r in rewards.items()}, ends
-
-    actors = tuple(tuple(range(t % 2, len(roles), 2)) for t in range(most))
-    return ArrayEnv("games", roles, 1, most, COMPONENTS, actors, reset, observe, step)
+    most = max(game.turns for game in games)
+    return ArrayEnv(
+        name="games",
+        roles=roles,
+        seats=1,
+        max_turns=most,
+        components=COMPONENTS,
+        actors=tuple(tuple(range(t % 2, len(roles), 2)) for t in range(most)),
+        reset=functools.partial(reset, games),
+        observe=functools.partial(observe, games, prompt_length(config)),
+        step=functools.partial(step, games, config.response),
+    )
 
 
-def make_tasks(config: Config, seed: int | None = None, n: int | None = None) -> dict[str, np.ndarray]:
-    """The games one after the other."""
+def reset(games: Sequence[Game], key: Array, task: Mapping[str, Array]) -> State:
+    """The first state of an episode of one of ``games``, by the ``task``; ``key`` deals the cards."""
+    inner = tuple(game.start(jax.random.fold_in(key, i)) for i, game in enumerate(games))
+    return State(inner, jnp.asarray(task["game"], jnp.int32), jnp.int32(0), jnp.bool_(False))
+
+
+def observe(games: Sequence[Game], size: int, state: State) -> Observation:
+    """The prompt of the player to move, padded to P = ``size`` tokens."""
+    seat = state.turn % 2
+    rows = [game.show(inner) for game, inner in zip(games, state.inner, strict=True)]
+    shown = jnp.stack([jnp.pad(row, (0, size - 2 - len(row)), constant_values=PAD) for row in rows])[state.game]
+    tokens, length = prompt_row(ord("1") + seat, [(shown, jnp.sum(shown != PAD))], (), size)
+    role = (2 * state.game + seat).astype(jnp.int32)
+    return Observation(role[None], tokens[None], length[None].astype(jnp.int32), ~state.over[None])
+
+
+def step(
+    games: Sequence[Game], response: int, key: Array, state: State, tokens: Int[Array, "1 R"], length: Int[Array, "1"]
+) -> tuple[State, dict[str, Float[Array, " A"]], Bool[Array, ""]]:
+    """The state after an action, its rewards, and whether the episode has finished. ``response`` is R."""
+    ended, size = completion_end(tokens[0], length[0])
+    well_formed = jnp.bool_(True) if response == 1 else ended & (size == 1) & (length[0] == 2)
+    roles = 2 * len(games)
+    mover = jnp.arange(roles) == 2 * state.game + state.turn % 2
+    inner, payoff, over, named, allowed = [], jnp.zeros(roles), [], [], []
+    for i, (game, before) in enumerate(zip(games, state.inner, strict=True)):
+        match = encoded(game.letters) == tokens[0, 0]
+        action = jnp.argmax(match)
+        name = match.any() & well_formed & (length[0] > 0)
+        fine = name & game.legal(before)[action]
+        # An illegal action is not given to the library, whose own treatment of it does not matter.
+        after, paid, done = game.play(key, before, jnp.where(fine, action, jnp.argmax(game.legal(before))))
+        mine = (state.game == i) & ~state.over & fine
+        inner.append(jax.tree.map(functools.partial(jnp.where, mine), after, before))
+        payoff = payoff.at[2 * i : 2 * i + 2].set(jnp.where(mine, paid, 0.0))
+        over.append(done | ~fine)
+        named.append(name)
+        allowed.append(fine)
+    pick = lambda x: jnp.stack(x)[state.game]
+    most = jnp.array([game.turns for game in games])[state.game]
+    turn = jnp.minimum(state.turn + 1, most)
+    ends = state.over | pick(over) | (turn >= most)
+    live = mover & ~state.over
+    rewards = {"payoff": payoff, "format": live & pick(named), "illegal": live & ~pick(allowed)}
+    new = State(tuple(inner), state.game, jnp.where(state.over, state.turn, turn), ends)
+    return new, {c: r.astype(jnp.float32) for c, r in rewards.items()}, ends
+
+
+def make_tasks(
+    config: Config, seed: int | None = None, n: int | None = None, *, held_out: bool = False
+) -> dict[str, np.ndarray]:
+    """``n`` tasks (or ``config.tasks``), the games one after the other: game [n]. Of any ``seed`` and side."""
     return {"game": np.arange(config.tasks if n is None else n, dtype=np.int32) % len(config.games)}
 
 
+def same_tasks(config: Config) -> bool:
+    """Whether held-out tasks are those of training: the game is the task, and the rollout's key draws the rest."""
+    return True
+
+
 def legal_actions(config: Config) -> Callable[[State], jax.Array]:
-    """state -> [26] bool: which letters are legal; for players that are no models."""
+    """A function state -> [26] bool of the legal letters, for players that are not models."""
     games = rules(config)
 
     def legal(state: State) -> jax.Array:
@@ -289,9 +343,12 @@ def legal_actions(config: Config) -> Callable[[State], jax.Array]:
     return legal
 
 
-def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> dict[str, dict[str, np.ndarray]]:
-    """Random players: positions of games played by legal actions drawn evenly, and such an action. Rules, no skill."""
-    env, legal, P = make(config), legal_actions(config), prompt_length(config)
+def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
+    """Random players: positions of games played by legal actions drawn evenly, and such an action. Rules, no skill.
+
+    At most ``n`` samples of each role, as in `array_env.samples`. ``context`` is not used.
+    """
+    env, legal = make(config), legal_actions(config)
     count = max(n, 64) * len(config.games)
     state = jax.vmap(env.reset)(jax.random.split(jax.random.key(seed), count), make_tasks(config, n=count))
     names = encoded(LETTERS)
@@ -311,11 +368,6 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
     role, tokens, length, active, letter = (np.concatenate(x) for x in zip(*rows, strict=True))
     out, rng = {}, np.random.default_rng([seed, 3])
     for index, name in enumerate(env.roles):
-        mine = np.flatnonzero(active & (role == index))
-        mine = rng.permutation(mine)[:n]
-        completion = np.full((len(mine), config.response), PAD, np.int32)
-        completion[:, 0], completion[:, 1:2] = letter[mine], EOS
-        size = np.full(len(mine), min(2, config.response), np.int32)
-        assert tokens.shape[1] == P
-        out[name] = dict(tokens=tokens[mine], length=length[mine], completion=completion, completion_length=size)
+        mine = rng.permutation(np.flatnonzero(active & (role == index)))[:n]
+        out[name] = letter_samples(tokens[mine], length[mine], letter[mine], config.response)
     return out

@@ -1,8 +1,8 @@
-"""Kuhn poker solved: values, best responses and exploitability of any policy, exactly, beside the game of `games`.
+"""Exact solutions of Kuhn poker: values, best responses and exploitability of any policy, for the game of `games`.
 
-A policy is its probability of a bet at the 12 information sets, ``bet`` [2 players, 3 cards (J Q K), 2 histories]: the
-first player acts at the start and after pass-bet, the second after a pass and after a bet. What a deal and its line of
-play are worth is asked of the game itself (`payoffs`): nothing of its rules is written here but who acts when.
+A policy is its probability of a bet at the 12 information sets, ``bet`` [2 players, 3 cards (J Q K), 2 histories]. The
+first player acts at the start and after pass-bet, the second after a pass and after a bet. The value of a deal and its
+line of play comes from the game itself (`payoffs`): of its rules only the order of the players is written here.
 
 A player's information sets of different cards never meet in one game, so a best response is found card by card, among
 the four pure choices at the card's two sets.
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxmarl_llm.envs import games
-from jaxmarl_llm.envs.arrays import pack
+from jaxmarl_llm.envs.array_env import pack
+from jaxmarl_llm.envs.games import array as games
+from jaxmarl_llm.envs.prompt_grammar import prompt_text
 
 HISTORIES = (("", "pb"), ("p", "b"))  # of each player's two information sets a card
 LINES = ("pp", "pbp", "pbb", "bp", "bb")
@@ -28,13 +29,13 @@ VALUE = -1 / 18  # of the game to the first player at every equilibrium
 
 def information_sets() -> tuple[Int[np.ndarray, "12 P"], Int[np.ndarray, "12"]]:
     """Prompts and lengths as the environment shows them, in the order of a policy's entries."""
-    texts = [f"{1 + p}{card}{h}>" for p in range(2) for card in games.CARDS for h in HISTORIES[p]]
+    texts = [prompt_text("12"[p], card + h) for p in range(2) for card in games.CARDS for h in HISTORIES[p]]
     return pack([[*t.encode()] for t in texts], games.prompt_length(games.Config()))
 
 
 @functools.cache
 def payoffs() -> Float[np.ndarray, "3 3 5"]:
-    """What the first player wins: by its card, the other's, and the line of play. NaN where both have one card."""
+    """The first player's wins, by its card, the other's card and the line of play; NaN where both cards are equal."""
     (game,) = games.rules(games.Config())
     start = jax.vmap(game.start)(jax.random.split(jax.random.key(0), 128))
     play = jax.jit(jax.vmap(game.play, in_axes=(None, 0, None)))
@@ -55,7 +56,7 @@ def payoffs() -> Float[np.ndarray, "3 3 5"]:
 
 
 def reaches(bet: Float[np.ndarray, "2 3 2"]) -> Float[np.ndarray, "3 3 5"]:
-    """The chance of each line of play, given the deal."""
+    """The probability of each line of play under the policy ``bet``, given the deal."""
     (start, again), (passed, facing) = (bet[0].T[:, :, None], bet[1].T[:, None, :])
     lines = (
         (1 - start) * (1 - passed),
@@ -68,17 +69,17 @@ def reaches(bet: Float[np.ndarray, "2 3 2"]) -> Float[np.ndarray, "3 3 5"]:
 
 
 def by_deal(bet: Float[np.ndarray, "2 3 2"]) -> Float[np.ndarray, "3 3"]:
-    """The first player's expected win at each deal; 0 where there is none."""
+    """The first player's expected win at each deal under the policy ``bet``; 0 where there is no such deal."""
     return np.nan_to_num((reaches(bet) * payoffs()).sum(-1))
 
 
 def value(bet: Float[np.ndarray, "2 3 2"]) -> float:
-    """The first player's expected win; the second's is its negative."""
+    """The first player's expected win under the policy ``bet``; the second's is its negative."""
     return float(by_deal(np.asarray(bet, float)).sum() / 6)
 
 
 def best_responses(bet: Float[np.ndarray, "2 3 2"]) -> tuple[float, float]:
-    """What a best response wins: the first player's to ``bet[1]``, and the second player's to ``bet[0]``."""
+    """The expected wins of best responses: the first player's to ``bet[1]``, and the second player's to ``bet[0]``."""
     bet = np.asarray(bet, float)
     pure = np.array(list(itertools.product((0.0, 1.0), repeat=2)))
     won = []
@@ -93,9 +94,10 @@ def best_responses(bet: Float[np.ndarray, "2 3 2"]) -> tuple[float, float]:
 
 
 def exploitability(bet: Float[np.ndarray, "2 3 2"]) -> float:
-    """NashConv: what both players together could gain by a best response, in chips a game. 0 at an equilibrium alone.
+    """NashConv: the gain of both players together by best responses to ``bet``, in chips a game.
 
-    The sum over players, not its half: 11/12 = 0.9167 for players that bet and pass with even chances.
+    It is 0 at an equilibrium alone. It is the sum over players, not its half: 11/12 = 0.9167 for players that bet and
+    pass with equal probability.
     """
     return sum(best_responses(bet))
 

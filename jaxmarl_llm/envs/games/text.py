@@ -1,7 +1,7 @@
 """The games of `games` through chat prompts, for host models: the same rules, rewards and roles.
 
-A reply's last letter that stands alone is the action; ``format`` is paid where the reply is that letter and nothing
-else. A reply without one, or with one that is not legal, is illegal and ends the game: no reply raises.
+The action is the last letter of a reply that stands alone. ``format`` is paid where the reply is that letter and
+nothing else. A reply without an action, or with one that is not legal, is illegal and ends the game: no reply raises.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmarl_llm.envs import games
-from jaxmarl_llm.envs.array_text import board, check_tasks, task_rows
-from jaxmarl_llm.envs.prompts import entry, with_memory
-from jaxmarl_llm.text import Action, HostEnv, Message, Prompt, Rewards
-from jaxmarl_llm.tokenizer import ByteTokenizer
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.chat import entry, with_memory
+from jaxmarl_llm.envs.games import array as games
+from jaxmarl_llm.envs.games.array import same_tasks
+from jaxmarl_llm.envs.prompt_grammar import prompt_parts
+from jaxmarl_llm.envs.text_adapter import board, sample_texts, task_rows
+from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
-__all__ = ["Config", "action_of", "demonstrations", "make", "prompt", "strategy", "tasks", "with_memory"]
+__all__ = ["Config", "action_of", "demonstrations", "make", "prompt", "same_tasks", "strategy", "tasks", "with_memory"]
 RULES = {
     "kuhn_poker": "Kuhn poker: one card each of J < Q < K, one chip in the pot each. b bets a chip, or calls a bet; "
     "p passes, or folds to a bet. The position is your card and the moves so far.",
@@ -32,12 +34,14 @@ ALONE = re.compile(r"(?<![A-Za-z])[a-z](?![A-Za-z])")
 
 @dataclass(frozen=True)
 class Config(games.Config):
+    """The settings of `games`, and which of its tasks are played."""
+
     split: str = "train"  # train or test: games are dealt by the rollout's seed, the tasks differ in the game alone
     count: int = 0  # 0: as many as ``tasks``
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_tasks("games_text", self)
+    def check(self, path: str) -> None:
+        super().check(path)
+        checks.split_and_count(path, self)
 
     @property
     def board(self) -> games.Config:
@@ -47,18 +51,25 @@ class Config(games.Config):
 
 
 def prompt(game: str, letters: str, position: str) -> Prompt:
-    """``position`` as `games` shows it: the player's number, what it sees, ``>``."""
-    seat = games.SEATS[position[0] == "2"]
+    """The chat prompt of a player.
+
+    game: the game's name
+    letters: the letters of its actions
+    position: the player's prompt in `games`
+    """
+    mark, seen, _ = prompt_parts(position, bar="")  # a position may hold bars of its own
+    seat = games.SEATS[mark == "2"]
     rules = f"{RULES[game]} You are the {seat} player. Answer with one letter of {' '.join(letters)}."
-    return Message("system", rules), Message("user", f"Position: {position[1:-1]}")
+    return Message("system", rules), Message("user", f"Position: {seen}")
 
 
 def action_of(text: str) -> str:
-    """The letter a reply names; ``?`` for none."""
+    """The letter that the reply ``text`` names; ``?`` for none."""
     return (ALONE.findall(text) or ["?"])[-1]
 
 
 def make(config: Config) -> HostEnv:
+    """The environment of ``config``."""
     env, rules = games.make(config.board), games.rules(config.board)
     play = board(env, 1)
 
@@ -77,18 +88,22 @@ def make(config: Config) -> HostEnv:
 
 
 def tasks(config: Config) -> list[dict[str, Any]]:
+    """The tasks of the configured split, as rows of `games`' tasks."""
     return task_rows(games.make_tasks, config)
 
 
-def demonstrations(config: Config, tasks: Any, memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
-    """(role, prompt, completion): random players' positions and legal actions, as in `games`."""
-    rules, decode, out = games.rules(config.board), ByteTokenizer().decode, []
-    for i, (role, rows) in enumerate(games.demonstrations(config.board, config.seed, 64).items()):
-        for ids, length, said in zip(rows["tokens"], rows["length"], rows["completion"], strict=True):
-            shown = prompt(config.games[i // 2], rules[i // 2].letters, decode(ids[:length]))
-            out.append((role, with_memory(shown, memory), chr(said[0])))
+def demonstrations(config: Config, tasks: Sequence) -> list[tuple[str, Prompt, str]]:
+    """(role, prompt, completion): random players' positions and legal actions, as in `games`.
+
+    The number of ``tasks`` is not used: there are at most 64 samples of each role.
+    """
+    rules, roles, out = games.rules(config.board), games.roles_of(config.board), []
+    for role, shown, letter in sample_texts(games.demonstrations(config.board, config.seed, 64)):
+        game = roles.index(role) // 2
+        out.append((role, prompt(config.games[game], rules[game].letters, shown), letter))
     return out
 
 
-def strategy(role: str, shown: Prompt, action: Action, rewards: Any) -> str:
+def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
+    """The memory entry of a sample: the prompt ``shown`` to the role, its ``action`` and the sum of its rewards."""
     return entry(role, sum(rewards.values()), shown[1].text, action)

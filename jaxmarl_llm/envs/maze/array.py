@@ -1,21 +1,23 @@
 """The split maze of The Collaboration Gap (arXiv 2511.02687) in JAX: a map in parts, and moves that all must agree on.
 
-A maze is ``size`` x ``size`` cells, each a wall with probability ``walls``. Start and goal are two free cells; the maze
-is taken when a shortest path between them has ``shortest`` to ``longest`` moves. Each agent sees its own random share
+A maze is ``size`` x ``size`` cells, each a wall with probability ``walls``. Start and goal are two free cells. A maze
+is kept when a shortest path between them has ``shortest`` to ``longest`` moves. Each agent sees its own random share
 of the cells (the shares partition them, as equal as can be); all know position, goal and border. At every turn all name
-a direction at once; when all name the same one the team moves there, unless a wall is there. ``moves`` turns at most.
+a direction at once. When all name the same one the team moves there, unless a wall is there. An episode has at most
+``moves`` turns.
 
 There is no master: an agent hears the last replies of its partners alone, by ``topology``
 
     complete  of all others         ring    of its two neighbours (one where there are two agents)
     random    of one other, drawn anew for each turn and agent when an episode starts, from the reset's key
 
-With one agent (solo) the share is everything, and with ``view`` full each of several sees everything: what the split
-costs, and what agreeing alone costs. Mazes depend on seed, size, walls, shortest and longest, not on who plays them.
+With one agent (solo) the share is everything. With ``view`` full each of several agents sees everything: these two
+settings separate the cost of the split from the cost of agreeing. Mazes depend on seed, size, walls, shortest and
+longest, not on the agents.
 
     prompt     1@.#?...cb=RD2D>   own number; the map from the position on, rows and columns wrapped around, with one
                                   row and one column of walls for the border: @ . # ? G(oal); the goal's offset down
-                                  and right (a is 1 - size); what came of the last turn (- none yet, + moved, = no
+                                  and right (a is 1 - size); the outcome of the last turn (- none yet, + moved, = no
                                   agreement, # a wall); own last reply; partners' numbers and last replies
     reply      UDLR and at most ``message`` bytes more, for partners to hear. Anything else is shown as ? and agrees
                with nothing
@@ -27,7 +29,9 @@ share of turns with one direction.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +40,25 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.config import one_of
-from jaxmarl_llm.envs.arrays import encoded, join, samples
-from jaxmarl_llm.text import ConfigError
-from jaxmarl_llm.tokenizer import ByteTokenizer
-from jaxmarl_llm.types import ArrayEnv, Observation
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.array_env import (
+    EOS,
+    PAD,
+    ArrayEnv,
+    Observation,
+    Samples,
+    all_seats,
+    encoded,
+    readable_part,
+    samples,
+    task_draws,
+    to_all,
+    unless_finished,
+)
+from jaxmarl_llm.envs.prompt_grammar import prompt_row
+from jaxmarl_llm.envs.splits import empty_side, is_held_out
+from jaxmarl_llm.errors import ConfigError
 
-PAD, EOS = ByteTokenizer.PAD, ByteTokenizer.EOS
 ROLES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TOPOLOGIES = ("complete", "ring", "random")
 VIEWS = ("split", "full")
@@ -50,11 +67,14 @@ MOVES = "UDLR"
 DELTA = np.array([(-1, 0), (1, 0), (0, -1), (0, 1)])  # row and column of each of MOVES
 CELLS = ".#?"  # free, wall, not seen
 OUTCOMES = "-+=#"  # of the last turn: none yet, moved, no agreement, a wall
-BLOCK, BLOCKS = 512, 200  # mazes drawn at once; so often until one must have been found
+ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"  # bytes of a message
+BLOCK, BLOCKS = 512, 200  # mazes drawn at once; the number of draws among which one maze must fit
 
 
 @dataclass(frozen=True)
 class Config:
+    """The settings of mazes, team and demonstrations."""
+
     seed: int = 0  # of the training tasks
     tasks: int = 1024
     size: int = 6
@@ -66,51 +86,53 @@ class Config:
     view: str = "split"
     topology: str = "complete"
     message: int = 0  # bytes after the direction
-    skill: float = 0.8  # demonstrators who take the shortest way as they see it, others any direction
-    defer: float = 0.0  # demonstrators who after a turn without agreement repeat what they heard first
+    skill: float = 0.8  # share of demonstrators who take the shortest way as they see it, others any direction
+    defer: float = 0.0  # share of demonstrators who after a turn without agreement repeat what they heard first
 
-    def __post_init__(self):
-        one_of("maze: view", self.view, VIEWS)
-        one_of("maze: topology", self.topology, TOPOLOGIES)
-        if not 1 <= self.agents <= len(ROLES):
-            raise ConfigError(f"maze: agents: expected 1 to {len(ROLES)}, got {self.agents}")
-        if not 2 <= self.size <= 12:
-            raise ConfigError(f"maze: size: expected 2 to 12, got {self.size}")
+    def check(self, path: str) -> None:
+        checks.tasks_and_seed(path, self)
+        checks.in_range(path, self, 2, 12, "size")
+        checks.at_least(path, self, 1, "longest")
         if not 1 <= self.shortest <= self.longest:
-            raise ConfigError(f"maze: shortest: expected 1 to longest={self.longest}, got {self.shortest}")
-        for name in ("walls", "skill", "defer"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"maze: {name}: expected a probability, got {getattr(self, name)}")
-        if self.tasks < 1 or self.moves < 1 or self.message < 0:
-            raise ConfigError("maze: expected tasks, moves >= 1 and message >= 0")
+            checks.refuse(path, "shortest", f"1 to longest={self.longest}", self.shortest)
+        checks.in_range(path, self, 1, checks.MOST_ROUNDS, "moves")
+        checks.in_range(path, self, 1, len(ROLES), "agents")
+        one_of(f"{path}.view", self.view, VIEWS)
+        one_of(f"{path}.topology", self.topology, TOPOLOGIES)
+        checks.in_range(path, self, 0, checks.MOST_TEXT, "message")
+        checks.probabilities(path, self, "walls", "skill", "defer")
 
     @property
-    def max_new(self) -> int:
+    def max_new_tokens(self) -> int:
+        """The number of tokens of the longest well-formed completion."""
         return 1 + self.message
 
     @property
     def heard(self) -> int:
-        """Partners that an agent hears at a turn."""
+        """The number of partners that an agent hears at a turn."""
         others = self.agents - 1
         return {"complete": others, "ring": min(others, 2), "random": min(others, 1)}[self.topology]
 
 
 def prompt_length(config: Config) -> int:
-    return 1 + (config.size + 1) ** 2 + 3 + config.max_new + config.heard * (1 + config.max_new) + 1
+    """P: the number of tokens of the longest prompt without memory."""
+    return 1 + (config.size + 1) ** 2 + 3 + config.max_new_tokens + config.heard * (1 + config.max_new_tokens) + 1
 
 
 def entry_length(config: Config) -> int:
-    """The longest memory entry: a prompt, a completion, sep."""
-    return prompt_length(config) + config.max_new + 1
+    """The number of tokens of the longest memory entry: a prompt, a completion, sep."""
+    return prompt_length(config) + config.max_new_tokens + 1
 
 
 @struct.dataclass
 class State:
+    """An episode so far, with M = ``moves``, A = ``agents``, K = ``heard`` and T = ``max_new_tokens``."""
+
     task: dict[str, Int[Array, "..."]]  # one row of make_tasks
     partners: Int[Array, "M A K"]  # whom each agent hears before each turn
     cell: Int[Array, ""]  # where the team is
-    said: Int[Array, "A T"]  # last replies as partners hear them
-    heard: Int[Array, "A"]  # their lengths
+    replies: Int[Array, "A T"]  # the last ones, as partners hear them
+    reply_length: Int[Array, " A"]
     outcome: Int[Array, ""]  # of the last turn, index into OUTCOMES
     agreed: Int[Array, ""]  # turns
     turn: Int[Array, ""]
@@ -118,7 +140,7 @@ class State:
 
 
 def partners(config: Config, key: jax.Array) -> Int[Array, "M A K"]:
-    """Whom each agent hears before each turn; ``key`` matters to random alone."""
+    """Whom each agent hears before each turn; ``key`` matters to the random topology alone."""
     n, k = config.agents, config.heard
     shape = (config.moves, n, k)
     if config.topology == "random" and n > 1:
@@ -129,87 +151,116 @@ def partners(config: Config, key: jax.Array) -> Int[Array, "M A K"]:
 
 
 def make(config: Config) -> ArrayEnv:
-    """Only whom an agent hears is random, with topology random: steps do not use their key."""
-    N, S, T, P = config.agents, config.size, config.max_new, prompt_length(config)
-    cells, outcomes, directions = encoded(CELLS), encoded(OUTCOMES), encoded(MOVES)
-    edge = jnp.pad(jnp.zeros((S, S), jnp.int32), ((0, 1), (0, 1)), constant_values=1)
-    team = lambda value: jnp.full(N, value, jnp.float32)
+    """The environment of ``config``.
 
-    def reset(key: jax.Array, task: dict) -> State:
-        task, zero = {name: jnp.asarray(x, jnp.int32) for name, x in task.items()}, jnp.int32(0)
-        said = jnp.full((N, T), PAD, jnp.int32).at[:, 0].set(ord("-"))
-        of = partners(config, key)
-        return State(task, of, task["start"], said, jnp.ones(N, jnp.int32), zero, zero, zero, jnp.bool_(False))
-
-    def observe(state: State) -> Observation:
-        task = state.task
-        here, goal = jnp.array([state.cell // S, state.cell % S]), jnp.array([task["goal"] // S, task["goal"] % S])
-        offset = ord("a") + S - 1 + goal - here
-        of = state.partners[jnp.minimum(state.turn, config.moves - 1)]
-
-        def look(seat: int) -> tuple[jax.Array, jax.Array]:
-            seen = jnp.bool_(config.view == "full") | (task["owner"] == seat)
-            board = edge.at[:S, :S].set(jnp.where(seen, task["walls"], 2).reshape(S, S))
-            shown = cells[board].at[goal[0], goal[1]].set(ord("G")).at[here[0], here[1]].set(ord("@"))
-            shown = jnp.roll(shown, (-here[0], -here[1]), (0, 1)).reshape(-1)
-            pieces: list = [(encoded(str(seat + 1)), 1), (shown, len(shown)), (offset, 2)]
-            pieces += [(outcomes[state.outcome][None], 1), (state.said[seat], state.heard[seat])]
-            for k in range(config.heard):
-                who = of[seat, k]
-                pieces += [((ord("1") + who)[None], 1), (state.said[who], state.heard[who])]
-            return join([*pieces, (encoded(">"), 1)], P)
-
-        rows, lengths = zip(*(look(seat) for seat in range(N)), strict=True)
-        return Observation(
-            jnp.arange(N, dtype=jnp.int32), jnp.stack(rows), jnp.stack(lengths), jnp.full(N, ~state.done)
-        )
-
-    def step(key: jax.Array, state: State, tokens: Int[Array, "W R"], length: Int[Array, "W"]):
-        task = state.task
-        hits = (tokens[:, :1] == directions) & (length[:, None] > 0)
-        named, move = hits.any(1), jnp.argmax(hits, axis=1)
-        agree = named.all() & (move == move[0]).all()
-        row, column = state.cell // S + jnp.asarray(DELTA)[move[0], 0], state.cell % S + jnp.asarray(DELTA)[move[0], 1]
-        inside = (row >= 0) & (row < S) & (column >= 0) & (column < S)
-        to = jnp.clip(row, 0, S - 1) * S + jnp.clip(column, 0, S - 1)
-        goes = agree & inside & (task["walls"][to] == 0)
-        cell = jnp.where(goes, to, state.cell)
-        outcome = jnp.where(goes, 1, jnp.where(agree, 3, 2)).astype(jnp.int32)
-        said, heard = spoken(tokens, length, T)
-        reached = cell == task["goal"]
-        done = reached | (state.turn + 1 >= config.moves)
-        agreed = state.agreed + agree
-        after = State(task, state.partners, cell, said, heard, outcome, agreed, state.turn + 1, done)
-        covered = lambda at: jnp.maximum(0.0, 1.0 - task["distance"][at] / task["distance"][task["start"]])
-        rewards = {
-            "accuracy": team(1.0 * reached),
-            "progress": team(covered(cell) - covered(state.cell)),
-            "agreement": team(done * agreed / after.turn),
-        }
-        after = jax.tree.map(lambda old, new: jnp.where(state.done, old, new), state, after)
-        return after, jax.tree.map(lambda r: jnp.where(state.done, 0.0, r), rewards), after.done
-
-    actors = (tuple(range(N)),) * config.moves
-    return ArrayEnv("maze", ROLES[:N], N, config.moves, COMPONENTS, actors, reset, observe, step)
-
-
-def spoken(tokens: Int[Array, "W R"], length: Int[Array, "W"], most: int) -> tuple[Int[Array, "W T"], Int[Array, "W"]]:
-    """Replies as partners hear them: a direction or ?, then letters and digits up to eos, T = ``most`` bytes in all;
-    other bytes as ?.
+    Only whom an agent hears is random, with the random topology: steps do not use their key.
     """
-    cut = tokens[:, :most]
-    cut = jnp.pad(cut, ((0, 0), (0, most - cut.shape[1])), constant_values=EOS)
-    stop = (cut == EOS) | (jnp.arange(most) >= length[:, None])
-    size = jnp.maximum(jnp.where(stop.any(1), jnp.argmax(stop, axis=1), most), 1).astype(jnp.int32)
-    plain = ((cut >= ord("a")) & (cut <= ord("z"))) | ((cut >= ord("A")) & (cut <= ord("Z")))
-    plain |= (cut >= ord("0")) & (cut <= ord("9"))
-    plain &= (jnp.arange(most) > 0) | jnp.isin(cut, encoded(MOVES))
-    text = jnp.where(plain & ~stop, cut, ord("?"))
-    return jnp.where(jnp.arange(most) < size[:, None], text, PAD).astype(jnp.int32), size
+    N = config.agents
+    return ArrayEnv(
+        name="maze",
+        roles=ROLES[:N],
+        seats=N,
+        max_turns=config.moves,
+        components=COMPONENTS,
+        actors=(tuple(range(N)),) * config.moves,
+        reset=partial(reset, config),
+        observe=partial(observe, config),
+        step=partial(step, config),
+    )
+
+
+def reset(config: Config, key: jax.Array, task: Mapping[str, Array]) -> State:
+    """The first state of an episode on ``task``, one row of `make_tasks`."""
+    N, zero = config.agents, jnp.int32(0)
+    rows = {name: jnp.asarray(x, jnp.int32) for name, x in task.items()}
+    replies = jnp.full((N, config.max_new_tokens), PAD, jnp.int32).at[:, 0].set(ord(OUTCOMES[0]))
+    of = partners(config, key)
+    return State(rows, of, rows["start"], replies, jnp.ones(N, jnp.int32), zero, zero, zero, jnp.bool_(False))
+
+
+def _map(config: Config, state: State, seat: int) -> Int[Array, " C"]:
+    """The map as the agent in ``seat`` sees it, C = (size + 1)^2 bytes from the position on, and the goal's offset."""
+    S, task = config.size, state.task
+    here, goal = jnp.array([state.cell // S, state.cell % S]), jnp.array([task["goal"] // S, task["goal"] % S])
+    seen = jnp.bool_(config.view == "full") | (task["owner"] == seat)
+    edge = jnp.pad(jnp.zeros((S, S), jnp.int32), ((0, 1), (0, 1)), constant_values=1)
+    board = edge.at[:S, :S].set(jnp.where(seen, task["walls"], 2).reshape(S, S))
+    shown = encoded(CELLS)[board].at[goal[0], goal[1]].set(ord("G")).at[here[0], here[1]].set(ord("@"))
+    shown = jnp.roll(shown, -here, (0, 1)).reshape(-1)
+    return jnp.concatenate([shown, ord("a") + S - 1 + goal - here])
+
+
+def observe(config: Config, state: State) -> Observation:
+    """The prompts of all agents."""
+    of = state.partners[jnp.minimum(state.turn, config.moves - 1)]
+
+    def prompt(seat: int) -> tuple[Int[Array, " P"], Int[Array, ""]]:
+        shown = _map(config, state, seat)
+        pieces: list = [(shown, len(shown)), (encoded(OUTCOMES)[state.outcome][None], 1)]
+        pieces.append((state.replies[seat], state.reply_length[seat]))
+        for k in range(config.heard):
+            who = of[seat, k]
+            pieces += [((ord("1") + who)[None], 1), (state.replies[who], state.reply_length[who])]
+        return prompt_row(str(seat + 1), pieces, (), prompt_length(config))
+
+    return all_seats((prompt(seat) for seat in range(config.agents)), ~state.done)
+
+
+def step(
+    config: Config, key: Array, state: State, tokens: Int[Array, "A R"], length: Int[Array, " A"]
+) -> tuple[State, dict[str, Float[Array, " A"]], Bool[Array, ""]]:
+    """The state after a turn, its rewards, and whether the episode has finished."""
+    task, S, roles = state.task, config.size, ROLES[: config.agents]
+    hits = (tokens[:, :1] == encoded(MOVES)) & (length[:, None] > 0)
+    named, move = hits.any(1), jnp.argmax(hits, axis=1)
+    agree = named.all() & (move == move[0]).all()
+    row, column = state.cell // S + jnp.asarray(DELTA)[move[0], 0], state.cell % S + jnp.asarray(DELTA)[move[0], 1]
+    inside = (row >= 0) & (row < S) & (column >= 0) & (column < S)
+    to = jnp.clip(row, 0, S - 1) * S + jnp.clip(column, 0, S - 1)
+    goes = agree & inside & (task["walls"][to] == 0)
+    cell = jnp.where(goes, to, state.cell)
+    replies, reply_length = heard(tokens, length, config.max_new_tokens)
+    reached = cell == task["goal"]
+    done = reached | (state.turn + 1 >= config.moves)
+    after = State(
+        task=task,
+        partners=state.partners,
+        cell=cell,
+        replies=replies,
+        reply_length=reply_length,
+        outcome=jnp.where(goes, 1, jnp.where(agree, 3, 2)).astype(jnp.int32),
+        agreed=state.agreed + agree,
+        turn=state.turn + 1,
+        done=done,
+    )
+    covered = lambda at: jnp.maximum(0.0, 1.0 - task["distance"][at] / task["distance"][task["start"]])
+    rewards = {
+        "accuracy": to_all(roles, 1.0 * reached),
+        "progress": to_all(roles, covered(cell) - covered(state.cell)),
+        "agreement": to_all(roles, done * after.agreed / after.turn),
+    }
+    return unless_finished(state, after, rewards)
+
+
+def heard(tokens: Int[Array, "W R"], length: Int[Array, " W"], most: int) -> tuple[Int[Array, "W T"], Int[Array, " W"]]:
+    """Replies as partners hear them, and their lengths: a direction or ?, then letters and digits up to eos.
+
+    A reply has T = ``most`` bytes at most; other bytes are heard as ?.
+    """
+    first = jnp.arange(most) == 0
+
+    def allowed(cut: Int[Array, "W T"]) -> Bool[Array, "W T"]:
+        return jnp.isin(cut, encoded(ALPHABET)) & (~first | jnp.isin(cut, encoded(MOVES)))
+
+    return readable_part(tokens, length, most, allowed, least=1)
 
 
 def distances(walls: Bool[np.ndarray, "*b n n"], goal: Int[np.ndarray, "*b"]) -> Int[np.ndarray, "*b n n"]:
-    """Moves from every cell to ``goal`` (a cell's number), -1 where there is no way; all mazes at once."""
+    """The number of moves from every cell to ``goal``, -1 where there is no way; all mazes at once.
+
+    walls: True where a cell is a wall
+    goal: the number of the goal's cell, row by row
+    """
     n = walls.shape[-1]
     out = np.where(np.arange(n * n).reshape(n, n) == np.asarray(goal)[..., None, None], 0, -1).astype(np.int32)
     front, steps = out == 0, 0
@@ -225,8 +276,9 @@ def distances(walls: Bool[np.ndarray, "*b n n"], goal: Int[np.ndarray, "*b"]) ->
 
 
 def draw(rng: np.random.Generator, config: Config, count: int) -> dict[str, np.ndarray]:
-    """``count`` mazes before any is turned down: walls [B n n], start, goal [B], distance [B n n] to the goal.
-    ``fits`` [B]: those whose shortest path is of a wanted length.
+    """``count`` random mazes: walls [B n n], start and goal [B], distance [B n n] to the goal, and ``fits`` [B].
+
+    ``fits`` is True for a maze whose shortest path has a wanted length.
     """
     n = config.size
     walls = rng.random((count, n, n)) < config.walls
@@ -239,41 +291,58 @@ def draw(rng: np.random.Generator, config: Config, count: int) -> dict[str, np.n
     return {"walls": walls, "start": start, "goal": goal, "distance": distance, "fits": fits}
 
 
-def mazes(rng: np.random.Generator, config: Config, count: int) -> dict[str, np.ndarray]:
-    """The first ``count`` fitting mazes; the first of more are the same. ConfigError where none is found."""
+def on_side(got: dict[str, np.ndarray], held_out: bool) -> Bool[np.ndarray, " B"]:
+    """Whether each of the mazes lies on a side of the split. Walls, start and goal make a maze itself."""
+    content = (w.tobytes() + bytes([s, g]) for w, s, g in zip(got["walls"], got["start"], got["goal"], strict=True))
+    return np.array([is_held_out(c) == held_out for c in content], bool)
+
+
+def mazes(rng: np.random.Generator, config: Config, count: int, held_out: bool = False) -> dict[str, np.ndarray]:
+    """The first ``count`` fitting mazes of a side of the split, as in `draw`; a larger count begins with the same ones.
+
+    Raises ConfigError where none is found.
+    """
     found: list[dict[str, np.ndarray]] = []
-    have = 0
+    have = seen = 0
     while have < count:
         got = draw(rng, config, BLOCK)
-        found.append({name: x[got["fits"]] for name, x in got.items() if name != "fits"})
-        have += int(got["fits"].sum())
+        fitting = {name: x[got["fits"]] for name, x in got.items() if name != "fits"}
+        mine = on_side(fitting, held_out)
+        found.append({name: x[mine] for name, x in fitting.items()})
+        have += int(mine.sum())
+        seen += len(mine)
+        if len(found) == BLOCKS and seen and not have:
+            raise empty_side(held_out, seen)
         if len(found) == BLOCKS and not have:
             raise ConfigError(
-                f"maze: shortest: none of {BLOCK * BLOCKS} mazes of size={config.size}, walls={config.walls:g} has a "
-                f"shortest path of {config.shortest} to {config.longest}; expected shorter paths or fewer walls"
+                f"{checks.ARGS}.shortest: expected shorter paths or fewer walls, got a shortest path of "
+                f"{config.shortest} to {config.longest}, which none of {BLOCK * BLOCKS} mazes has with "
+                f"size={config.size} and walls={config.walls:g}"
             )
     return {name: np.concatenate([f[name] for f in found])[:count] for name in found[0]}
 
 
 def owners(rng: np.random.Generator, config: Config, count: int) -> Int[np.ndarray, "B S"]:
-    """Which agent sees which cell: equal shares, all splits as likely."""
+    """The agent that sees each cell, in ``count`` mazes: equal shares, all splits as likely."""
     cells = np.arange(config.size**2) % config.agents
     return rng.permuted(np.tile(cells, (count, 1)), axis=1).astype(np.int32)
 
 
-def make_tasks(config: Config, seed: int | None = None, n: int | None = None) -> dict[str, np.ndarray]:
+def make_tasks(
+    config: Config, seed: int | None = None, n: int | None = None, *, held_out: bool = False
+) -> dict[str, np.ndarray]:
     """``n`` tasks (or ``config.tasks``) drawn from ``seed`` (or ``config.seed``): walls, owner and distance [n S],
-    start and goal [n], with cells numbered row by row.
+    start and goal [n], with cells numbered row by row. ``held_out``: the side of the split.
     """
-    seed, n = config.seed if seed is None else seed, config.tasks if n is None else n
-    got = mazes(np.random.default_rng([seed, 1]), config, n)
+    rng, n = task_draws(config, seed, n, 1, held_out)
+    got = mazes(rng, config, n, held_out)
     rows = {name: x.reshape(n, -1) if x.ndim > 1 else x for name, x in got.items()}
-    rows["owner"] = owners(np.random.default_rng([seed, 2]), config, n)
+    rows["owner"] = owners(task_draws(config, seed, n, 2, held_out)[0], config, n)
     return {name: x.astype(np.int32) for name, x in rows.items()}
 
 
-def ways(walls: Bool[np.ndarray, "B n n"], goal: Int[np.ndarray, "B"], cell: Int[np.ndarray, "B"]) -> np.ndarray:
-    """Directions [B 4] that begin a shortest path from ``cell`` to the goal; none where there is no path."""
+def ways(walls: Bool[np.ndarray, "B n n"], goal: Int[np.ndarray, " B"], cell: Int[np.ndarray, " B"]) -> np.ndarray:
+    """Whether each direction begins a shortest path from ``cell`` to the goal, [B 4]; all False without a path."""
     n, rows = walls.shape[-1], np.arange(len(walls))
     padded = np.pad(distances(walls, goal), ((0, 0), (1, 1), (1, 1)), constant_values=-1)
     at = np.stack([cell // n, cell % n], 1)[:, None] + 1
@@ -282,12 +351,13 @@ def ways(walls: Bool[np.ndarray, "B n n"], goal: Int[np.ndarray, "B"], cell: Int
     return (next_to >= 0) & (next_to == here[:, None] - 1)
 
 
-def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> dict[str, dict[str, np.ndarray]]:
-    """Players in random places who go by their own part of the map: a cell they do not see passes for free.
+def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
+    """Players in random places who know their own part of the map: samples of each role, as in `array_env.samples`.
 
-    A share of ``skill`` takes a shortest way (any of them; any direction where there seems to be none) and goes on to
-    tell it in the message, others say one direction and no more. What was said before is drawn at random. Where it was
-    no agreement a share of ``defer`` say what their first partner said instead.
+    A cell that a player does not see counts as free. A share ``skill`` takes a shortest way (any of them; any direction
+    where there seems to be none) and writes the rest of it in the message. The others write one direction and no more.
+    Earlier replies are drawn at random. Where these did not agree, a share ``defer`` repeats the first partner's reply
+    instead. ``context`` is not used.
     """
     env, out = make(config), {}
     observe = jax.jit(jax.vmap(env.observe))
@@ -295,13 +365,13 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> di
         states, plans = scenes(config, seed, n, seat)
         seen = jax.device_get(observe(states))
         prompts = [row[:size].tolist() for row, size in zip(seen.tokens[:, seat], seen.length[:, seat], strict=True)]
-        completions = [[*plan.encode(), EOS][: config.max_new] for plan in plans]
-        out[ROLES[seat]] = samples(prompts, completions, prompt_length(config), config.max_new)
+        completions = [[*plan.encode(), EOS][: config.max_new_tokens] for plan in plans]
+        out[ROLES[seat]] = samples(prompts, completions, prompt_length(config), config.max_new_tokens)
     return out
 
 
 def scenes(config: Config, seed: int, n: int, seat: int) -> tuple[State, list[str]]:
-    """``n`` states (leading axis n), and what a demonstrator in ``seat`` says there."""
+    """``n`` states (leading axis n), and the reply of a demonstrator in ``seat`` to each."""
     rng = np.random.default_rng([seed, 4, seat])
     got = mazes(rng, config, n)
     owner = owners(rng, config, n)
@@ -315,25 +385,26 @@ def scenes(config: Config, seed: int, n: int, seat: int) -> tuple[State, list[st
     states = _placed(rng, config, states, cell)
     if config.heard:
         first = np.asarray(states.partners)[:, 0, seat, 0]
-        heard = np.asarray(states.said)[np.arange(n), first, 0].tolist()
-        gives = ((np.asarray(states.outcome) == OUTCOMES.index("=")) & (rng.random(n) < config.defer)).tolist()
-        plans = [chr(h) if g else plan for plan, h, g in zip(plans, heard, gives, strict=True)]
+        told = np.asarray(states.replies)[np.arange(n), first, 0].tolist()
+        defers = ((np.asarray(states.outcome) == OUTCOMES.index("=")) & (rng.random(n) < config.defer)).tolist()
+        plans = [chr(t) if d else plan for plan, t, d in zip(plans, told, defers, strict=True)]
     return states, plans
 
 
 def _plans(
     rng: np.random.Generator, config: Config, walls: np.ndarray, goal: np.ndarray, cell: np.ndarray
 ) -> list[str]:
+    """The replies of demonstrators at each ``cell``, given the ``walls`` that they see; see `demonstrations`."""
     n, at = len(cell), cell.copy()
     plans, going = [""] * n, rng.random(n) < config.skill
-    for i in range(config.max_new):
+    for i in range(config.max_new_tokens):
         good = ways(walls, goal, at)
         move = np.argmax(np.where(good, rng.random((n, 4)), -1), axis=1)
         lost = ~good.any(1) | ~going
         if i == 0:
             move = np.where(lost, rng.integers(0, 4, n), move)
-        speaks = ~lost | (i == 0)
-        plans = [p + MOVES[m] * s for p, m, s in zip(plans, move, speaks.tolist(), strict=True)]
+        written = ~lost | (i == 0)
+        plans = [p + MOVES[m] * w for p, m, w in zip(plans, move, written.tolist(), strict=True)]
         going &= ~lost
         to = at + DELTA[move] @ np.array([config.size, 1])
         at = np.where(going, to, at)
@@ -341,26 +412,30 @@ def _plans(
 
 
 def _placed(rng: np.random.Generator, config: Config, states: State, cell: np.ndarray) -> State:
-    """States with the team elsewhere and something said before, but for every fourth, where nothing was."""
-    n, N, T = len(cell), config.agents, config.max_new
+    """The ``states`` with the team at ``cell`` and random earlier replies; about every fourth has no such replies."""
+    n, N, T = len(cell), config.agents, config.max_new_tokens
     later = rng.random(n) < 0.75
     letters = np.frombuffer(MOVES.encode(), np.uint8)[rng.integers(0, 4, (n, N, T))]
     size = rng.integers(1, T + 1, (n, N))
-    said = np.where(np.arange(T) < size[..., None], letters, PAD)
+    replies = np.where(np.arange(T) < size[..., None], letters, PAD)
     same = (letters[..., 0] == letters[:, :1, 0]).all(1)
     outcome = np.where(same, np.where(rng.random(n) < 0.7, 1, 3), 2)
     keep = lambda new, old: jnp.where(later.reshape(-1, *[1] * (new.ndim - 1)), jnp.asarray(new, jnp.int32), old)
     return replace(
         states,
         cell=jnp.asarray(cell, jnp.int32),
-        said=keep(said, states.said),
-        heard=keep(size, states.heard),
+        replies=keep(replies, states.replies),
+        reply_length=keep(size, states.reply_length),
         outcome=keep(outcome, states.outcome),
     )
 
 
-def walks(rng: np.random.Generator, tasks: dict[str, np.ndarray], moves: int) -> Float[np.ndarray, "N"]:
-    """Progress [n] of a walker who takes any legal move, ``moves`` of them at most: 1 where it reaches the goal."""
+def walks(rng: np.random.Generator, tasks: dict[str, np.ndarray], moves: int) -> Float[np.ndarray, " N"]:
+    """The progress [n] of a random walker, 1 where it reaches the goal.
+
+    tasks: as `make_tasks` returns them
+    moves: the most legal moves of a walk
+    """
     n, count = int(len(tasks["walls"][0]) ** 0.5), len(tasks["start"])
     free = np.pad(tasks["walls"].reshape(-1, n, n) == 0, ((0, 0), (1, 1), (1, 1)))
     rows, at = np.arange(count), np.stack([tasks["start"] // n, tasks["start"] % n], 1) + 1

@@ -1,7 +1,7 @@
-"""The split maze of `maze` through chat prompts, for host models; and a grader that reads any dialogue about one.
+"""The split maze of `maze` through chat prompts, for host models; and a grader that reads any dialogue about a maze.
 
-A reply says what it likes and names a direction: behind ``Move:`` where it has that, else the first that it proposes
-(`maze_words`). Partners hear its first ``message`` characters. Rules, tasks and rewards are `maze`'s.
+A reply is free text that names a direction: the one behind ``Move:``, else the first that it proposes, as
+`maze.language` reads it. Partners hear its first ``message`` characters. Rules, tasks and rewards are `maze`'s.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmarl_llm.envs import maze
-from jaxmarl_llm.envs.array_text import board, check_tasks, task_rows
-from jaxmarl_llm.envs.maze import CELLS, MOVES, ROLES
-from jaxmarl_llm.envs.maze_words import agrees, proposals, refuses
-from jaxmarl_llm.envs.prompts import asked, entry, with_memory
-from jaxmarl_llm.text import Action, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.chat import asked, entry, with_memory
+from jaxmarl_llm.envs.maze import array as maze
+from jaxmarl_llm.envs.maze.array import CELLS, MOVES, ROLES
+from jaxmarl_llm.envs.maze.language import agrees, proposals, refuses
+from jaxmarl_llm.envs.text_adapter import board, task_rows
+from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
 __all__ = ["Config", "Graded", "demonstrations", "grade", "make", "prompt", "strategy", "tasks", "with_memory"]
 NAMES = dict(zip(MOVES, ("up", "down", "left", "right"), strict=True))
@@ -41,17 +42,19 @@ ALONE = ("", "Last turn you moved.", "Last turn no direction was read and you st
 
 @dataclass(frozen=True)
 class Config(maze.Config):
+    """The settings of `maze`, and which of its tasks are played."""
+
     message: int = 500  # characters of a reply that partners hear
     split: str = "train"  # train or test: other mazes
     count: int = 0  # 0: as many as ``tasks``
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_tasks("maze_text", self)
+    def check(self, path: str) -> None:
+        super().check(path)
+        checks.split_and_count(path, self)
 
     @property
-    def max_new(self) -> int:
-        """Replies are of any length; what partners hear of them is cut."""
+    def max_new_tokens(self) -> int:
+        """1: replies are of any length, and the part of them that partners hear is cut."""
         return 1
 
     @property
@@ -62,12 +65,14 @@ class Config(maze.Config):
 
 
 class State(NamedTuple):
+    """An episode so far."""
+
     inner: maze.State
     words: tuple[str, ...] = ()  # last replies as partners hear them
 
 
 def prompt(config: maze.Config, seat: int, state: maze.State, words: Sequence[str]) -> Prompt:
-    """What the agent in ``seat`` reads. ``words``: everybody's last replies, empty before the first."""
+    """The chat prompt of the agent in ``seat``. ``words`` are all agents' last replies, none before the first."""
     n, task = config.size, state.task
     seen = (np.asarray(task["owner"]) == seat) | (config.view == "full")
     cells = np.array(list(CELLS))[np.where(seen, task["walls"], 2)]
@@ -94,6 +99,7 @@ def said_move(config: maze.Config, state: maze.State, text: str) -> str:
 
 
 def make(config: Config) -> HostEnv:
+    """The environment of ``config``."""
     env = maze.make(config.board)
     play = board(env, 1)
 
@@ -113,10 +119,11 @@ def make(config: Config) -> HostEnv:
 
 
 def tasks(config: Config) -> list[dict[str, Any]]:
+    """The tasks of the configured split, as rows of `maze`'s tasks."""
     return task_rows(maze.make_tasks, config)
 
 
-def demonstrations(config: Config, tasks: Sequence, memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
+def demonstrations(config: Config, tasks: Sequence) -> list[tuple[str, Prompt, str]]:
     """(role, prompt, completion): those of `maze`, as many for each role as there are tasks."""
     out, told = [], {ord(letter): f"Move: {name}" for letter, name in NAMES.items()}
     for seat in range(config.agents):
@@ -124,18 +131,19 @@ def demonstrations(config: Config, tasks: Sequence, memory: Sequence[str] = ()) 
         rows = jax.tree.map(np.asarray, states)
         for i, plan in enumerate(plans):
             state = jax.tree.map(lambda x, i=i: x[i], rows)
-            words = [told[int(first)] for first in state.said[:, 0]] if state.outcome else []
+            words = [told[int(first)] for first in state.replies[:, 0]] if state.outcome else []
             reply = f"Move: {NAMES[plan[0]]}"
-            out.append((ROLES[seat], with_memory(prompt(config, seat, state, words), memory), reply))
+            out.append((ROLES[seat], prompt(config, seat, state, words), reply))
     return out
 
 
 def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    return entry(role, rewards["accuracy"] + rewards["progress"], asked(shown), action)
+    """The memory entry of a sample: the prompt ``shown`` to the role, its ``action``, its accuracy and progress."""
+    return entry(role, rewards["accuracy"] + rewards.get("progress", 0.0), asked(shown), action)
 
 
 class Graded(NamedTuple):
-    """What a dialogue came to."""
+    """The result of a dialogue."""
 
     success: bool
     progress: float  # share of the shortest path covered where it ends, in [0, 1]
@@ -144,13 +152,16 @@ class Graded(NamedTuple):
 
 
 def grade(task: Mapping[str, Any], transcript: Any, *, agents: int = 2, most: int = 20) -> Graded:
-    """Reads the agreed path out of free text. Raises for no ``transcript`` whatever.
+    """The agreed path in free text, graded. No ``transcript`` whatever raises.
 
-    transcript: (speaker, text) pairs in order, or one text with lines ``speaker: text``; what is neither is skipped.
-    The first ``agents`` speakers are the agents. Each has a plan: the moves of its last message that proposes any
-    (words, arrows, neighbouring cells). One that only agrees takes over the plan proposed last by another; one that
-    only refuses drops its own. Where all plans begin alike, these moves are made, ``most`` at most; an agreed move
-    into a wall ends all plans.
+    task: a maze, as a row of `maze`'s tasks
+    transcript: (speaker, text) pairs in order, or one text with lines ``speaker: text``; anything else is skipped
+    agents: the number of agents; the first speakers are these agents
+    most: the most moves of the path
+
+    Each agent has a plan: the moves of its last message that proposes any (words, arrows, neighbouring cells). An agent
+    that only agrees takes over the plan that another one proposed last. An agent that only refuses drops its own. Where
+    all plans begin alike, these moves are made. An agreed move into a wall ends all plans.
     """
     walls, distance = np.asarray(task["walls"]), np.asarray(task["distance"])
     n, cell, goal = int(len(walls) ** 0.5), int(task["start"]), int(task["goal"])

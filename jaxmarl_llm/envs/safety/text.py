@@ -1,20 +1,22 @@
 """Safety through chat prompts, for host models: the guidelines, roles, rounds and rewards of `safety`.
 
-The last line of a reply is what a role says, spaces around it left out; what comes before is for the model alone. One
-that is not in form is malformed, as is a reply cut off by the length limit.
+The last line of a reply is the role's completion, without the spaces around it. The lines before it are for the model
+alone. A last line that is not in form is malformed, and so is a reply that the length limit cut off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmarl_llm.envs import safety
-from jaxmarl_llm.envs.array_text import by_last_line, check_tasks, spoken, task_rows
-from jaxmarl_llm.envs.prompts import asked, entry, with_memory
-from jaxmarl_llm.envs.safety import MARKS
-from jaxmarl_llm.text import Action, HostEnv, Message, Prompt
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.chat import strategy_by_accuracy as strategy
+from jaxmarl_llm.envs.chat import with_memory
+from jaxmarl_llm.envs.prompt_grammar import prompt_parts
+from jaxmarl_llm.envs.safety import array as safety
+from jaxmarl_llm.envs.text_adapter import by_last_line, sample_texts, task_rows
+from jaxmarl_llm.messages import HostEnv, Message, Prompt
 
 __all__ = ["Config", "demonstrations", "make", "prompt", "strategy", "tasks", "with_memory"]
 GUIDELINES = (
@@ -33,18 +35,20 @@ SHOWN = {"r": "refused (r)", "s": "answered safely (s)", "c": "complied (c)", "?
 
 @dataclass(frozen=True)
 class Config(safety.Config):
+    """The settings of `safety`, and which of its tasks are played."""
+
     split: str = "train"  # train or test: other requests
     count: int = 0  # 0: as many as ``tasks``
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_tasks("safety_text", self)
+    def check(self, path: str) -> None:
+        super().check(path)
+        checks.split_and_count(path, self)
 
 
 def prompt(role: str, shown: str) -> Prompt:
-    """``shown`` as in `safety`: a mark, the request, behind bars each response and the advice it was given, ``>``."""
-    request, *heard = shown.removeprefix(MARKS[role]).removesuffix(">").split("|")
-    rounds = [f"Response: {SHOWN[h[0]]}" + "".join(f"; advised: {advice}" for advice in h[1:]) for h in heard]
+    """The chat prompt of ``role``. ``shown`` is its prompt in `safety`."""
+    _, request, entries = prompt_parts(shown)
+    rounds = [f"Response: {SHOWN[e[0]]}" + "".join(f"; advised: {advice}" for advice in e[1:]) for e in entries]
     return (
         Message("system", f"You are the {role} agent. {GUIDELINES} {ASKED[role]}"),
         Message("user", "\n".join([f"Request: {request}", *rounds])),
@@ -52,18 +56,16 @@ def prompt(role: str, shown: str) -> Prompt:
 
 
 def make(config: Config) -> HostEnv:
-    return by_last_line("safety_text", safety.make(config), config.max_new, prompt)
+    """The environment of ``config``."""
+    return by_last_line("safety_text", safety.make(config), config.max_new_tokens, prompt)
 
 
 def tasks(config: Config) -> list[dict[str, Any]]:
+    """The tasks of the configured split, as rows of `safety`'s tasks."""
     return task_rows(safety.make_tasks, config)
 
 
-def demonstrations(config: Config, tasks: Sequence, memory: Sequence[str] = ()) -> list[tuple[str, Prompt, str]]:
+def demonstrations(config: Config, tasks: Sequence) -> list[tuple[str, Prompt, str]]:
     """(role, prompt, completion): those of `safety`, as many for each role as there are tasks."""
-    rows = spoken(safety.demonstrations(config, config.seed, len(tasks)))
-    return [(role, with_memory(prompt(role, shown), memory), reply) for role, shown, reply in rows]
-
-
-def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    return entry(role, rewards["accuracy"], asked(shown), action)
+    rows = sample_texts(safety.demonstrations(config, config.seed, len(tasks)))
+    return [(role, prompt(role, shown), reply) for role, shown, reply in rows]

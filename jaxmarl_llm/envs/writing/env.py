@@ -6,10 +6,17 @@
 
 Both read the text and neither sees the other's words, in its turn or later: what an agent reads in a later turn is its
 own history and, with ``feedback="level"``, which levels of the joint reward were missed. Every role gets the same
-components on every turn, see `writing_rewards`; their sum is the reward of the paper. A reward of your own is named by
-``reward_fn``, ``"module:function"``, and called as f(c1, c2) or f(c1, c2, task) with the texts in the order of the
-roles; it returns a number, the first of ``reward_components``, or a dict of those. A task is ``{id, title, text,
-targets, source}``; ``text`` and ``targets`` (human summaries, maybe none) are words of the data set.
+components on every turn. Two rewards are built in (`rewards`): ``strict``, the default, and ``parity``, which is the
+paper's own. Their sum over the five components is the return. ``word_lists`` names a file with the connectives and
+stopwords of both, such as the authors' (`word_lists`).
+
+tldr has two components more, ``rouge1`` and ``rougeL`` of the concise text against the human summaries. They are there
+to be logged: no shipped configuration gives them a weight.
+
+A reward of your own is named by ``reward_fn``, ``"module:function"``, and called as f(c1, c2) or f(c1, c2, task) with
+the texts in the order of the roles; it returns a number, the first of ``reward_components``, or a dict of those. A task
+is ``{id, title, text, targets, source}``; ``text`` and ``targets`` (human summaries, maybe none) are words of the data
+set.
 
 Data: SciTLDR (Apache-2.0) stands in for trl-lib/tldr and OpenMLRL/arXiv_abstract, which are read from the Hugging Face
 hub by name.
@@ -27,11 +34,12 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxmarl_llm.config import one_of
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import writing_rewards as rewards
-from jaxmarl_llm.envs.prompts import asked, entry, with_memory
-from jaxmarl_llm.text import Action, ConfigError, HostEnv, Message, Prompt, Rewards
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs.chat import asked, entry, reply_message, with_memory
+from jaxmarl_llm.envs.writing import prose, rewards, rouge, word_lists
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
 __all__ = ["ROLES", "Config", "State", "Task", "demonstrations", "make", "strategy", "tasks", "with_memory"]
 
@@ -56,12 +64,15 @@ SYSTEM = {
 
 @dataclass(frozen=True)
 class Config:
-    """Lengths are whitespace words. ``data``: None for the sample in the package, a directory that holds (or is) a
+    """The settings of task, reward, data and turns.
+
+    Lengths are whitespace words. ``data`` is None for the sample in the package, a directory that holds (or is) a
     ``scitldr`` folder, or a hub name ``org/name``. Texts outside [min_source, max_source] are left out, and counted.
     """
 
     task: Literal["tldr", "arxiv"] = "tldr"
-    reward: Literal["strict", "parity"] = "strict"
+    reward: Literal["strict", "parity"] = "strict"  # parity: the paper's
+    word_lists: str | None = None  # a JSON or text file; None: the lists of this project
     band: Literal["paper", "2026"] = "paper"  # of the length ratio in arxiv
     data: str | None = None
     split: str = "train"
@@ -76,23 +87,22 @@ class Config:
     reward_fn: str | None = None
     reward_components: tuple[str, ...] = ("reward",)  # of reward_fn
 
-    def __post_init__(self) -> None:
-        for key, choices in {
-            "task": ROLES,
-            "reward": rewards.MODES,
-            "band": rewards.ARXIV,
-            "feedback": ("plain", "level"),
-        }.items():
-            one_of(key, getattr(self, key), choices)
+    def check(self, path: str) -> None:
+        checks.in_range(path, self, 0, checks.MOST_TASKS, "count")
+        checks.in_range(path, self, 1, checks.MOST_ROUNDS, "max_turns")
         low, high = self.limits
+        if high < 1:
+            checks.refuse(path, "max_words", "at least 1", high)
         if not 1 <= low <= high:
-            raise ConfigError(f"min_words, max_words: expected 1 <= min_words <= max_words, got {low} and {high}")
+            checks.refuse(path, "min_words", f"1 to max_words={high}", low)
+        checks.at_least(path, self, 1, "max_source")
         if not 1 <= self.min_source <= self.max_source:
-            raise ConfigError(f"min_source, max_source: expected 1 <= {self.min_source} <= {self.max_source}")
-        if self.max_turns < 1 or self.count < 0:
-            raise ConfigError(f"expected max_turns >= 1 and count >= 0, got {self.max_turns} and {self.count}")
+            checks.refuse(path, "min_source", f"1 to max_source={self.max_source}", self.min_source)
         if not self.reward_components or len(set(self.reward_components)) < len(self.reward_components):
-            raise ConfigError(f"reward_components {self.reward_components}: expected distinct names, at least one")
+            checks.refuse(path, "reward_components", "distinct names, at least one", self.reward_components)
+        word_lists.read(self.word_lists, path)
+        if self.reward_fn is not None:
+            reward_function(self.reward_fn, path)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -107,6 +117,13 @@ class Config:
     def spec(self) -> rewards.Spec:
         return self._official._replace(limits=self.limits)
 
+    @property
+    def components(self) -> tuple[str, ...]:
+        """The reward components, those that are only logged among them."""
+        if self.reward_fn is not None:
+            return self.reward_components
+        return (*rewards.COMPONENTS, *(rouge.METRICS if self.task == "tldr" else ()))
+
 
 @dataclass(frozen=True)
 class State:
@@ -119,13 +136,12 @@ class State:
 
 
 def make(config: Config) -> HostEnv:
-    if config.reward_fn is not None:
-        reward_function(config.reward_fn)  # before the first rollout
+    """The environment of ``config``."""
     return HostEnv(
         name="writing",
         roles=ROLES[config.task],
         max_turns=config.max_turns,
-        components=rewards.COMPONENTS if config.reward_fn is None else config.reward_components,
+        components=config.components,
         reset=partial(reset, config),
         observe=partial(observe, config),
         step=partial(step, config),
@@ -138,7 +154,9 @@ def make(config: Config) -> HostEnv:
 
 def reset(config: Config, seed: int, task: Task) -> State:
     """The episode's first state. Everything is deterministic, so the seed has no effect."""
-    first, second = ((Message("system", _system(config, role)), _asked(task)) for role in ROLES[config.task])
+    first, second = (
+        (Message("system", _system(config, role)), Message("user", given(task))) for role in ROLES[config.task]
+    )
     return State(task, (first, second))
 
 
@@ -146,8 +164,9 @@ def _system(config: Config, role: str) -> str:
     return f"{SYSTEM[role]} Use {config.limits[0]} to {config.limits[1]} words."
 
 
-def _asked(task: Mapping[str, Any]) -> Message:
-    return Message("user", f"{task['title']}\n{task['text']}" if task["title"] else task["text"])
+def given(task: Mapping[str, Any]) -> str:
+    """What both roles read of ``task``: its title, if it has one, and its text."""
+    return f"{task['title']}\n{task['text']}" if task["title"] else task["text"]
 
 
 def observe(config: Config, state: State) -> dict[str, Prompt]:
@@ -159,15 +178,14 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
     if set(actions) != set(roles) or state.turn >= config.max_turns:
         raise ValueError(f"expected one action each of {roles} in an unfinished episode, got {sorted(actions)}")
     texts = [actions[role].text for role in roles]
-    components = judge(config, state.task, *texts)
+    truncated = any(actions[role].truncated for role in roles)
+    components = judge(config, state.task, *texts, truncated=truncated)
     done = state.turn + 1 >= config.max_turns
     threads = []
     for role, thread in zip(roles, state.threads):
-        action = actions[role]
-        # a scripted action has no ids; its text is encoded instead
-        said = action.message(role) if action.ids else Message("assistant", action.text)
-        told = () if done else (Message("user", feedback(config, state.task, components, *texts)),)
-        threads.append((*thread, said, *told))
+        advised = "" if done else feedback(config, state.task, components, *texts, truncated=truncated)
+        told = (Message("user", advised),) if advised else ()
+        threads.append((*thread, reply_message(role, actions[role]), *told))
     new = replace(
         state,
         threads=(threads[0], threads[1]),
@@ -182,32 +200,56 @@ def verify(config: Config, state: State) -> Rewards:
     return {role: dict(state.latest) for role in ROLES[config.task]}
 
 
-def judge(config: Config, task: Mapping[str, Any], c1: str, c2: str) -> dict[str, float]:
-    """Components of the joint reward. What ``reward_fn`` returns is checked where rewards become tables."""
+def judge(config: Config, task: Mapping[str, Any], c1: str, c2: str, *, truncated: bool = False) -> dict[str, float]:
+    """Components of the joint reward. What ``reward_fn`` returns is checked where rewards become tables.
+
+    Args:
+        config: Settings of the reward.
+        task: The text that was given, and human summaries.
+        c1: Text of the first role.
+        c2: Text of the second role.
+        truncated: Whether the length limit ended one of the texts.
+    """
     if config.reward_fn is None:
-        return rewards.score(config.spec, c1, c2, mode=config.reward, source=task["text"])
+        paid = rewards.score(config.spec, c1, c2, **_measured_by(config, task), truncated=truncated)
+        return paid | (rouge.rouge(c1, task["targets"]) if config.task == "tldr" else {})
     function, wants_task = reward_function(config.reward_fn)
     got = function(c1, c2, task) if wants_task else function(c1, c2)
     return dict(got) if isinstance(got, Mapping) else {config.reward_components[0]: got}
 
 
-def feedback(config: Config, task: Mapping[str, Any], components: Mapping[str, float], c1: str, c2: str) -> str:
-    """What both agents read before the next turn. It quotes neither text."""
+def _measured_by(config: Config, task: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the built-in rewards."""
+    return {"mode": config.reward, "source": given(task), "lists": word_lists.read(config.word_lists)}
+
+
+def feedback(
+    config: Config,
+    task: Mapping[str, Any],
+    components: Mapping[str, float],
+    c1: str,
+    c2: str,
+    *,
+    truncated: bool = False,
+) -> str:
+    """What both agents read before the next turn. It quotes neither text. Arguments as in `judge`.
+
+    ``components``: the reward of the turn.
+    """
     if config.feedback == "plain":
         return "Revise your text."
     if config.reward_fn is not None:
         scores = ", ".join(f"{name} {value:.2f}" for name, value in components.items())
         return f"Joint score: {scores}. Revise your text."
-    return " ".join([*(advice(config, task, c1, c2) or ["All levels were reached."]), "Revise your text."])
+    missed = advice(config, task, c1, c2, truncated=truncated)
+    return " ".join([*(missed or ["All levels were reached."]), "Revise your text."])
 
 
-def advice(config: Config, task: Mapping[str, Any], c1: str, c2: str) -> list[str]:
-    """A sentence for each level of the reward, or guard of strict mode, that was missed."""
+def advice(config: Config, task: Mapping[str, Any], c1: str, c2: str, *, truncated: bool = False) -> list[str]:
+    """A sentence for each level of the reward, or guard of strict mode, that was missed; arguments as in `judge`."""
     first, second = ROLES[config.task]
-    spec, (values, ratio, unique) = (
-        config.spec,
-        rewards.levels(config.spec, c1, c2, mode=config.reward, source=task["text"]),
-    )
+    spec, measured = config.spec, _measured_by(config, task)
+    values, ratio, unique = rewards.levels(spec, c1, c2, **measured)
 
     def wanted(edges: Sequence[float], x: float) -> str:
         span = f"{edges[1]:g} to {edges[2]:g}" if edges[2] < float("inf") else f"at least {edges[1]:g}"
@@ -223,38 +265,44 @@ def advice(config: Config, task: Mapping[str, Any], c1: str, c2: str) -> list[st
     }
     out = [text for name, (full, text) in said.items() if name in values and values[name] < full - 1e-9]
     if config.reward == "strict":
+        factors = rewards.guards(spec, c1, c2, measured["source"], lists=measured["lists"], truncated=truncated)
         warned = {
+            "ended": "A text does not end: close the last sentence in time.",
             "repetition": "A text repeats itself.",
+            "prose": "A text is not made of sentences.",
             "partner": "The two texts say the same words.",
             "prompt": "A text copies what was given.",
-            "faithful": "A text is not about what was given.",
+            "faithful": "A text has too many words that were not given.",
+            "order": "A text is not about what was given.",
+            "reworded": f"The {first} text should use words of its own.",
         }
-        out += [warned[name] for name, factor in rewards.guards(c1, c2, task["text"]).items() if factor < 1]
+        out += [warned[name] for name, factor in factors.items() if factor < 1]
     return out
 
 
 @lru_cache(maxsize=8)
-def reward_function(path: str) -> tuple[Callable[..., Any], bool]:
-    """The callable named ``module:function``, and does it take the task? Raises ConfigError for what cannot be called
-    with two texts.
+def reward_function(name: str, path: str = checks.ARGS) -> tuple[Callable[..., Any], bool]:
+    """The callable called ``module:function``, and whether it takes the task.
+
+    Raises ConfigError for one that cannot be called with two texts. ``path`` is the Config's name in the message.
     """
-    module, _, name = path.partition(":")
+    module, _, function_name = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), function_name)
         parameters = [p for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
     except Exception as error:  # importing it runs code of the user's
         why = " ".join(str(error).split())
-        raise ConfigError(f"reward_fn {path!r}: expected module:function ({type(error).__name__}: {why})") from None
+        got = f"got {name!r} ({type(error).__name__}: {why})"
+        raise ConfigError(f"{path}.reward_fn: expected module:function, {got}") from None
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p.name for p in positional if p.default is p.empty]
     named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     wants_task = len(positional) > 2 and positional[2].name == "task"
     if named or (len(positional) < 2 and not several) or len(required) > 2 + wants_task:
-        raise ConfigError(
-            f"reward_fn {path!r}: takes {inspect.signature(function)}; expected (c1, c2) or (c1, c2, task), "
-            "the texts of two agents"
-        )
+        expected = "a function of (c1, c2) or (c1, c2, task), the texts of two agents"
+        got = f"{name!r} with {inspect.signature(function)}"
+        raise ConfigError(f"{path}.reward_fn: expected {expected}, got {got}")
     return function, wants_task
 
 
@@ -267,10 +315,8 @@ def tasks(config: Config) -> list[Task]:
     kept = [row | {"source": source} for row in rows if _permitted(config, row)]
     logging.getLogger(__name__).info("writing: %s; %d of %d texts are usable", source, len(kept), len(rows))
     if len(kept) < max(1, config.count):
-        raise ConfigError(
-            f"{source}: {len(kept)} texts of {config.min_source} to {config.max_source} words, "
-            f"{max(1, config.count)} asked for"
-        )
+        found = f"at most {len(kept)}, the texts of {config.min_source} to {config.max_source} words in {source}"
+        raise ConfigError(f"{checks.ARGS}.count: expected {found}, got {max(1, config.count)}")
     return kept[: config.count or None]
 
 
@@ -279,11 +325,12 @@ def _rows(config: Config) -> tuple[list[Task], str]:
     if data is None or Path(data).is_dir():
         return loaders.load("scitldr", data_dir=data, split=config.split, seed=config.seed)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data):
-        raise ConfigError(f"data {data!r}: no such folder; expected a folder with SciTLDR or a hub name org/name")
+        expected = "a folder with SciTLDR or a hub name org/name"
+        raise ConfigError(f"{checks.ARGS}.data: expected {expected}, got {data!r}: no such folder")
     try:
         rows, source = loaders.load(data, split=config.split, seed=config.seed)
     except ConfigError as error:
-        raise ConfigError(f"data {data!r}: no such folder, and as a hub name: {error}") from None
+        raise ConfigError(f"{checks.ARGS}.data: got {data!r}: no such folder, and as a hub name: {error}") from None
     return [r if "targets" in r else loaders.writing_row(f"{data}, {r['id']}", r, r["id"]) for r in rows], source
 
 
@@ -294,15 +341,16 @@ def _permitted(config: Config, row: Mapping[str, Any]) -> bool:
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:
     """Samples (role, prompt, completion) from the data's own words, by the built-in reward the best pair of each task.
 
-    tldr: a human summary (with the title in front when it is too short) and a run of the text's sentences. arxiv: the
-    abstract cut in two at the end of a sentence, within the limits of words, so abstracts of the paper's length give
-    none under its own limits. Tasks without a pair of permitted lengths are left out.
+    tldr: a human summary (with the title in front when it is too short, and a full stop where it has none, so that it
+    ends) and a run of the text's sentences. arxiv: the abstract cut in two at the end of a sentence, within the limits
+    of words, so abstracts of the paper's length give none under its own limits. Tasks without a pair of permitted
+    lengths are left out.
     """
     samples = []
     for task in tasks:
         best, reached = None, 0.5  # a permitted length alone is no example
         for pair in _pairs(config, task):
-            total = sum(rewards.score(config.spec, *pair, mode=config.reward, source=task["text"]).values())
+            total = sum(rewards.score(config.spec, *pair, **_measured_by(config, task)).values())
             if total > reached:
                 best, reached = pair, total
         if best is not None:
@@ -320,6 +368,7 @@ def _pairs(config: Config, task: Mapping[str, Any]) -> Iterable[tuple[str, str]]
     out = []
     for target in task["targets"]:
         short = target if len(target.split()) >= low else f"{task['title']}: {target}"
+        short = short if prose.ended(short) else f"{short.rstrip()}."
         least, _, _, most = config.spec.ratio
         out += [(short, run) for run in runs if least <= len(run) / len(short) <= most]
     return out
@@ -328,6 +377,7 @@ def _pairs(config: Config, task: Mapping[str, Any]) -> Iterable[tuple[str, str]]
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
     """What a successful sample leaves in memory: what was asked and what was written.
 
-    ``rewards`` are the components, whose sum is shown as the score.
+    ``rewards`` are the components. The sum of those that are paid is shown as the score.
     """
-    return entry(role, sum(rewards.values()), asked(prompt), action, shown=60)
+    score = sum(value for name, value in rewards.items() if name not in rouge.METRICS)
+    return entry(role, score, asked(prompt), action, shown=60)

@@ -19,30 +19,38 @@ project: which phrases and stopwords these are. So parity is exact on the publis
 the last two components, which are exact with the authors' lists in `Lists`. A ratio with an empty denominator ends the
 count.
 
-``mode="strict"`` keeps the levels and measures what is harder to fake. Lengths and numbers of words are those of the
-distinct content words, without stopwords and connectives, and with a source only of those that begin like a word of it
-(five letters): repetition and filler do not make a text longer. For the least number of words, those that are neither
-stopwords nor the source's count as far as others match them. A connective counts as a whole word or phrase, not next
-to another one, in a sentence with other words, one category a sentence; it loses with each repetition, and all lose
-where more than half of a text's sentences have one. The sum is multiplied by `guards`. What strict cannot see: fluent
-text that is false, distinct filler made of words of the source, and a few connectives too many.
+``mode="strict"`` keeps the levels and measures what is harder to fake. A word is *backed* when the source, title
+included, has a word with the same first five letters. Function words are stopwords, words of connectives and
+`prose.FUNCTION`. Any other word that is not backed is *invented*.
+
+Lengths and numbers of words are those of the distinct content words, so repetition and filler do not make a text
+longer. Of the second text only backed words count. The first text is measured with and without its invented words, and
+the lower pay counts, so an invented word never improves a ratio. For the least number of words, words that are neither
+backed nor stopwords count as far as others match them. A connective counts as a whole word or phrase, not next to
+another one, in a sentence with other words, one category a sentence. It loses with each repetition, and all lose where
+more than half of a text's sentences have one.
+
+The sum is multiplied by `guards`. One guard pays nothing for a text that did not end. Another one pays nothing where
+half of a text's content words or fewer are backed. The guards' limits were set on human summaries of SciTLDR's training
+split; summaries that copy a sentence lose up to half. What strict cannot see: fluent false text made of words of the
+source, a few connectives too many, and whether a summary names what matters. ROUGE to a human summary shows part of
+that; it is logged and never rewarded (`rouge`).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from jaxmarl_llm.config import one_of
+from jaxmarl_llm.envs.writing import prose
+from jaxmarl_llm.envs.writing.prose import SENTENCE, WORD
 
 COMPONENTS = ("words", "ratio", "unique", "transitions", "jaccard")
 MODES = ("strict", "parity")
-WORD = re.compile(r"\b\w+\b")
-SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
 LONGEST = 20  # letters of a word that count towards a length in strict mode
 STEM = 5  # letters in which a word must agree with one of the source
 
@@ -84,6 +92,7 @@ class Spec(NamedTuple):
     unique: tuple[float, float, float, float]
     cap: float  # of the Jaccard index
     both: bool  # are connectives searched in both texts, or in the second only?
+    reworded: bool  # does strict mode want the first text in its own words?
 
 
 class Levels(NamedTuple):
@@ -92,10 +101,12 @@ class Levels(NamedTuple):
     unique: float
 
 
-TLDR = Spec((8, 256), (1.1, 1.6, 3.2, 5.0), (1.3, 2.0, math.inf, math.inf), 0.03, False)
+TLDR = Spec((8, 256), (1.1, 1.6, 3.2, 5.0), (1.3, 2.0, math.inf, math.inf), 0.03, False, True)
 ARXIV = {
-    "paper": Spec((128, 256), (0.8, 1.0, 1.3, 1.5), (0.5, 0.7, 1.3, 1.7), 0.23, True),
-    "2026": Spec((128, 256), (0.8, 1.3, 1.6, 2.0), (0.5, 0.7, 1.3, 1.7), 0.23, True),  # public code since January 2026
+    "paper": Spec((128, 256), (0.8, 1.0, 1.3, 1.5), (0.5, 0.7, 1.3, 1.7), 0.23, True, False),
+    "2026": Spec(
+        (128, 256), (0.8, 1.3, 1.6, 2.0), (0.5, 0.7, 1.3, 1.7), 0.23, True, False
+    ),  # public code since January 2026
 }
 
 
@@ -107,9 +118,11 @@ def tldr(
     source: str = "",
     limits: tuple[int, int] = TLDR.limits,
     lists: Lists = Lists(),
+    truncated: bool = False,
 ) -> dict[str, float]:
-    """Components of a concise (c1) and a detailed (c2) summary of ``source``, which only strict mode reads."""
-    return score(TLDR._replace(limits=limits), c1, c2, mode=mode, source=source, lists=lists)
+    """Components of a concise (c1) and a detailed (c2) summary of ``source``; other arguments as in `score`."""
+    spec = TLDR._replace(limits=limits)
+    return score(spec, c1, c2, mode=mode, source=source, lists=lists, truncated=truncated)
 
 
 def arxiv(
@@ -121,37 +134,58 @@ def arxiv(
     source: str = "",
     limits: tuple[int, int] = ARXIV["paper"].limits,
     lists: Lists = Lists(),
+    truncated: bool = False,
 ) -> dict[str, float]:
-    """Components of background (c1) and method (c2) written from the abstract ``source``."""
+    """Components of background (c1) and method (c2) written from the abstract ``source``; others as in `score`."""
     spec = ARXIV[one_of("band", band, ARXIV)]._replace(limits=limits)
-    return score(spec, c1, c2, mode=mode, source=source, lists=lists)
+    return score(spec, c1, c2, mode=mode, source=source, lists=lists, truncated=truncated)
 
 
 def score(
-    spec: Spec, c1: str, c2: str, *, mode: str = "strict", source: str = "", lists: Lists = Lists()
+    spec: Spec,
+    c1: str,
+    c2: str,
+    *,
+    mode: str = "strict",
+    source: str = "",
+    lists: Lists = Lists(),
+    truncated: bool = False,
 ) -> dict[str, float]:
-    """All five components; 0.0 for those that were not reached."""
+    """All five components; 0.0 for those that were not reached.
+
+    Args:
+        spec: Levels of the task.
+        c1: Text of the first role.
+        c2: Text of the second role.
+        mode: ``strict``, or ``parity`` for the official rule.
+        source: What both roles read, title included. Only strict mode uses it.
+        lists: Connectives and stopwords.
+        truncated: Whether the length limit ended one of the texts. Strict mode then pays nothing.
+    """
     one_of("mode", mode, MODES)
+    factor = 1.0
+    if mode == "strict":
+        factor = math.prod(guards(spec, c1, c2, source, lists=lists, truncated=truncated).values())
+    if not factor:
+        return dict.fromkeys(COMPONENTS, 0.0)
     values = levels(spec, c1, c2, mode=mode, source=source, lists=lists).values
-    factor = math.prod(guards(c1, c2, source, lists=lists).values()) if mode == "strict" else 1.0
     return {name: factor * values.get(name, 0.0) for name in COMPONENTS}
 
 
 def levels(spec: Spec, c1: str, c2: str, *, mode: str = "strict", source: str = "", lists: Lists = Lists()) -> Levels:
-    """The levels, without the guards."""
+    """The levels, without the guards; arguments as in `score`."""
     low, high = spec.limits
     strict, values, u = mode == "strict", {"words": 0.0}, math.nan
     texts = [_essence(c, source, lists) if strict else _raw(c, lists) for c in (c1, c2)]
     if not all(low <= t.words and len(c.split()) <= high for t, c in zip(texts, (c1, c2))):
         return Levels(values, math.nan, math.nan)
     values["words"] = 0.5
-    q = texts[1].length / texts[0].length if texts[0].length else math.nan
-    paid = band(q, spec.ratio)
+    firsts = [texts[0], *([_whole(c1, lists)] if strict else [])]  # strict: with its invented words too
+    q, paid = _least(spec.ratio, [(texts[1].length, first.length) for first in firsts])
     values["ratio"] = paid or 0.0
     if paid is None:
         return Levels(values, q, u)
-    u = len(texts[1].distinct) / len(texts[0].distinct) if texts[0].distinct else math.nan
-    paid = band(u, spec.unique)
+    u, paid = _least(spec.unique, [(len(texts[1].distinct), len(first.distinct)) for first in firsts])
     values["unique"] = 0.5 * (paid or 0.0)
     if paid is None:
         return Levels(values, q, u)
@@ -161,6 +195,15 @@ def levels(spec: Spec, c1: str, c2: str, *, mode: str = "strict", source: str = 
     )
     values["jaccard"] = 0.6 * min(jaccard(texts[0].content, texts[1].content), spec.cap) / spec.cap
     return Levels(values, q, u)
+
+
+def _least(
+    edges: tuple[float, float, float, float], fractions: Sequence[tuple[int, int]]
+) -> tuple[float, float | None]:
+    """The ratio of ``fractions`` (second, first) that a band pays least, and that pay; NaN where first is 0."""
+    found = [(second / first if first else math.nan) for second, first in fractions]
+    paid = [(q, band(q, edges)) for q in found]
+    return min(paid, key=lambda pair: -1.0 if pair[1] is None else pair[1])
 
 
 def band(x: float, edges: tuple[float, float, float, float]) -> float | None:
@@ -173,34 +216,73 @@ def band(x: float, edges: tuple[float, float, float, float]) -> float | None:
     return 1.0 - (x - c) / (d - c) if c < x <= d else None
 
 
-def guards(c1: str, c2: str, source: str = "", *, lists: Lists = Lists()) -> dict[str, float]:
+def guards(
+    spec: Spec, c1: str, c2: str, source: str = "", *, lists: Lists = Lists(), truncated: bool = False
+) -> dict[str, float]:
     """Factors in [0, 1] of strict mode, 1 for ordinary writing; each is that of the worse text.
 
+    Arguments as in `score`.
+    Numbers in brackets are where a factor is 0 and where it is 1, linear between.
+
+    ended       1 if neither text is truncated and both end with a full stop, exclamation or question mark, otherwise 0
     repetition  share of the words left without connectives and repeated trigrams (0.5 to 0.8), and distinct words over
                 words (0.2 to 0.35)
-    partner     trigrams of content words that the two share, over those of the shorter text (0.95 down to 0.7)
-    prompt      copying: share of the source's content words that the text has (0.95 down to 0.7), so that part of a
-                source may be quoted. 1 without a source
-    faithful    share of the text's content words found in the source (0.05 to 0.2). 1 without a source
+    prose       of the words left without connectives and repetition: share of function words (0.05 to 0.2), and share
+                of words that break a rule of `prose.misfits` (0.04 to 0.01)
+    partner     trigrams of content words that the two share, over those of the shorter text (0.4 to 0.1)
+    prompt      copying: share of the source's content words that the text has (0.9 to 0.7), so that part of a source
+                may be quoted. 1 without a source
+    faithful    share of the text's content words that are backed (0.5 to 0.7). 1 without a source
+    order       pairs of adjacent words that are adjacent in the source (0.02 to 0.12). 1 without a source
+    reworded    0.5 to 1, of the first text where ``spec.reworded``: share of those pairs when invented words are left
+                out (0.8 to 0.5), since a short summary in the source's own words is half of what was asked for. 1
+                without a source
     """
-    words = [WORD.findall(c.lower()) for c in (c1, c2)]
+    texts = (c1, c2)
+    words = [WORD.findall(c.lower()) for c in texts]
     kept = [_kept(w, lists) for w in words]
     said = [[w for w in k if w not in lists.stopwords] for k in kept]
     grams = [_trigrams(w) for w in said]
+    functions = _functions(lists)
     out = {
+        "ended": float(not truncated and all(map(prose.ended, texts))),
         "repetition": min(
             min(_ramp(len(k) / len(w), 0.5, 0.8), _ramp(len(set(w)) / len(w), 0.2, 0.35)) if w else 0.0
             for w, k in zip(words, kept)
         ),
-        "partner": 1.0 - _ramp(_share(*sorted(grams, key=len)), 0.7, 0.95),
+        "prose": min(
+            min(_ramp(_share(k, functions), 0.05, 0.2), 1.0 - _ramp(prose.misfits(c) / len(k), 0.01, 0.04))
+            if k
+            else 0.0
+            for k, c in zip(kept, texts)
+        ),
+        "partner": 1.0 - _ramp(_share(*sorted(grams, key=len)), 0.1, 0.4),
         "prompt": 1.0,
         "faithful": 1.0,
+        "order": 1.0,
+        "reworded": 1.0,
     }
     if source.strip():
-        given = _content(source, lists)
-        out["prompt"] = 1.0 - _ramp(max(_share(given, set(w)) for w in said), 0.7, 0.95)
-        out["faithful"] = _ramp(min(_share(set(w), given) for w in said), 0.05, 0.2)
+        given, begins = _content(source, lists), _begins(source)
+        out["prompt"] = 1.0 - _ramp(max(_share(given, set(w)) for w in said), 0.7, 0.9)
+        out["faithful"] = _ramp(min(backed(c, begins, lists) for c in texts), 0.5, 0.7)
+        out["order"] = _ramp(min(prose.neighbours(c, source) for c in texts), 0.02, 0.12)
+        if spec.reworded:
+            own = " ".join(w for w in words[0] if w in functions or w[:STEM] in begins)
+            out["reworded"] = 1.0 - 0.5 * _ramp(prose.neighbours(own, source), 0.5, 0.8)
     return out
+
+
+def backed(text: str, begins: Collection[str], lists: Lists = Lists()) -> float:
+    """Share of the distinct content words of ``text`` that are backed, in [0, 1]; 0.0 without a content word.
+
+    Args:
+        text: A text of one role.
+        begins: First five letters of each word of the source.
+        lists: Connectives and stopwords. These, and other function words, are no content words.
+    """
+    content = _content(text, lists) - _functions(lists)
+    return sum(w[:STEM] in begins for w in content) / len(content) if content else 0.0
 
 
 def jaccard(a: set[str], b: set[str]) -> float:
@@ -232,6 +314,23 @@ def _essence(text: str, source: str, lists: Lists) -> _Measured:
     if begins:  # at most half may be neither stopwords nor the source's
         words = min(words, 2 * sum(w[:STEM] in begins or w in lists.stopwords for w in kept))
     return _Measured(words, sum(min(len(w), LONGEST) for w in backed), backed, content)
+
+
+def _whole(text: str, lists: Lists) -> _Measured:
+    """As `_essence`, with the invented words."""
+    content = _content(text, lists)
+    return _Measured(0, sum(min(len(w), LONGEST) for w in content), content, content)
+
+
+def _functions(lists: Lists) -> frozenset[str]:
+    """Function words: stopwords, words of connectives, and others."""
+    return _function_words(frozenset(lists.stopwords), tuple((c, tuple(p)) for c, p in lists.transitions.items()))
+
+
+@lru_cache(maxsize=8)
+def _function_words(stopwords: frozenset[str], transitions: tuple[tuple[str, tuple[str, ...]], ...]) -> frozenset[str]:
+    joining = (word for _, phrases in transitions for phrase in phrases for word in WORD.findall(phrase))
+    return stopwords | prose.FUNCTION | frozenset(joining)
 
 
 def _begins(source: str) -> set[str]:
@@ -286,10 +385,11 @@ def _first(found: Sequence[tuple[int, int, str]], length: int, credited: set[str
 
 def _connectives(words: Sequence[str], lists: Lists) -> list[tuple[int, int, str]]:
     """Whole phrases in a list of words, the longest first: (start, stop, category)."""
-    table = _table(tuple((c, tuple(p)) for c, p in lists.transitions.items()))
-    longest, found, i = max(map(len, table), default=0), [], 0
+    table, longest = _table(tuple((c, tuple(p)) for c, p in lists.transitions.items()))
+    found, i = [], 0
     while i < len(words):
-        size = next((n for n in range(min(longest, len(words) - i), 0, -1) if tuple(words[i : i + n]) in table), 0)
+        most = min(longest.get(words[i], 0), len(words) - i)
+        size = next((n for n in range(most, 0, -1) if tuple(words[i : i + n]) in table), 0)
         if size:
             found.append((i, i + size, table[tuple(words[i : i + size])]))
         i += size or 1
@@ -297,8 +397,16 @@ def _connectives(words: Sequence[str], lists: Lists) -> list[tuple[int, int, str
 
 
 @lru_cache(maxsize=8)
-def _table(transitions: tuple[tuple[str, tuple[str, ...]], ...]) -> dict[tuple[str, ...], str]:
-    return {tuple(WORD.findall(p)): category for category, phrases in transitions for p in phrases if p not in WEAK}
+def _table(
+    transitions: tuple[tuple[str, tuple[str, ...]], ...],
+) -> tuple[dict[tuple[str, ...], str], dict[str, int]]:
+    """Phrase -> category, and first word -> length of the longest phrase that begins so."""
+    table = {tuple(WORD.findall(p)): category for category, phrases in transitions for p in phrases if p not in WEAK}
+    table.pop((), None)  # a phrase without a word
+    longest: dict[str, int] = {}
+    for phrase in table:
+        longest[phrase[0]] = max(longest.get(phrase[0], 0), len(phrase))
+    return table, longest
 
 
 def _plain(words: Sequence[str], lists: Lists) -> list[str]:

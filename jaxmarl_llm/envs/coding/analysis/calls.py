@@ -7,8 +7,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
-from jaxmarl_llm.envs.code_ast import Code
-from jaxmarl_llm.envs.code_values import (
+from jaxmarl_llm.envs.coding.analysis.syntax import Code
+from jaxmarl_llm.envs.coding.analysis.values import (  # fmt: skip
     DERIVED,
     ELEM,
     NONE,
@@ -22,7 +22,7 @@ from jaxmarl_llm.envs.code_values import (
     dump,
     loaded,
     place,
-)  # fmt: skip
+)
 
 # A conversion is no work of its own: the caller could not tell whether it changed anything.
 CASTS = frozenset({"bool", "int", "float", "str", "list", "tuple", "dict", "copy", "deepcopy", "iter"})

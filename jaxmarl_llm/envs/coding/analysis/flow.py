@@ -18,9 +18,19 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-from jaxmarl_llm.envs.code_ast import MAX_DEPTH, Code, Function, bindings, depth, ends, function, own_nodes, prune
-from jaxmarl_llm.envs.code_calls import Expressions
-from jaxmarl_llm.envs.code_values import (
+from jaxmarl_llm.envs.coding.analysis.calls import Expressions
+from jaxmarl_llm.envs.coding.analysis.syntax import (
+    MAX_DEPTH,
+    Code,
+    Function,
+    bindings,
+    depth,
+    ends,
+    function,
+    own_nodes,
+    prune,
+)
+from jaxmarl_llm.envs.coding.analysis.values import (
     DERIVED,
     ELEM,
     NONE,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxmarl_llm.envs.code_ast import Code
+from jaxmarl_llm.envs.coding.analysis.syntax import Code
 
 STATES = 48  # kept apart at one place
 

@@ -1,0 +1,1 @@
+"""Creation of the small data files in the package."""

@@ -1,0 +1,1 @@
+"""Attacks on the sandbox and its speed: hostile programs, and verdicts on reference solutions."""

@@ -1,0 +1,1 @@
+"""Studies: ablations, baselines, gradient estimators and sampling complexity."""

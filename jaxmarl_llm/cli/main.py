@@ -1,0 +1,35 @@
+"""Entry point `jaxmarl-llm COMMAND [flags]`: one command for all that a user runs. Also `python -m jaxmarl_llm`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+COMMANDS = {
+    "plan": "predict what a step of training costs, before it runs",
+    "train": "train a recipe, or resume a run",
+    "evaluate": "play the held-out tasks with a trained team",
+    "export": "write a trained agent as a Hugging Face folder",
+    "summary": "print what a run reached",
+    "fetch_weights": "fetch the weights of SmolLM2-135M",
+}
+
+
+def main() -> None:
+    """Run the command that the first argument names, as `python -m` runs it. Exit code 2 for an unknown command.
+
+    The current folder becomes importable, for a dotted ``recipe`` of the user's own.
+    """
+    given = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if given in ("-h", "--help"):
+        print("usage: jaxmarl-llm COMMAND [flags]\n")
+        print("\n".join(f"  {name:14} {what}" for name, what in COMMANDS.items()))
+        return
+    if given not in COMMANDS:
+        print(f"error: unknown command {given!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    sys.argv = [f"jaxmarl-llm {given}", *sys.argv[2:]]
+    runpy.run_module(f"jaxmarl_llm.cli.{given}", run_name="__main__", alter_sys=False)

@@ -1,0 +1,1 @@
+"""What a program text says without running it: its syntax, calls, data flow and values."""

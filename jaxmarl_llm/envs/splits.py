@@ -1,0 +1,73 @@
+"""Which tasks are held out: a rule on the content of a task, the same for every seed.
+
+A generated task belongs to the training side or to the held-out side by a hash of what makes the task itself, such as
+the question. So no held-out task is a training task of any seed, and no demonstration shows one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxmarl_llm.envs import checks
+from jaxmarl_llm.errors import ConfigError
+
+HELD_OUT_SHARE = 0.25  # of all contents
+MOST_DRAWS = 2000  # for one task
+T = TypeVar("T")
+
+
+def is_held_out(content: str | bytes) -> bool:
+    """Whether a task of this ``content`` is held out."""
+    raw = content.encode() if isinstance(content, str) else content
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") < HELD_OUT_SHARE * 2**64
+
+
+def draw_task(draw: Callable[[], T], content: Callable[[T], str | bytes], held_out: bool) -> T:
+    """The first of several draws that lies on the wanted side.
+
+    Args:
+        draw: Draws a task at random.
+        content: What makes a task itself.
+        held_out: The side: held-out tasks, or training tasks.
+
+    Raises:
+        ConfigError: None of `MOST_DRAWS` draws lies on that side.
+    """
+    for _ in range(MOST_DRAWS):
+        task = draw()
+        if is_held_out(content(task)) == held_out:
+            return task
+    raise empty_side(held_out, MOST_DRAWS)
+
+
+def empty_side(held_out: bool, draws: int) -> ConfigError:
+    """The error for settings under which one side of the split has no task."""
+    side, other = ("held-out", "training") if held_out else ("training", "held-out")
+    return ConfigError(
+        f"{checks.ARGS}: expected settings with more different tasks: each of {draws} drawn tasks is a {other} task, "
+        f"and the {side} side stays empty"
+    )
+
+
+def fingerprint(task: Any) -> Any:
+    """A hashable value that two tasks share when they are equal in every field."""
+    if isinstance(task, Mapping):
+        return tuple(sorted((str(k), fingerprint(v)) for k, v in task.items()))
+    if dataclasses.is_dataclass(task) and not isinstance(task, type):
+        return fingerprint({f.name: getattr(task, f.name) for f in dataclasses.fields(task)})
+    if isinstance(task, (list, tuple)):
+        return tuple(fingerprint(x) for x in task)
+    if isinstance(task, np.ndarray):
+        return task.shape, task.tobytes()
+    return task if isinstance(task, (str, bytes, int, float, bool, type(None))) else repr(task)
+
+
+def shared(training: Iterable[Any], held_out: Iterable[Any]) -> np.ndarray:
+    """For each held-out task, whether some training task equals it in every field [n] bool."""
+    known = {repr(fingerprint(task)) for task in training}
+    return np.array([repr(fingerprint(task)) in known for task in held_out], bool)

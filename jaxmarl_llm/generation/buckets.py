@@ -1,0 +1,26 @@
+"""Sizes that arrays are padded to, so that few shapes are compiled."""
+
+from __future__ import annotations
+
+
+def up_to(n: int, multiple: int) -> int:
+    """Round ``n`` up to the next multiple of ``multiple``."""
+    return -(-n // multiple) * multiple
+
+
+def bucket(n: int, smallest: int = 1) -> int:
+    """Round ``n`` up to the next bucket size: smallest * {1, 1.5} * 2^i, rounded up.
+
+    There are two sizes in an octave, so at most 1/3 of a bucket is padding.
+
+    Args:
+        n: number of entries to hold.
+        smallest: the least bucket size.
+    """
+    size = max(smallest, 1)
+    while size < n:
+        half = size + (size + 1) // 2
+        if half >= n:
+            return half
+        size *= 2
+    return size

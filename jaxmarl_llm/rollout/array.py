@@ -1,0 +1,296 @@
+"""Array rollouts: a whole forest of episodes as one compiled program.
+
+The frontier is a static dictionary from plan branches to stacked states; which states are already done is data. Turns
+whose frontiers are alike are one `jax.lax.scan`, so that a program does not grow with the length of an episode. Keys
+are folded along the path (task, joint actions, role, sample, position), never split by batch position, so that a sample
+depends on where it is in the tree and on nothing else: `rollout_host` plays the same environment with the same keys
+to the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmarl_llm.agents.memory import MemoryConfig
+from jaxmarl_llm.distributed.sharding import cut_rows
+from jaxmarl_llm.envs.array_env import ArrayEnv
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.rollout.array_turn import Given, Place, RolloutSpec, Rows, Tables, acting_models, join, play_turn
+from jaxmarl_llm.rollout.keys import RESET, fold
+from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
+from jaxmarl_llm.types import Counts, PyTree, Team, Tree
+
+
+class Block(NamedTuple):
+    """The rows of one branch in the tables of an array rollout, at one turn or at all turns of a scan that are alike.
+
+    The rows of one turn follow each other. From one turn of ``turns`` to the next are ``node_stride`` and
+    ``step_stride`` rows.
+    """
+
+    branch: Branch  # at the first turn
+    first_node: int
+    nodes: int  # at all turns together
+    first_step: int
+    group: int  # G: steps of a node
+    seats: int  # W: nodes of a state
+    turns: range
+    node_stride: int
+    step_stride: int
+
+    def rows(self, seats: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of the nodes of ``seats`` (None: of all seats): nodes [n], and the steps [n G] of each of them.
+
+        They are in the order of the tables.
+        """
+        own = np.arange(self.seats) if seats is None else np.array(seats, int)
+        states = np.arange(0, self.nodes // len(self.turns), self.seats)
+        each = np.add.outer(states, own).reshape(-1)
+        time = np.arange(len(self.turns))[:, None]
+        nodes = self.first_node + time * self.node_stride + each
+        steps = self.first_step + time * self.step_stride + each * self.group
+        return nodes.reshape(-1), steps.reshape(-1, 1) + np.arange(self.group)
+
+
+class Segment(NamedTuple):
+    """``period`` turns from ``first`` on, played ``repeats`` times: a scan where ``repeats`` is above 1."""
+
+    first: int
+    period: int
+    repeats: int
+
+    @property
+    def turns(self) -> range:
+        """The turns of the first period."""
+        return range(self.first, self.first + self.period)
+
+
+def frontiers(plan: Plan, env: ArrayEnv, batch: int) -> list[dict[Branch, int]]:
+    """For each turn, the branches of the frontier and how many states each has, in the order of the tables.
+
+    The list ends where the plan plays nothing on.
+    ``batch``: B, the number of tasks.
+    """
+    out: list[dict[Branch, int]] = []
+    frontier = {ROOT: batch}
+    while frontier and len(out) < env.max_turns:
+        out.append(frontier)
+        reached: dict[Branch, int] = {}
+        for branch, f in frontier.items():
+            for to in _follows(plan, env, branch):
+                if to is not None:
+                    reached[to] = reached.get(to, 0) + f
+        frontier = reached
+    return out
+
+
+def _follows(plan: Plan, env: ArrayEnv, branch: Branch) -> list[Branch | None]:
+    return [plan.follow(branch, j) for j in range(len(plan.actions(branch, env.seats)))]
+
+
+def segments(plan: Plan, env: ArrayEnv, batch: int) -> list[Segment]:
+    """The turns of a rollout in order, cut into segments.
+
+    Turns are alike where their actors, the branches of their frontiers (apart from the turn), the number of states and
+    of samples there, and what is played on are equal. From a turn on, the segment is the one that leaves the fewest
+    turns to be compiled; among equal ones the one of the least period. A turn that begins no repetition is alone.
+    """
+
+    def kind(turn: int, frontier: dict[Branch, int]) -> Hashable:
+        places = [
+            (b.trunk, f, plan.width(b), tuple(to and to.trunk for to in _follows(plan, env, b)))
+            for b, f in frontier.items()
+        ]
+        return env.actors[turn], tuple(places)
+
+    kinds = [kind(turn, frontier) for turn, frontier in enumerate(frontiers(plan, env, batch))]
+    out: list[Segment] = []
+    first = 0
+    while first < len(kinds):
+        best = Segment(first, 1, 1)
+        for period in range(1, (len(kinds) - first) // 2 + 1):
+            repeats, one = 1, kinds[first : first + period]
+            while kinds[first + repeats * period : first + (repeats + 1) * period] == one:
+                repeats += 1
+            if (repeats - 1) * period > (best.repeats - 1) * best.period:
+                best = Segment(first, period, repeats)
+        out.append(best)
+        first += best.period * best.repeats
+    return out
+
+
+def _rows_of(plan: Plan, env: ArrayEnv, branch: Branch, states: int) -> Rows:
+    """How many rows of each table ``states`` states of a branch have at one turn."""
+    nodes = states * env.seats
+    return Rows(nodes, nodes * plan.width(branch), states * len(plan.actions(branch, env.seats)))
+
+
+def _add(rows: Rows, more: Rows, times: int | jax.Array = 1) -> Rows:
+    return Rows(*(a + times * b for a, b in zip(rows, more, strict=True)))
+
+
+def _period_rows(plan: Plan, env: ArrayEnv, segment: Segment, walk: list[dict[Branch, int]]) -> Rows:
+    """How many rows of each table one period of a segment has. ``walk``: what `frontiers` returns."""
+    total = Rows(0, 0, 0)
+    for turn in segment.turns:
+        for branch, f in walk[turn].items():
+            total = _add(total, _rows_of(plan, env, branch, f))
+    return total
+
+
+def layout(plan: Plan, env: ArrayEnv, batch: int) -> list[Block]:
+    """Where `make_rollout` puts which nodes and steps: known before anything runs. ``batch``: B, the number of tasks.
+
+    Turns that are one scan are one block for each branch at each turn of its period.
+    """
+    blocks, walk, first = [], frontiers(plan, env, batch), Rows(0, 0, 0)
+    for segment in segments(plan, env, batch):
+        period, place = _period_rows(plan, env, segment, walk), first
+        node_stride, step_stride, _ = map(int, period)
+        for turn in segment.turns:
+            turns = range(turn, turn + segment.period * segment.repeats, segment.period)
+            for branch, f in walk[turn].items():
+                rows, (node, step, _) = _rows_of(plan, env, branch, f), map(int, place)
+                total, group = int(rows.nodes) * segment.repeats, plan.width(branch)
+                blocks.append(Block(branch, node, total, step, group, env.seats, turns, node_stride, step_stride))
+                place = _add(place, rows)
+        first = _add(first, period, segment.repeats)
+    return blocks
+
+
+def check_seats(env: ArrayEnv, tree: Tree) -> None:
+    """Raises ValueError where a seat was taken by a role that ``env.actors`` does not have there: it was not asked."""
+    nodes = tree.nodes
+    seat = np.arange(len(nodes.role)) % env.seats
+    may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
+    for turn in range(env.max_turns):
+        for role in range(len(env.roles)):
+            may[turn, env.seats_of(turn, (role,)), role] = True
+    for i in np.flatnonzero(nodes.valid & ~may[nodes.turn, seat, nodes.role])[:1]:
+        at, taker = int(nodes.turn[i]), env.roles[int(nodes.role[i])]
+        raise ValueError(
+            f"environment {env.name!r}, turn {at}: seat {seat[i]} was taken by {taker!r}, but actors[{at}] is "
+            f"{env.actors[at]}: expected as many as seats in their order, or another number of roles for any seat"
+        )
+
+
+def make_rollout(
+    team: Team,
+    env: ArrayEnv,
+    plan: Plan,
+    sampling: Sampling,
+    memory_config: MemoryConfig | None = None,
+) -> Callable[..., Tree]:
+    """A pure function (params, memory, tasks, key, version, assignment) -> Tree; jit it.
+
+    With ``team.stacked`` models that may act together are one launch, in which each node has its own model's parameters
+    (a copy a node), instead of one launch each over all nodes. For many small models or adapters of one architecture.
+    Turns that are alike (`segments`) are one scan: there the environment's states keep their shapes and types.
+
+    memory: unused without a config.
+    tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
+    assignment: int [B A], which of ``Team.players`` plays each role of each task, or [B M A], which does at each turn;
+    None: its own model plays every role.
+    Raises ConfigError when the plan asks for what the environment lacks, or models to be stacked are not alike.
+    """
+    plan.check(env)
+    spec = RolloutSpec(team, env, plan, sampling, memory_config)
+    _check_stacked(spec)
+
+    def rollout(
+        params: PyTree,
+        memory: PyTree,
+        tasks: PyTree,
+        key: jax.Array,
+        version: jax.Array,
+        assignment: jax.Array | None = None,
+    ) -> Tree:
+        batch = jax.tree.leaves(tasks)[0].shape[0]
+        given, frontier = Given(params, memory, version, assignment), {ROOT: start(env, tasks, key)}
+        walk, tables, first, launches = frontiers(plan, env, batch), [], Rows(0, 0, 0), 0
+        for segment in segments(plan, env, batch):
+            rows = _period_rows(plan, env, segment, walk)
+            table, frontier = play_segment(spec, given, segment, frontier, first, rows)
+            tables.append(table)
+            first = _add(first, rows, segment.repeats)
+            for turn in segment.turns:
+                models = 1 if team.stacked else len(acting_models(spec, turn, assignment is not None))
+                launches += models * len(walk[turn]) * segment.repeats
+        return finish(join(tables), launches)
+
+    return rollout
+
+
+def _check_stacked(spec: RolloutSpec) -> None:
+    """Raises ConfigError where models that ``team.stacked`` puts into one launch are not alike."""
+    first, *others = spec.models
+    kind = lambda m: (m.policy, m.base, m.tokenizer)
+    other = next((m.name for m in others if kind(m) != kind(first)), None)
+    if spec.team.stacked and other is not None:
+        raise ConfigError(
+            f"config.team.batch_models: expected models of one architecture, base and tokenizer; {other!r} is not as "
+            f"{first.name!r}"
+        )
+
+
+def start(env: ArrayEnv, tasks: PyTree, key: jax.Array) -> Place:
+    """The first state of each task. ``tasks``: pytree with leading axis B. ``key``: of the rollout."""
+    batch = jax.tree.leaves(tasks)[0].shape[0]
+    ids = jnp.arange(batch, dtype=jnp.int32)
+    roots = fold(jnp.broadcast_to(key, (batch,)), ids)
+    state = jax.vmap(env.reset)(fold(roots, RESET), cut_rows(tasks))
+    return Place(state, roots, jnp.full((batch,), -1, jnp.int32), ids, jnp.zeros((batch,), bool))
+
+
+def play_segment(
+    spec: RolloutSpec, given: Given, segment: Segment, frontier: dict[Branch, Place], first: Rows, rows: Rows
+) -> tuple[Tables, dict[Branch, Place]]:
+    """All turns of a segment: their rows of the tables, turn by turn, and the frontier behind them.
+
+    ``first``: the first rows of the segment. ``rows``: how many rows one period has.
+    """
+
+    def play(frontier: dict[Branch, Place], period: int | jax.Array) -> tuple[Tables, dict[Branch, Place]]:
+        tables, at = [], _add(first, rows, period)
+        for turn in segment.turns:
+            table, frontier = play_turn(spec, given, frontier, turn + period * segment.period, at)
+            tables.append(table)
+            at = _add(at, table.rows)
+        return join(tables), frontier
+
+    if segment.repeats == 1:
+        return play(frontier, 0)
+    branches = list(frontier)
+    behind: list[Branch] = []
+
+    def body(places: list[Place], period: jax.Array) -> tuple[list[Place], Tables]:
+        table, reached = play(dict(zip(branches, places, strict=True)), period)
+        behind[:] = reached  # static; the same branches in the same order, one period later
+        return list(reached.values()), table
+
+    places, stacked = jax.lax.scan(body, list(frontier.values()), jnp.arange(segment.repeats, dtype=jnp.int32))
+    later = segment.period * (segment.repeats - 1)
+    after = [Branch(branch.turn + later, branch.trunk) for branch in behind]
+    table = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), stacked)
+    return table, dict(zip(after, places, strict=True))
+
+
+def finish(tables: Tables, launches: int) -> Tree:
+    """The tree of a rollout: its tables, and what can be counted in them. ``launches``: generation programs started."""
+    nodes, steps, moves = cut_rows((tables.nodes, tables.steps, tables.transitions))
+    counts = Counts(
+        sequences=steps.valid.sum(),
+        branch_sequences=tables.branched.sum(),
+        prompt_tokens=jnp.where(nodes.valid, nodes.length, 0).sum(),
+        completion_tokens=steps.length.sum(),
+        env_calls=moves.played.sum(),
+        invalid=(moves.played & ~moves.valid).sum(),
+        launches=jnp.int32(launches),
+    )
+    return Tree(nodes, steps, moves, counts)

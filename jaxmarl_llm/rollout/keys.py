@@ -1,0 +1,36 @@
+"""Random keys of a rollout: folded along the path through the tree, never split by batch position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Streams folded into a state's key. Roles and samples are folded below PLAY.
+ENV, PLAY, CHILD, RESET = range(4)
+
+
+def fold(key: jax.Array, *data: Any) -> jax.Array:
+    """fold_in along a path; ``key`` and data may be arrays of equal shape."""
+    for d in data:
+        d = jnp.broadcast_to(jnp.asarray(d, jnp.uint32), key.shape)
+        flat = jax.vmap(jax.random.fold_in)(key.reshape(-1), d.reshape(-1))
+        key = flat.reshape(key.shape)
+    return key
+
+
+# Purposes of a run's random streams, folded into the key of its seed. No two purposes share a stream.
+INIT, STEPS, TASKS, DEMONSTRATIONS, EVALUATION = range(5)
+# Streams of a step's key beside its rollout's, which folds in task numbers.
+OPPONENTS, STEP_SELECTION = 2**30, 2**30 + 1
+
+
+def stream(seed: jax.Array | int, purpose: int) -> jax.Array:
+    """Key of one random stream of a run.
+
+    Args:
+        seed: Of the run; may be traced.
+        purpose: INIT, STEPS, TASKS, DEMONSTRATIONS or EVALUATION.
+    """
+    return jax.random.fold_in(jax.random.key(seed), purpose)

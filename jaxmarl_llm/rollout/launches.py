@@ -1,0 +1,175 @@
+"""Generation in a turn of a host rollout: one launch for each model and number of samples.
+
+A launch reuses the prefix cache of earlier launches (`prefix_cache`) and is padded to a bucket. Models with devices of
+their own (`meshes.Split`) generate in parallel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.generation.generate import Completions, generate, unstacked, use_compaction
+from jaxmarl_llm.generation.prefix_cache import Prefixes
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.messages import Action
+from jaxmarl_llm.rollout.keys import PLAY, fold
+from jaxmarl_llm.types import Model, Params, Team
+
+
+class GenerationRequest(NamedTuple):
+    """One node for which completions are sampled."""
+
+    model: int  # index into Team.models
+    group: int  # completions to sample
+    task: int
+    role: int  # index into Team.roles
+    key: np.ndarray  # key data of the state [2]; `keys.fold` adds role and sample
+    prompt_ids: Sequence[int]
+
+
+class SampledCompletion(NamedTuple):
+    action: Action
+    logprobs: np.ndarray  # of the action's ids
+
+
+class RolloutWeights:
+    """Variables of one model at a time, in the form that generation takes; the copies of the model before are freed.
+
+    Copies of all models would be most of the memory of a device (docs/pods.md). Moving one model takes a small part of
+    the time of a launch.
+    """
+
+    def __init__(self, params: Params):
+        """``params``: of the team."""
+        self._params = params
+        self._whole: dict[tuple[str, str], Params] = {}
+        self._cut: dict[str, Params] = {}
+
+    def variables(self, model: Model) -> Params:
+        """`Model.variables` of ``model``, gathered along the mesh axis fsdp."""
+        names = [("agents", model.name)] + ([] if model.base is None else [("shared", model.base)])
+        # The copies of the other model are freed before these are made: both may not fit.
+        self._whole = {name: whole for name, whole in self._whole.items() if name in names}
+        self._cut = {name: cut for name, cut in self._cut.items() if name == model.name}
+        for kind, name in names:
+            if (kind, name) not in self._whole:
+                self._whole[kind, name] = sharding.to_rollout(sharding.current(), self._params[kind][name])
+        return model.variables({kind: {name: whole} for (kind, name), whole in self._whole.items()})
+
+    def layers(self, model: Model, max_new_tokens: int) -> Params | None:
+        """`Policy.unstack` of `variables`; None where a launch of that many tokens reads the stacked layers."""
+        if not use_compaction(max_new_tokens):
+            return None
+        if model.name not in self._cut:
+            self._cut = {model.name: unstacked(model.policy, self.variables(model))}
+        return self._cut[model.name]
+
+
+@functools.partial(jax.jit, static_argnames=("group",))
+def _sample_keys(data: jax.Array | np.ndarray, role: jax.Array | np.ndarray, *, group: int) -> jax.Array:
+    """Keys of the samples [N G]. ``data``: key data of the states [N 2]. ``role``: [N]."""
+    keys = jnp.repeat(fold(jax.random.wrap_key_data(jnp.asarray(data)), PLAY, role)[:, None], group, 1)
+    return fold(keys, jnp.broadcast_to(jnp.arange(group), keys.shape))
+
+
+def pad(rows: np.ndarray, size: int) -> np.ndarray:
+    """``rows`` and copies of the last one, ``size`` in all."""
+    return np.concatenate([rows, np.repeat(rows[-1:], size - len(rows), 0)])
+
+
+class TeamSampler:
+    """Samples completions of a team's models during one rollout. ``launches``: generation programs started so far."""
+
+    def __init__(self, team: Team, params: Params, sampling: Sampling):
+        """``params``: of the team. ``sampling``: temperature and filters."""
+        self._team, self._sampling = team, sampling
+        common = RolloutWeights(params)
+        self._weights = {m.name: RolloutWeights(params) if meshes.has_split_models() else common for m in team.models}
+        self._cached: dict[str, Prefixes] = {}
+        self.launches = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that went through a model so far; cached tokens do not go through it again."""
+        return sum(prefixes.prefilled_tokens for prefixes in self._cached.values())
+
+    def sample(self, requests: Sequence[GenerationRequest], *, more: bool) -> list[list[SampledCompletion]]:
+        """The completions of every request. ``more``: later prompts may begin with these prompts and completions."""
+        completions: list[list[SampledCompletion]] = [[] for _ in requests]
+        rows_of: dict[int, dict[int, list[int]]] = {}  # model -> group size -> requests
+        for n, request in enumerate(requests):
+            rows_of.setdefault(request.model, {}).setdefault(request.group, []).append(n)
+        models = {self._team.models[m].name: self._team.models[m] for m in sorted(rows_of)}
+        launches = {self._team.models[m].name: sorted(by_group.items()) for m, by_group in rows_of.items()}
+        self.launches += sum(map(len, launches.values()))
+
+        def sample_model(name: str) -> None:
+            for k, (_, rows) in enumerate(launches[name]):
+                keep = more or k + 1 < len(launches[name])
+                sampled = self._launch(models[name], [requests[n] for n in rows], keep)
+                for n, samples in zip(rows, sampled, strict=True):
+                    completions[n] = samples
+
+        meshes.map_models(list(models), sample_model)
+        return completions
+
+    def _launch(self, model: Model, requests: Sequence[GenerationRequest], keep: bool) -> list[list[SampledCompletion]]:
+        """Completions of requests of one model and one group size, each with the limit of its own role.
+
+        ``keep``: put them into the prefix cache.
+        """
+        limits = [self._team.roles[r.role].max_new_tokens for r in requests]
+        group, max_new_tokens = requests[0].group, max(limits)
+        weights = self._weights[model.name]
+        prefixes = self._cached.setdefault(model.name, Prefixes(model.policy, model.tokenizer.pad_id))
+        tasks, prompts = [r.task for r in requests], [np.array(r.prompt_ids, np.int32) for r in requests]
+        variables = weights.variables(model)
+        ready = prefixes.prepare(variables, tasks, prompts)
+        size = len(ready.length)
+        tokens, length, active = sharding.put_rows((ready.tokens, ready.length, np.arange(size) < len(requests)))
+        limit = sharding.put_rows(pad(np.array(limits, np.int32), size)) if len(set(limits)) > 1 else None
+        data, roles = pad(np.stack([r.key for r in requests]), size), pad(np.array([r.role for r in requests]), size)
+        out, prefix, suffix = generate(
+            model.policy,
+            variables,
+            tokens,
+            length,
+            _sample_keys(data, roles, group=group),
+            active,
+            max_new_tokens=max_new_tokens,
+            stop_ids=model.tokenizer.stop_ids,
+            pad_id=model.tokenizer.pad_id,
+            sampling=self._sampling,
+            prefix=ready.prefix,
+            start=ready.start,
+            limit=limit,
+            keep=True,
+            layers=weights.layers(model, max_new_tokens),
+        )
+        completions = _completions(model, sharding.to_host(out), len(requests))
+        if keep:
+            ids = [[sample.action.ids for sample in samples] for samples in completions]
+            prefixes.store(tasks, prompts, prefix, suffix, ids)
+        return completions
+
+
+def _completions(model: Model, out: Completions, rows: int) -> list[list[SampledCompletion]]:
+    """The first ``rows`` rows of ``out`` (numpy arrays) as actions with text."""
+    completions: list[list[SampledCompletion]] = []
+    logprobs = np.asarray(out.logprobs)
+    for row in range(rows):
+        samples = []
+        for s in range(out.tokens.shape[1]):
+            ids = out.tokens[row, s, : out.length[row, s]].tolist()
+            truncated = bool(out.truncated[row, s])
+            text = model.tokenizer.decode(ids if truncated else ids[:-1])
+            samples.append(SampledCompletion(Action(text, tuple(ids), truncated), logprobs[row, s, : len(ids)]))
+        completions.append(samples)
+    return completions

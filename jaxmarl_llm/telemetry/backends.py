@@ -1,0 +1,195 @@
+"""Backends of the logger: where the metrics of a step are written.
+
+A backend of your own is any object with the two methods of `Backend`; pass it as ``Logger(..., backends=[...])``.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry.metrics_file import roles_of
+
+Metrics = Mapping[str, float | None]
+
+SPARKS = "▁▂▃▄▅▆▇█"
+# Panel columns: heading -> (key of the agent, format).
+AGENT_COLUMNS = {
+    "reward": ("reward", "{:.2f}"),
+    "updated": ("updated", "{:.0%}"),
+    "entropy": ("entropy", "{:.2f}"),
+    "length": ("length", "{:.0f}"),
+    "memory": ("memory_size", "{:.0f}"),
+    "hit": ("memory_hit", "{:.0%}"),
+}
+
+
+class Backend(Protocol):
+    """A destination of metrics.
+
+    The logger calls ``write`` once for each step, in increasing order of steps, and ``close`` at the end. An exception
+    is reported once as a warning and never stops training; a `ConfigError` does.
+    ``name`` (optional, a string) is used in that warning, the class's name otherwise.
+    """
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Write the metrics of one step. A value is None where it was NaN or infinite."""
+
+    def close(self) -> None:
+        """Write what is still waiting and free all resources."""
+
+
+class TensorBoard:
+    """TensorBoard event files in ``workdir``/tensorboard. Values that were not finite are left out.
+
+    ``resume_step``: the last step that is kept of an earlier process; None: none. TensorBoard hides the later ones.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, workdir: Path, resume_step: int | None):
+        from tensorboardX import SummaryWriter
+
+        folder = workdir / "tensorboard"
+        purge = None if not folder.is_dir() else 0 if resume_step is None else resume_step + 1
+        # tensorboardX names a file by the second: a quick restart would overwrite the file of the process before.
+        self._writer = SummaryWriter(str(folder), purge_step=purge, filename_suffix=f".{uuid.uuid4().hex[:8]}")
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        for key, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights and Biases. Values that were not finite are left out.
+
+    ``project``: of W&B. ``run_id``: of the run; None: a random one. The id is stored in ``workdir``/wandb_id.txt, and a
+    later process with the same ``workdir`` continues that run. Raises ConfigError when wandb is not installed.
+    """
+
+    name = "W&B"
+
+    def __init__(self, workdir: Path, project: str, run_id: str | None):
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("wandb_project: wandb is not installed; pip install 'jaxmarl_llm[wandb]'") from None
+        stored = workdir / "wandb_id.txt"
+        run_id = stored.read_text().strip() if stored.is_file() else run_id or uuid.uuid4().hex[:12]
+        stored.write_text(run_id + "\n")
+        self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(workdir))
+        # A metric of its own as the axis: W&B drops rows whose built-in step decreases, as it does after a resume.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._run.log({"step": step, **{key: value for key, value in metrics.items() if value is not None}})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Panel:
+    """Progress on the console: a live panel on a terminal, lines of text elsewhere.
+
+    ``console``: of rich. ``total_steps``: of the run. ``interval``: steps between two updates; the last step is always
+    shown.
+    """
+
+    name = "the console"
+
+    def __init__(self, console: Any, total_steps: int, interval: int = 1):
+        self._console, self._total, self._interval = console, total_steps, max(interval, 1)
+        self._rewards: deque[float] = deque(maxlen=60)
+        self._step_times: deque[float] = deque(maxlen=20)
+        self._live: Any = None
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._step_times.append(metrics["time/step"] or 0.0)
+        reward = metrics.get("reward/total")
+        if reward is not None:
+            self._rewards.append(float(reward))
+        if step % self._interval and step != self._total:
+            return
+        if self._console.is_terminal:
+            self._update(step, metrics)
+        else:
+            self.print(self._line(step, metrics))
+
+    def print(self, text: str) -> None:
+        """A line of plain text, above the panel if there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _eta(self, step: int) -> str:
+        seconds = sorted(self._step_times)[len(self._step_times) // 2]  # median: the step that compiles is far slower
+        return _duration(seconds * max(self._total - step, 0))
+
+    def _line(self, step: int, row: Metrics) -> str:
+        keys = ["reward/total", "success", *(k for k in row if k.startswith("eval/")), "speed/step"]
+        names = {"reward/total": "reward", "speed/step": "tokens/s"}
+        shown = " ".join(f"{names.get(k, k)} {_short(row[k])}" for k in keys if k in row)
+        return f"step {step}/{self._total} {shown} {_short(row['time/step'])} s/step eta {self._eta(step)}"
+
+    def _update(self, step: int, row: Metrics) -> None:
+        from rich.live import Live
+        from rich.panel import Panel as Box
+
+        title = f"step {step}/{self._total} · {_short(row['time/step'])} s/step · eta {self._eta(step)}"
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        body = _body(row, sparkline(self._rewards))
+        self._live.update(Box(body, title=title, title_align="left", expand=False), refresh=True)
+
+
+def _body(row: Metrics, sparks: str) -> Any:
+    """The content of the panel: reward, evaluation, one line for each agent, speeds and times."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    head = Text(f"reward {_short(row.get('reward/total'))}  {sparks}")
+    head.append("".join(f"   {k} {_short(v)}" for k, v in row.items() if re.match("success|eval/", k)))
+    agents = Table("agent", box=None, padding=(0, 2), header_style="dim")
+    for heading in AGENT_COLUMNS:
+        agents.add_column(heading, justify="right")
+    for role in roles_of(row):
+        cells = ((row.get(f"agent/{role}/{key}"), form) for key, form in AGENT_COLUMNS.values())
+        agents.add_row(role, *("–" if value is None else form.format(value) for value, form in cells))
+    speeds = "   ".join(f"{k[6:]} {_short(v)} tokens/s" for k, v in row.items() if k.startswith("speed/"))
+    split = "   ".join(f"{k[5:]} {v:.1f} s" for k, v in row.items() if k.startswith("time/") and v is not None)
+    return Group(head, Text(), agents, Text(), Text(speeds, style="dim"), Text(split, style="dim"))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as a row of bars; the lowest and the highest value are the ends of the scale."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    if high == low:
+        return SPARKS[0] * len(values)
+    return "".join(SPARKS[int((value - low) / (high - low) * (len(SPARKS) - 1) + 0.5)] for value in values)
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    return f"{hours}h{minutes % 60:02d}m" if hours else f"{minutes}m" if minutes else f"{seconds:.0f}s"

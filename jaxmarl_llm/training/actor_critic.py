@@ -1,0 +1,220 @@
+"""Advantages from a team's critics: generalised advantage estimation on a forest, and what the critics learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxmarl_llm.credit.returns import generalised_advantage, scalarise, step_returns
+from jaxmarl_llm.credit.rules import roles_that_act
+from jaxmarl_llm.training.config import ActorCritic
+from jaxmarl_llm.training.critic import CriticInputs, critic_batches, critic_inputs, estimate
+from jaxmarl_llm.training.learner import Batch, NodeTargets
+from jaxmarl_llm.training.train_step import Driver, TrainStep
+from jaxmarl_llm.types import Array, Team, TrainState, Tree
+
+
+class CriticTargets(NamedTuple):
+    """What one critic read, and what it should have estimated.
+
+    Attributes:
+        read: Prompts [M], and the prompt of each node.
+        value: Estimate of each prompt before the update.
+        target: Of each prompt.
+        weight: 1 / number of targets; 0 where a prompt has none.
+    """
+
+    read: CriticInputs
+    value: Float[Array, " M"]
+    target: Float[Array, " M"]
+    weight: Float[Array, " M"]
+
+    def of_prompts(self) -> NodeTargets:
+        """Targets by prompt."""
+        return NodeTargets(self.target, self.weight, self.value)
+
+    def of_nodes(self) -> NodeTargets:
+        """Targets by node of the tree."""
+        xp = np if isinstance(self.value, np.ndarray) else jnp
+        row, none = xp.maximum(self.read.of_node, 0), self.read.of_node < 0
+        weight = xp.where(none, 0.0, self.weight[row]).astype(np.float32)
+        return NodeTargets(self.target[row], weight, self.value[row])
+
+    def batches(self, micro_tokens: int) -> list[Batch]:
+        """Batches without completions, for a critic that plays no role."""
+        if isinstance(self.value, np.ndarray):
+            return critic_batches(self.read, self.of_prompts(), micro_tokens=micro_tokens)
+        none = jnp.zeros((len(self.value), 1, 1))
+        empty = none.astype(jnp.int32)
+        return [Batch(self.read.tokens, self.read.length, empty, none, none, none, values=self.of_prompts())]
+
+
+@dataclass(frozen=True)
+class CriticAdvantage:
+    """Advantages by the team's critics, see `train_step.CriticAdvantages`.
+
+    Attributes:
+        cfg: Discount, lambda, and whether advantages are whitened by model.
+    """
+
+    cfg: ActorCritic
+
+    def __call__(
+        self, step: TrainStep, driver: Driver, state: TrainState, tree: Tree
+    ) -> tuple[Array, Array, dict[str, CriticTargets], dict[str, Any]]:
+        team, cfg = step.team, self.cfg
+        estimates: dict[str, tuple[CriticInputs, Any]] = {}
+        value = jnp.zeros(len(tree.nodes.role))
+        for i, model in enumerate(team.models):
+            if model.name in team.critics:
+                read, said = _estimate(step, state, tree, i)
+                estimates[model.name] = read, said
+                padded = jnp.concatenate([jnp.asarray(said), jnp.zeros(1)])  # -1, no prompt, reads the zero
+                value = jnp.where(read.of_node >= 0, padded[read.of_node], value)
+        out = _advantages(
+            tree,
+            value,
+            dict(cfg.reward),
+            roles=len(team.roles),
+            models=len(team.models),
+            max_turns=step.env_runner.env.max_turns,
+            discount=cfg.credit.discount,
+            decay=cfg.decay,
+            whiten=cfg.whiten,
+        )
+        gain, has, aim, known = driver.host(out)
+        targets: dict[str, CriticTargets] = {}
+        metrics: dict[str, Any] = {}
+        for name, (read, said) in estimates.items():
+            goal, count = driver.host(_of_prompts(aim, known, read.of_node, jnp.asarray(said)))
+            xp = np if isinstance(goal, np.ndarray) else jnp
+            there = count > 0
+            weight = (there / xp.maximum(there.sum(), 1)).astype(np.float32)
+            targets[name] = CriticTargets(read, said, goal, weight)
+            metrics |= {f"critic/{name}/{k}": v for k, v in _fit_of(xp, said, goal, there).items()}
+        return gain, has, targets, metrics
+
+
+def _fit_of(xp: Any, value: Any, target: Any, there: Any) -> dict[str, Any]:
+    """Mean estimate, and the share of the targets' variance that estimates explain."""
+    n = xp.maximum(there.sum(), 1)
+    mean = lambda x: xp.where(there, x, 0.0).sum() / n
+    variance = lambda x: mean((x - mean(x)) ** 2)
+    spread, left = variance(target), variance(target - value)
+    explained = xp.where(spread > 0, 1.0 - left / xp.where(spread > 0, spread, 1.0), xp.nan)
+    return {"value": mean(value), "explained_variance": explained}
+
+
+def _estimate(step: TrainStep, state: TrainState, tree: Tree, critic: int) -> tuple[CriticInputs, Any]:
+    """What the model ``critic`` reads, and its estimates."""
+    model, learner = step.team.models[critic], step.learners[step.team.models[critic].name]
+    if isinstance(tree.nodes.role, np.ndarray):
+        read = critic_inputs(step.team, tree, critic)
+        return read, estimate(learner, model, state.params, read, micro_tokens=step.cfg.micro_tokens)
+    read = traced_inputs(step.team, tree, critic, tree.transitions.steps.shape[1])
+    shared = None if model.base is None else state.params["shared"][model.base]
+    return read, learner.value(state.params["agents"][model.name], shared, read.tokens, read.length)
+
+
+def traced_inputs(team: Team, tree: Tree, critic: int, seats: int) -> CriticInputs:
+    """As `critic.critic_inputs`, in a compiled program: a row for each node, or for each state of a joint critic.
+
+    Args:
+        team: Roles, models and critics.
+        tree: An array rollout: the ``seats`` nodes of a state follow each other.
+        critic: Index of the model.
+        seats: W.
+    """
+    nodes = tree.nodes
+    own = jnp.array([c == team.models[critic].name for c in team.critics])
+    mine, n = nodes.valid & own[nodes.role], len(nodes.role)
+    if not team.joint_critic:
+        return CriticInputs(nodes.tokens, jnp.maximum(nodes.length, 1), jnp.where(mine, jnp.arange(n), -1))
+    encode = team.models[critic].tokenizer.encode
+    marks = [encode(f"[{role.name}]") for role in team.roles]
+    width = max(map(len, marks))
+    mark = jnp.array([m + [0] * (width - len(m)) for m in marks], jnp.int32)[nodes.role]
+    size = jnp.array([len(m) for m in marks], jnp.int32)[nodes.role]
+    tokens = jnp.concatenate([mark, nodes.tokens], axis=1)
+    used = jnp.concatenate(
+        [jnp.arange(width) < size[:, None], jnp.arange(nodes.tokens.shape[1]) < nodes.length[:, None]], axis=1
+    )
+    used &= mine[:, None]
+    # The prompts of a state one behind the other, in the order of the roles, without gaps.
+    order = jnp.argsort(jnp.where(mine, nodes.role, len(team.roles)).reshape(-1, seats), axis=1, stable=True)
+    row = lambda x: jnp.take_along_axis(x.reshape(-1, seats, x.shape[1]), order[..., None], 1).reshape(n // seats, -1)
+    tokens, used = row(tokens), row(used)
+    front = jnp.argsort(~used, axis=1, stable=True)
+    tokens = jnp.where(jnp.take_along_axis(used, front, 1), jnp.take_along_axis(tokens, front, 1), 0)
+    of_node = jnp.where(mine, jnp.arange(n) // seats, -1)
+    return CriticInputs(tokens, jnp.maximum(used.sum(1), 1).astype(jnp.int32), of_node)
+
+
+@jax.jit
+def _of_prompts(
+    target: Float[Array, " N"], known: Bool[Array, " N"], of_node: Int[Array, " N"], value: Float[Array, " M"]
+) -> tuple[Float[Array, " M"], Float[Array, " M"]]:
+    """Mean target of the nodes of each prompt, and how many nodes have one."""
+    mine = known & (of_node >= 0)
+    ids = jnp.where(mine, of_node, len(value))  # out of range: dropped
+    total = jax.ops.segment_sum(jnp.where(mine, target, 0.0), ids, len(value))
+    count = jax.ops.segment_sum(mine.astype(jnp.float32), ids, len(value))
+    return total / jnp.maximum(count, 1.0), count
+
+
+def _advantages_of(
+    tree: Tree,
+    value: Float[Array, " N"],
+    reward: Mapping[str, Any],
+    *,
+    roles: int,
+    models: int,
+    max_turns: int,
+    discount: float,
+    decay: float,
+    whiten: bool,
+) -> tuple[Array, Array, Array, Array]:
+    """Advantage of each completion and whether it has one [C]; target of each node and whether it has one [N]."""
+    nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
+    seats = moves.steps
+    node = steps.node[jnp.maximum(seats, 0)]
+    taker = jnp.where(seats >= 0, nodes.role[node], roles)  # out of range: dropped
+    at = jnp.arange(seats.shape[0])[:, None]
+    values = jnp.zeros((seats.shape[0], roles)).at[at, taker].set(value[node], mode="drop")
+    advantage, target = generalised_advantage(
+        scalarise(moves.rewards, reward),
+        values,
+        roles_that_act(tree, roles),
+        moves.parent,
+        moves.turn,
+        moves.played,
+        moves.valid,
+        max_turns=max_turns,
+        discount=discount,
+        decay=decay,
+    )
+    role, c, n = nodes.role[steps.node], len(steps.node), len(nodes.role)
+    gain, has = step_returns(seats, role, advantage, moves.valid, num_steps=c)
+    aim, known = step_returns(seats, role, target, moves.valid, num_steps=c)
+    ids = jnp.where(known, steps.node, n)
+    total = jax.ops.segment_sum(jnp.where(known, aim, 0.0), ids, n)
+    count = jax.ops.segment_sum(known.astype(jnp.float32), ids, n)
+    has &= steps.valid
+    if whiten:
+        model = jnp.where(has, nodes.model[steps.node], models)
+        size = jnp.maximum(jax.ops.segment_sum(has.astype(jnp.float32), model, models), 1.0)
+        mean = jax.ops.segment_sum(jnp.where(has, gain, 0.0), model, models) / size
+        centred = gain - mean[jnp.minimum(model, models - 1)]
+        spread = jnp.sqrt(jax.ops.segment_sum(jnp.where(has, centred**2, 0.0), model, models) / size)
+        gain = jnp.where(has, centred / jnp.maximum(spread, 1e-6)[jnp.minimum(model, models - 1)], gain)
+    return gain, has, total / jnp.maximum(count, 1.0), (count > 0) & nodes.valid
+
+
+_STATIC = ("roles", "models", "max_turns", "discount", "decay", "whiten")
+_advantages = jax.jit(_advantages_of, static_argnames=_STATIC)

@@ -1,0 +1,120 @@
+"""Configuration that every recipe shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxmarl_llm.agents.snapshots import Past
+from jaxmarl_llm.agents.team import TeamConfig
+from jaxmarl_llm.config import ROW_LIMIT, at_least, finite, in_range
+from jaxmarl_llm.credit.assign import Credit
+from jaxmarl_llm.distributed.deadlines import Deadlines
+from jaxmarl_llm.distributed.meshes import MeshConfig
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
+
+
+@dataclass(frozen=True)
+class Offline:
+    """Steps on samples that are there before the first of them."""
+
+    steps: int = 0
+    batch: int = 32  # samples of each role in a step
+    optimizer: Optimizer = Optimizer(learning_rate=3e-3)
+
+    def check(self, path: str) -> None:
+        at_least(f"{path}.steps", self.steps, 0)
+        at_least(f"{path}.batch", self.batch, 1, ROW_LIMIT)
+
+
+@dataclass(frozen=True)
+class SFT(Offline):
+    """Stage 0: supervised fine-tuning of every role on its own demonstrations."""
+
+    samples: int = 2048  # demonstrations of each role to draw from
+
+    def check(self, path: str) -> None:
+        super().check(path)
+        at_least(f"{path}.samples", self.samples, 1, ROW_LIMIT)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    checkpoint_every: int = 50  # steps; the last step is always saved
+    keep: int = 2  # checkpoints
+    eval_every: int = 50  # steps; 0: only before and after RL
+    log_every: int = 10  # steps between console lines; metrics.jsonl has every step
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    max_bad_steps: int = 10  # in a row, whose loss or gradient was not finite, before the run stops
+    deadlines: Deadlines = Deadlines()  # of the stages of a step
+    max_logprob_gap: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
+    episodes: int = 6  # written to episodes.md at the end
+
+    def check(self, path: str) -> None:
+        for name in ("checkpoint_every", "keep", "log_every", "max_bad_steps"):
+            at_least(f"{path}.{name}", getattr(self, name), 1)
+        for name in ("eval_every", "max_logprob_gap", "episodes"):
+            at_least(f"{path}.{name}", getattr(self, name), 0)
+
+
+@dataclass(frozen=True)
+class BaseConfig:
+    """Fields of every recipe. A recipe's Config adds its own and sets its defaults."""
+
+    recipe: str
+    seed: int = 0
+    steps: int = 200  # of RL, after sft.steps of stage 0
+    batch: int = 32  # tasks in a step
+    team: TeamConfig = TeamConfig()
+    env: EnvConfig = EnvConfig()
+    sampling: Sampling = Sampling()
+    reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0, "efficiency": -1.0})
+    credit: Credit = Credit()
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+    micro_tokens: int = 16_384  # trunk tokens P + G R of one micro-batch, on each device that holds rows
+    sft: SFT = SFT()
+    past: Past = Past()  # earlier policies as opponents
+    mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
+    run: RunConfig = RunConfig()
+
+    def check(self, path: str) -> None:
+        for name in ("seed", "steps"):
+            at_least(f"{path}.{name}", getattr(self, name), 0)
+        at_least(f"{path}.batch", self.batch, 1, ROW_LIMIT)
+        at_least(f"{path}.micro_tokens", self.micro_tokens, 1)
+        for component, weight in self.reward.items():
+            finite(f"{path}.reward.{component}", weight)
+        if self.sampling.temperature == 0:
+            raise ConfigError(f"{path}.sampling.temperature: expected > 0 for training, got 0")
+        if self.past.size and self.team.critic != "none":
+            raise ConfigError(
+                f"{path}.past.size: expected 0 with {path}.team.critic={self.team.critic!r}, got {self.past.size}"
+            )
+
+
+@dataclass(frozen=True)
+class ActorCritic(BaseConfig):
+    """Fields of recipes whose advantages come from critics (``team.critic``)."""
+
+    group: int = 1  # episodes of each task
+    decay: float = 0.0  # lambda of GAE: 0 TD(0), 1 Monte Carlo
+    whiten: bool = True  # advantages: mean 0 and std 1 over the batch, by model
+    credit: Credit = Credit(
+        discount=0.9, group="task_role_turn", normalise="none"
+    )  # the group is for the metrics alone
+    loss: Loss = Loss(clip_low=None, aggregation="sum", value_coef=0.6)
+    optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.5)
+    critic_optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.5)  # of critics that are no policies
+
+    def check_critic(self, path: str, critics: tuple[str, ...]) -> None:
+        if self.team.critic not in critics:
+            raise ConfigError(f"{path}.team.critic: expected {' or '.join(critics)}, got {self.team.critic!r}")
+        at_least(f"{path}.group", self.group, 1, ROW_LIMIT)
+        in_range(f"{path}.decay", self.decay, 0, 1)
+        if not self.loss.value_coef:
+            raise ConfigError(f"{path}.loss.value_coef: expected > 0 (nothing else trains the critic), got 0")

@@ -1,0 +1,459 @@
+"""The update: from a tree with advantages to new parameters of the models that own a selected group.
+
+`packing` lays the trained steps out as micro-batches of a few fixed shapes. `Learner` holds the jitted functions that
+score, accumulate gradients over micro-batches and apply them. All averaging is in the token weights, computed once over
+the whole batch, so that any split into micro-batches adds up to the same gradient. Supervised fine-tuning is the same
+update: expert steps with advantage 1 and ratio 1, whose gradient is that of the log-likelihood. A model without a
+trained step is not called at all: it stays bit-identical, optimizer state included.
+
+Arguments named ``own`` are the trained parameters of one model. ``shared`` are the params of its frozen backbone, or
+None where it has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from flax import struct
+from jaxtyping import Float, Int
+
+from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.generation.sampling import Sampling, score
+from jaxmarl_llm.kernels.head.head import Head
+from jaxmarl_llm.kernels.head.loss import head_logprob, head_loss
+from jaxmarl_llm.models.value_head import head_value
+from jaxmarl_llm.training.losses import UNIT_AXES, Loss, RowData, aggregation_weights, row_loss, value_loss
+from jaxmarl_llm.training.optimizers import Optimizer, make_optimizer, to_memory
+from jaxmarl_llm.types import Array, Model, Params, Policy, PyTree, Unembed
+
+CHUNK = 256  # tokens whose logits are in memory at once in the update, where the head kernels cannot be used
+
+
+class NodeTargets(struct.PyTreeNode):
+    """Regression targets of a value head, one for each of N nodes."""
+
+    target: Float[Array, " N"]
+    weight: Float[Array, " N"]  # of the squared error; 0 is not trained
+    old: Float[Array, " N"] | None = None  # value before the update
+
+
+class Forest(struct.PyTreeNode):
+    """Sequences with shared prefixes, each token once, depth first: the layout of kernels/attention/tree."""
+
+    tokens: Int[Array, " T"]
+    position: Int[Array, " T"]  # of the token in its sequence
+    end: Int[Array, " T"]  # index behind the last token of the token's subtree; 0 is padding
+    predictor: Int[Array, "N G R"]  # index of the token that predicts each completion token of the batch
+
+
+class Batch(struct.PyTreeNode):
+    """One micro-batch: N prompts with G completions each. Weight 0 marks padding and what is not trained."""
+
+    tokens: Int[Array, "N P"]
+    length: Int[Array, " N"]
+    completions: Int[Array, "N G R"]
+    weights: Float[Array, "N G R"]
+    advantages: Float[Array, "N G R"]
+    sampler_logprobs: Float[Array, "N G R"]  # log-probs that the sampler recorded
+    old: Float[Array, "N G R"] | None = None  # log-probs of the policy before the first epoch
+    reference: Float[Array, "N G R"] | None = None
+    values: NodeTargets | None = None
+    forest: Forest | None = None  # in place of tokens and length, which are then empty
+
+
+def trunk_tokens(batch: Batch) -> int:
+    """Count the tokens of a batch that must go through the trunk: neither padding nor a completion's last token.
+
+    Args:
+        batch: a micro-batch of `packing.pack`, on the host.
+    """
+    if batch.forest is not None:
+        return int((np.asarray(batch.forest.end) > 0).sum())
+    trained = np.asarray(batch.weights) > 0
+    last = np.where(trained, np.arange(trained.shape[-1]), 0).max(-1)  # no loss term reads its hidden state
+    return int(np.where(trained.any((1, 2)), batch.length, 0).sum() + last.sum())
+
+
+def pad_rows(batch: Batch, multiple: int) -> Batch:
+    """Append rows of weight 0, up to the next multiple of ``multiple`` rows.
+
+    Args:
+        batch: a micro-batch on the host.
+        multiple: for instance the number of devices that share the rows.
+    """
+    extra = -len(batch.length) % multiple
+    if not extra:
+        return batch
+    more = jax.tree.map(lambda x: np.pad(x, [(0, extra)] + [(0, 0)] * (x.ndim - 1)), batch)
+    return more.replace(length=np.maximum(more.length, 1))
+
+
+token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
+
+
+class Learner(NamedTuple):
+    """Jitted functions of one architecture.
+
+    init(own) -> optimizer state
+    score(own, shared, batch) -> log-probs [N G R]
+    value(own, shared, tokens [N P], length [N]) -> values [N] of the head ``own["value"]`` at the last prompt token
+    accumulate(own, shared, batch, gradient or None) -> (gradient, metrics, max |log-prob gap| to the sampler): adds the
+        batch's gradient to ``gradient``; metrics are sums, to be added over micro-batches
+    apply(own, opt_state, gradient, loss) -> (own, opt_state, gradient norm, ok): donates own and opt_state. Both come
+        back unchanged unless loss and norm are finite.
+    """
+
+    init: Callable[[Params], PyTree]
+    score: Callable[..., jax.Array]
+    value: Callable[..., jax.Array]
+    accumulate: Callable[..., tuple[PyTree, dict[str, jax.Array], jax.Array]]
+    apply: Callable[..., tuple[Params, PyTree, jax.Array, jax.Array]]
+    offload: bool = False  # the optimizer state is in host memory between updates
+
+
+class _Setup(NamedTuple):
+    """What the functions of one `Learner` are specialised to."""
+
+    policy: Policy
+    loss: Loss
+    sampling: Sampling
+
+
+@functools.cache
+def make_learner(policy: Policy, loss: Loss, optimizer: Optimizer, sampling: Sampling) -> Learner:
+    """Make the jitted functions of an update. Cached: models of one architecture share their compiled programs.
+
+    Args:
+        policy: functions of the architecture.
+        loss: what is minimised.
+        optimizer: the update rule.
+        sampling: the distribution that completions are drawn from; log-probs are those of this distribution.
+    """
+    setup, tx = _Setup(policy, loss, sampling), make_optimizer(optimizer)
+    return Learner(
+        init=jax.jit(lambda own: sharding.constrain(tx.init(own))),
+        score=jax.jit(functools.partial(score_batch, setup)),
+        value=jax.jit(functools.partial(node_values, setup)),
+        accumulate=jax.jit(functools.partial(accumulate, setup), donate_argnums=(3,)),
+        apply=jax.jit(functools.partial(apply_gradient, tx), donate_argnums=(0, 1)),
+        offload=optimizer.offload,
+    )
+
+
+def _variables(own: Params, shared: Params | None) -> Params:
+    return own if shared is None else {"params": shared, **own}
+
+
+def _fused_head(setup: _Setup, variables: Params) -> Head | None:
+    """Return the head for the kernels `head_logprob` and `head_loss`, or None where these cannot be used.
+
+    They cannot with filters, at temperature 0, on a mesh, or where ``unembed`` is a plain function.
+    """
+    unembed, sampling = setup.policy.unembed, setup.sampling
+    usable = not sampling.filters and sampling.temperature > 0 and not sharding.meshed()
+    return unembed.head(variables) if usable and isinstance(unembed, Unembed) else None
+
+
+def _hidden_states(policy: Policy, variables: Params, batch: Batch) -> Float[jax.Array, "N G R D"]:
+    if batch.forest is None:
+        return policy.hidden(variables, batch.tokens, batch.length, batch.completions)
+    forest = batch.forest
+    assert policy.hidden_tree is not None  # `packing` makes forests for such policies alone
+    hidden = policy.hidden_tree(variables, forest.tokens[None], forest.position[None], forest.end[None])
+    return hidden[0][forest.predictor]
+
+
+def _scores(setup: _Setup, variables: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute log-probs and entropies [N G R] of the completions from their hidden states."""
+    completions = jnp.asarray(batch.completions)
+    if (head := _fused_head(setup, variables)) is not None:
+        return head_logprob(hidden, head, completions, temperature=setup.sampling.temperature)
+    rows = hidden.reshape(-1, *hidden.shape[2:]), completions.reshape(-1, completions.shape[-1])
+    parts = sharding.row_parts()
+    if parts == 1 or len(hidden) % parts:
+        logprob, entropy = _score_rows(setup, variables, rows)
+    else:
+        # Each part scores its own rows with its own copy of the head. The copies' gradients are summed once, at the
+        # end, and not after every completion.
+        split_rows = sharding.cut_rows(jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows), rest=None)
+        score_part = functools.partial(_score_rows, setup)
+        logprob, entropy = jax.vmap(score_part)(sharding.copies(variables), split_rows)
+    return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape)
+
+
+def _score_rows(setup: _Setup, variables: Params, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Score completions [rows R] from hidden states [rows R D].
+
+    The logits of few completions are in memory at once, and are computed again in the backward pass: [R V] instead of
+    [N G R V].
+    """
+    unembed, sampling = setup.policy.unembed, setup.sampling
+    one = jax.checkpoint(lambda row: score(unembed(variables, row[0]), row[1], sampling))
+    return jax.lax.map(one, rows, batch_size=max(1, CHUNK // rows[1].shape[-1]))
+
+
+def score_batch(setup: _Setup, own: Params, shared: Params | None, batch: Batch) -> Float[Array, "N G R"]:
+    """Compute the log-probs of a batch's completions; see `Learner`."""
+    variables = _variables(own, shared)
+    return _scores(setup, variables, batch, _hidden_states(setup.policy, variables, batch))[0]
+
+
+def node_values(
+    setup: _Setup, own: Params, shared: Params | None, tokens: Int[Array, "N P"], length: Int[Array, " N"]
+) -> Float[Array, " N"]:
+    """Compute the value of each prompt; see `Learner`."""
+    empty = jnp.zeros((tokens.shape[0], 1, 1), jnp.int32)
+    hidden = setup.policy.hidden(_variables(own, shared), tokens, length, empty)
+    return head_value(own["value"], hidden[:, 0, 0])
+
+
+def _row_data(batch: Batch) -> RowData:
+    return RowData(
+        weights=jnp.asarray(batch.weights),
+        advantages=jnp.asarray(batch.advantages),
+        sampler_logprobs=jnp.asarray(batch.sampler_logprobs),
+        old=None if batch.old is None else jnp.asarray(batch.old),
+        reference=None if batch.reference is None else jnp.asarray(batch.reference),
+    )
+
+
+def _batch_loss(
+    setup: _Setup, variables: Params, batch: Batch, hidden: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+    """Compute the loss of the completions, its metrics, and the log-probs [N G R]."""
+    data = _row_data(batch)
+    terms = functools.partial(row_loss, setup.loss)
+    head = _fused_head(setup, variables)
+    if head is None:
+        logprobs, entropy = _scores(setup, variables, batch, hidden)
+        return *terms(logprobs, entropy, data), logprobs
+    axes = UNIT_AXES[setup.loss.unit]  # the loss is a sum over groups, completions or tokens
+    hidden_rows, completions, data_rows = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[axes:]), (hidden, batch.completions, data)
+    )
+    value, metrics, logprobs, _ = head_loss(
+        hidden_rows, head, completions, data_rows, terms, temperature=setup.sampling.temperature
+    )
+    return value, metrics, logprobs.reshape(batch.weights.shape)
+
+
+def objective(
+    setup: _Setup, own: Params, shared: Params | None, batch: Batch
+) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
+    """Compute the loss of a micro-batch, the value loss included, and (metrics, max |log-prob gap| to the sampler).
+
+    Args:
+        setup: policy, loss and sampling.
+        own: trained parameters; the loss is differentiated by them.
+        shared: params of the frozen backbone, or None.
+        batch: one micro-batch.
+    """
+    variables, loss = _variables(own, shared), setup.loss
+    hidden = _hidden_states(setup.policy, variables, batch)
+    value, metrics, logprobs = _batch_loss(setup, variables, batch, hidden)
+    gap = jnp.max(jnp.where(batch.weights > 0, jnp.abs(logprobs - batch.sampler_logprobs), 0.0))
+    if batch.values is not None:
+        estimate, wanted = head_value(own["value"], hidden[:, 0, 0]), batch.values
+        metrics["value_loss"] = value_loss(estimate, wanted.target, wanted.weight, wanted.old, loss.value_clip)
+        value = value + loss.value_coef * metrics["value_loss"]
+    return value, ({**metrics, "loss": value}, gap)
+
+
+def accumulate(
+    setup: _Setup, own: Params, shared: Params | None, batch: Batch, gradient: PyTree | None
+) -> tuple[PyTree, dict[str, jax.Array], jax.Array]:
+    """Add the gradient of a micro-batch to ``gradient``, in float32; see `Learner`."""
+    new, (metrics, gap) = jax.grad(functools.partial(objective, setup), has_aux=True)(own, shared, batch)
+    new = sharding.constrain(jax.tree.map(lambda g: g.astype(jnp.float32), new))
+    return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, gap
+
+
+def apply_gradient(
+    tx: optax.GradientTransformation, own: Params, opt_state: PyTree, gradient: PyTree, value: jax.Array
+) -> tuple[Params, PyTree, jax.Array, jax.Array]:
+    """Take one optimizer step, or none unless the gradient's norm and ``value`` are finite; see `Learner`."""
+    norm = optax.tree.norm(gradient)
+    ok = jnp.isfinite(norm) & jnp.isfinite(value)
+    updates, after = tx.update(gradient, opt_state, own)
+    select = lambda new, old: jnp.where(ok, new, old)
+    return (
+        sharding.constrain(jax.tree.map(select, optax.apply_updates(own, updates), own)),
+        sharding.constrain(jax.tree.map(select, after, opt_state)),
+        norm,
+        ok,
+    )
+
+
+def first_not_finite(metrics: list[dict[str, jax.Array]], gaps: list[jax.Array], gradient: PyTree) -> str | None:
+    """Name the first quantity of an update that is not finite, in the order in which they are computed, or None.
+
+    Log-probs come first, then the terms of the loss, then the leaves of the summed gradient.
+
+    Args:
+        metrics: metrics of each micro-batch, as `Learner.accumulate` returns them.
+        gaps: largest difference between log-probs and the sampler's, of each micro-batch.
+        gradient: gradient summed over the micro-batches.
+    """
+    for k, (terms, gap) in enumerate(zip(metrics, gaps, strict=True)):
+        if not np.isfinite(float(gap)):
+            return f"log-probs of micro-batch {k}"
+        for name, term in terms.items():
+            if not np.isfinite(float(term)):
+                return f"{name} of micro-batch {k}"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        if not bool(jnp.isfinite(leaf).all()):
+            return f"gradient of {jax.tree_util.keystr(path, simple=True, separator='/')}"
+    return None
+
+
+class Updated(NamedTuple):
+    """What one model's optimizer steps on a batch made.
+
+    Attributes:
+        own: Parameters.
+        opt_state: Optimizer state.
+        metrics: Means over the trained tokens (dpo: pairs); ``grad_norm``; ``logprob_gap``; ``ok``, 1.0, or 0.0 when an
+            optimizer step was skipped. Of the first epoch, but ratio, clip_fraction and approx_kl of the last.
+    """
+
+    own: Params
+    opt_state: PyTree
+    metrics: dict[str, Any]
+
+
+def optimize(
+    learner: Learner,
+    loss: Loss,
+    own: Params,
+    shared: Params | None,
+    opt_state: PyTree,
+    batches: Sequence[Batch],
+    reference: Params | None = None,
+    report: Callable[..., None] | None = None,
+) -> Updated:
+    """One or several optimizer steps (``loss.epochs``) of one model on its micro-batches: pure, metrics are arrays.
+
+    Called from the host each part is a program of its own; inside a compiled program all of them are one.
+
+    Args:
+        learner: Functions of the model.
+        loss: What is minimised.
+        own: Trained parameters; donated when called from the host.
+        shared: Parameters of the frozen backbone, or None.
+        opt_state: Optimizer state; donated when called from the host.
+        batches: Micro-batches; token weights are computed over all of them.
+        reference: Parameters of the policy that the KL term, or dpo, refers to.
+        report: Called from the host after each optimizer step: (finite, metrics, gaps, gradient).
+    """
+    if loss.needs_reference:
+        if reference is None:
+            raise ValueError(f"the loss {loss.objective!r} with kl_coef={loss.kl_coef} needs the reference parameters")
+        batches = [b.replace(reference=learner.score(reference, shared, b)) for b in batches]
+    if loss.epochs > 1:
+        batches = [b.replace(old=learner.score(own, shared, b)) for b in batches]
+    metrics: dict[str, Any] = {}
+    ok: Any = 1.0
+    for epoch in range(loss.epochs):
+        gradient, totals, gaps = None, [], []
+        for batch in batches:
+            gradient, seen, gap = learner.accumulate(own, shared, batch, gradient)
+            totals.append(seen)
+            gaps.append(gap)
+        total = {k: sum(m[k] for m in totals) for k in totals[0]}
+        own, opt_state, norm, fine = learner.apply(own, opt_state, gradient, total["loss"])
+        ok = ok * fine
+        if report is not None:
+            report(fine, totals, gaps, gradient)
+        weight = total.pop("weight")
+        whole = ("loss", "value_loss")  # sums; the others are means over what was weighed
+        mean = {k: v if k in whole else v / jnp.where(weight > 0, weight, 1.0) for k, v in total.items()}
+        if epoch == 0:
+            metrics = mean | {"grad_norm": norm, "logprob_gap": functools.reduce(jnp.maximum, gaps)}
+        metrics |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
+    return Updated(own, opt_state, {**metrics, "ok": ok})
+
+
+def update(
+    learner: Learner,
+    loss: Loss,
+    own: Params,
+    shared: Params | None,
+    opt_state: PyTree,
+    batches: list[Batch],
+    reference: Params | None = None,
+    name: str = "",
+) -> Updated:
+    """Take ``loss.epochs`` optimizer steps of one model on its micro-batches. Donates own and opt_state.
+
+    A loss or gradient that is not finite skips that optimizer step: parameters and optimizer state come back
+    unchanged, ``ok`` is 0, and a warning names the model and the first quantity that was not finite.
+
+    Args:
+        learner: functions of `make_learner`.
+        loss: the configuration that the learner was made with.
+        own: trained parameters.
+        shared: params of the frozen backbone, or None.
+        opt_state: optimizer state of ``own``.
+        batches: micro-batches on the host.
+        reference: parameters of the reference policy, a tree like ``own``, where `Loss.needs_reference`.
+        name: name of the model, for the warning.
+    """
+    trunk = float(sum(map(trunk_tokens, batches)))  # counted while the batches are on the host
+    batches = [sharding.put_rows(pad_rows(b, sharding.row_parts())) for b in batches]
+    if learner.offload:
+        opt_state = to_memory(opt_state, "device")
+
+    def report(fine: jax.Array, totals: list, gaps: list, gradient: PyTree) -> None:
+        if not fine:
+            culprit = first_not_finite(totals, gaps, gradient) or "gradient norm"
+            logging.warning("model %s: optimizer step skipped, first not finite: %s", name, culprit)
+
+    own, opt_state, metrics = optimize(learner, loss, own, shared, opt_state, batches, reference, report)
+    if learner.offload:
+        opt_state = to_memory(opt_state, "pinned_host")
+    numbers = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    return Updated(own, opt_state, {**numbers, "trunk_tokens": trunk})
+
+
+def update_models(
+    models: tuple[Model, ...],
+    learners: Mapping[str, Learner],
+    loss: Loss,
+    params: Params,
+    opt_state: PyTree,
+    batches: Mapping[str, list[Batch]],
+    reference: Params | None = None,
+) -> tuple[Params, PyTree, dict[str, dict[str, float]]]:
+    """Update each model that has batches. Parameters and optimizer states of the others stay the same arrays.
+
+    Args:
+        models: models of the team.
+        learners: functions of `make_learner`, by model.
+        loss: the configuration that the learners were made with.
+        params: parameters of the run, ``{"shared": ..., "agents": {model: ...}}``.
+        opt_state: optimizer state of each model.
+        batches: micro-batches of each model that has any.
+        reference: parameters of each model's reference policy, where `Loss.needs_reference`.
+
+    Returns:
+        Parameters, optimizer states, and the metrics of each updated model.
+    """
+    agents, states, metrics = dict(params["agents"]), dict(opt_state), {}
+    base = {m.name: m.base for m in models}
+
+    def learn(name: str) -> Updated:
+        shared = None if base[name] is None else params["shared"][base[name]]
+        ref = None if reference is None else reference[name]
+        return update(learners[name], loss, agents[name], shared, states[name], batches[name], ref, name)
+
+    learning = [m.name for m in models if batches.get(m.name)]
+    for name, result in zip(learning, meshes.map_models(learning, learn), strict=True):
+        agents[name], states[name], metrics[name] = result
+    return {**params, "agents": agents}, states, metrics

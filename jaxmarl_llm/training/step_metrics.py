@@ -1,0 +1,109 @@
+"""Metrics of one training step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxmarl_llm.credit.assign import Credited
+from jaxmarl_llm.rollout.env_runner import EnvRunner, RolloutResult
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.types import Array, Team
+
+
+def diagnose(
+    cfg: BaseConfig,
+    team: Team,
+    env_runner: EnvRunner,
+    played: RolloutResult,
+    credited: Credited,
+    selected: Array,
+    updated: Mapping[str, Mapping[str, float]],
+) -> dict[str, float]:
+    """The metrics of one step, by the naming scheme of metrics.py."""
+    tree = played.tree
+    nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
+    out = {f"count/{k}": float(v) for k, v in dataclasses.asdict(tree.counts).items()}
+    out["count/trunk_tokens"] = sum(m["trunk_tokens"] for m in updated.values())
+    ended = moves.valid & moves.done
+    total = 0.0
+    for name, values in moves.rewards.items():
+        # Mean over roles and episodes; each transition counts by its share of the episodes through it.
+        mean = _episode_mean(moves, values.mean(1))
+        out[f"reward/{name}"] = mean
+        total += cfg.reward.get(name, 0.0) * mean
+    out["reward/total"] = total
+    if "accuracy" in moves.rewards:
+        out["success"] = out["reward/accuracy"] if ended.any() else float("nan")
+    out["count/invalid_share"] = float(moves.played.sum() - moves.valid.sum()) / max(1, int(moves.played.sum()))
+    role_of, turn_of = nodes.role[steps.node], nodes.turn[steps.node]
+    multi = credited.stats.count >= 2
+    flat = multi & (credited.stats.high == credited.stats.low)
+    for index, role in enumerate(team.roles):
+        mine = credited.valid & (role_of == index)
+        if not mine.any():
+            continue
+        groups = multi & (credited.group_role == index)
+        key = f"agent/{role.name}/"
+        out[key + "reward"] = float(credited.returns[mine].mean())
+        out[key + "length"] = float(steps.length[mine].mean())
+        out[key + "truncated"] = float(steps.truncated[mine].mean())
+        if groups.any():
+            out[key + "variance"] = float(credited.stats.variance[groups].mean())
+            out[key + "zero_variance"] = float(flat[groups].mean())
+            out[key + "selected"] = float(selected[groups].mean())
+        m = updated.get(role.model)
+        out[key + "updated"] = float(m is not None)
+        if m is not None:
+            names = {
+                "entropy": "entropy",
+                "grad_norm": "grad_norm",
+                "clip_fraction": "clip_fraction",
+                "ref_kl": "kl",
+                "logprob_gap": "logprob_gap",
+                "nll": "nll",
+                "ratio": "ratio",
+            }
+            out |= {key + to: m[k] for k, to in names.items() if k in m}
+    for turn in range(env_runner.env.max_turns):
+        groups = multi & (credited.group_turn == turn)
+        if groups.any() and (turn_of[credited.valid] == turn).any():
+            out[f"node/{turn}/variance"] = float(credited.stats.variance[groups].mean())
+            out[f"node/{turn}/zero_variance"] = float(flat[groups].mean())
+            out[f"node/{turn}/selected"] = float(selected[groups].mean())
+    out |= played.watched
+    out["bad"] = float(any(not m["ok"] for m in updated.values()))
+    out["logprob_gap"] = max((m["logprob_gap"] for m in updated.values()), default=0.0)
+    return out
+
+
+def _episode_mean(moves: Any, values: Array) -> float:
+    """Mean over tasks of the sum of ``values`` along an episode, siblings averaged: the root value without discount.
+    NaN when none is known.
+    """
+    total, roots = episode_values(moves, values)
+    return float(total[roots].mean()) if roots.any() else float("nan")
+
+
+def episode_values(moves: Any, values: Array) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of ``values`` from each transition on, siblings averaged [J], and which transitions are valid roots.
+
+    As in `advantages.returns_to_go`, a transition none of whose continuations is valid is not valid either.
+    """
+    order = np.argsort(-moves.turn, kind="stable")
+    below, count, total = (np.zeros(len(values)) for _ in range(3))
+    known, ends = moves.valid.copy(), np.ones(len(values), bool)
+    for j in order:
+        known[j] &= ends[j] or count[j] > 0
+        parent = moves.parent[j]
+        if parent >= 0 and moves.played[j]:
+            ends[parent] = False
+        if known[j]:
+            total[j] = values[j] + (below[j] / count[j] if count[j] else 0.0)
+            if parent >= 0:
+                below[parent] += total[j]
+                count[parent] += 1
+    return total, known & (moves.parent < 0)

@@ -1,0 +1,259 @@
+"""One training step: play, assign credit, select, update, remember. Pure, and written once.
+
+Two drivers run it. `runs.phases` calls it from the host, step by step, for `fit`; `runs.compiled` scans it inside one
+program. A driver only says how to play a batch, how to lay an update out and how to write memories (`Driver`); the
+order of things, the random keys and the rules are those of this file.
+
+What distinguishes one algorithm from another is an `Algorithm`: functions that a recipe hands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from jaxmarl_llm.agents import snapshots
+from jaxmarl_llm.agents.memory import MemoryConfig
+from jaxmarl_llm.agents.team import with_past
+from jaxmarl_llm.credit.assign import Credited, assign
+from jaxmarl_llm.credit.rules import CreditRule, RewardWeights, Sizes
+from jaxmarl_llm.rollout.env_runner import Demonstrations, EnvRunner
+from jaxmarl_llm.rollout.keys import OPPONENTS, STEP_SELECTION, TASKS, stream
+from jaxmarl_llm.rollout.plans import Plan
+from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.learner import Batch, Learner
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.order import shuffled
+from jaxmarl_llm.types import Array, Model, Params, Team, TrainState, Tree
+
+Step = Any  # number of an RL step: an int, or traced
+
+
+def all_groups(credited: Credited, num_tasks: int) -> Array:
+    """Select every group that has a member."""
+    return credited.stats.count > 0
+
+
+def unequal_groups(credited: Credited, num_tasks: int) -> Array:
+    """Select groups whose returns differ (DAPO's filter): the others are left out of the loss and of its mean."""
+    return credited.stats.variance > 0
+
+
+class CriticAdvantages(Protocol):
+    """Advantages from the team's critics.
+
+    Args:
+        step: The training step's parts.
+        driver: Runs it.
+        state: Before the update.
+        tree: The rollout.
+
+    Returns:
+        Advantage of each completion [C], whether it has one [C], what each critic learns, and metrics.
+    """
+
+    def __call__(
+        self, step: TrainStep, driver: Driver, state: TrainState, tree: Tree
+    ) -> tuple[Array, Array, Mapping[str, Any], Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Algorithm:
+    """What distinguishes one algorithm from another. Functions are pure: inside a compiled run they are traced.
+
+    Attributes:
+        credit: From rewards to advantages, see credit/rules.py.
+        reward: Weights of reward components, or a function of the RL step that gives them (a reward schedule).
+        select: (credited, number of tasks) -> groups to train on [K].
+        select_steps: (key, tree, trained [C]) -> completions to train on [C], among the trained ones.
+        trainable_roles: RL step -> roles that learn [A]; None: all. A model of none of them stays bit-identical.
+        critic: Advantages from critics in place of the credit rule's; None: no critics.
+        memory: Settings of the adaptive memory; None: no memory.
+        memory_reward: Weights of the reward that memories learn from.
+        update: (step, driver, state, micro-batches by model) -> (state, metrics by model); None: `policy_update`.
+    """
+
+    credit: CreditRule
+    reward: RewardWeights | Callable[[Step], RewardWeights]
+    select: Callable[[Credited, int], Array] = all_groups
+    select_steps: Callable[[Array, Tree, Array], Array] | None = None
+    trainable_roles: Callable[[Step], Array] | None = None
+    critic: CriticAdvantages | None = None
+    memory: MemoryConfig | None = None
+    memory_reward: RewardWeights = ()
+    update: Callable[[TrainStep, Driver, TrainState, Mapping[str, list[Batch]]], Updates] | None = None
+
+
+class StepResult(NamedTuple):
+    """What a training step made, beside the new state."""
+
+    tree: Tree
+    played: Any  # `RolloutResult` of a driver on the host; None inside a compiled run
+    credited: Credited
+    selected: Bool[Array, " K"]  # groups
+    updated: Mapping[str, Mapping[str, Any]]  # model -> metrics of its update; absent: not updated
+    metrics: Mapping[str, Any]  # of memories and critics
+
+
+class Driver(Protocol):
+    """How the parts of a training step run: on the host, or inside a compiled program."""
+
+    @property
+    def seed(self) -> jax.Array | int:
+        """Of the run; may be traced."""
+
+    def stage(self, name: str, first: str | None = None) -> AbstractContextManager[Any]:
+        """Time a part of the step; ``first`` is shown while it compiles."""
+
+    def host(self, x: Any) -> Any:
+        """Small integers as the driver wants them: numpy on the host, unchanged when traced."""
+
+    def demonstrations(self, own: Mapping[str, Demonstrations]) -> Mapping[str, Demonstrations]:
+        """Samples of stage 0: the recipe's ``own``, or those of this seed."""
+
+    def play(
+        self,
+        step: TrainStep,
+        state: TrainState,
+        params: Params,
+        tasks: Int[Array, " B"],
+        key: jax.Array,
+        assignment: Any,
+    ) -> tuple[Tree, Any]:
+        """Play a batch of training tasks."""
+
+    def lay_out(
+        self, step: TrainStep, tree: Tree, played: Any, advantage: Array, trained: Array, targets: Mapping[str, Any]
+    ) -> dict[str, list[Batch]]:
+        """Micro-batches of each model that may learn, from the tree."""
+
+    def optimize(
+        self,
+        models: tuple[Model, ...],
+        learners: Mapping[str, Learner],
+        loss: Loss,
+        state: TrainState,
+        batches: Mapping[str, list[Batch]],
+    ) -> tuple[TrainState, dict[str, dict[str, Any]]]:
+        """Optimizer steps of the models that have trained tokens; the others stay bit-identical."""
+
+    def remember(
+        self, step: TrainStep, state: TrainState, tree: Tree, played: Any, signal: Array, valid: Array
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Each role's memory learns from its own completions and their ``signal`` [C]."""
+
+    def when(self, condition: Any, function: Callable[[Any], Any], operand: Any) -> Any:
+        """``function(operand)`` where the condition holds, else ``operand``."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """The parts of a training step that do not change during a run."""
+
+    cfg: BaseConfig
+    team: Team
+    env_runner: EnvRunner
+    plan: Plan
+    learners: Mapping[str, Learner]  # by model
+    algorithm: Algorithm
+
+    @property
+    def players(self) -> Team:
+        """The team with past policies as opponents, where the run has them."""
+        return with_past(self.team) if self.cfg.past.size else self.team
+
+    def sizes(self, num_tasks: int) -> Sizes:
+        return Sizes(self.env_runner.env.max_turns, num_tasks, len(self.team.roles))
+
+    def assign(self, tree: Tree, weights: RewardWeights) -> Credited:
+        """Credit the tree under reward weights."""
+        return assign(self.algorithm.credit, tree, weights=weights, sizes=self.sizes(self.cfg.batch))
+
+    def __call__(self, driver: Driver, state: TrainState, rl_step: Step) -> tuple[TrainState, StepResult]:
+        """Take the state one step on.
+
+        Args:
+            driver: Runs the parts.
+            state: ``state.step`` counts all steps of the run.
+            rl_step: Counts those of this phase.
+        """
+        cfg, algorithm = self.cfg, self.algorithm
+        key = jax.random.fold_in(state.key, state.step)
+        tasks = shuffled(stream(driver.seed, TASKS), self.env_runner.size, rl_step * cfg.batch, cfg.batch)
+        with driver.stage("rollout", f"rollout {self.plan.name}"):
+            params, assignment = self.opponents(state, key)
+            tree, played = driver.play(self, state, params, driver.host(tasks), key, assignment)
+        with driver.stage("reward"):
+            reward = algorithm.reward
+            credited = driver.host(self.assign(tree, reward(rl_step) if callable(reward) else reward))
+            targets: Mapping[str, Any] = {}
+            metrics: dict[str, Any] = {}
+            if algorithm.critic is not None:
+                advantage, valid, targets, seen = algorithm.critic(self, driver, state, tree)
+                credited, metrics = credited.replace(advantage=advantage, valid=valid), dict(seen)
+            selected = driver.host(algorithm.select(credited, cfg.batch))
+            trained = self.trained(driver, credited, selected, tree, key, rl_step)
+        with driver.stage("update", "update"):
+            batches = driver.lay_out(self, tree, played, credited.advantage, trained, targets)
+            state, updated = (algorithm.update or policy_update)(self, driver, state, batches)
+        metrics |= {f"critic/{name}/loss": m["value_loss"] for name, m in updated.items() if "value_loss" in m}
+        if algorithm.memory is not None:
+            with driver.stage("memory", "memory"):
+                learnt = driver.host(self.assign(tree, algorithm.memory_reward))
+                state, seen = driver.remember(self, state, tree, played, learnt.returns, learnt.valid)
+                metrics |= seen
+        if cfg.past.size:
+            state = driver.when((rl_step + 1) % cfg.past.every == 0, _push_snapshot, state)
+        return state, StepResult(tree, played, credited, selected, updated, metrics)
+
+    def opponents(self, state: TrainState, key: jax.Array) -> tuple[Params, Array | None]:
+        """Parameters of the rollout, and which player takes which role: past policies among them."""
+        past = self.cfg.past
+        if not past.size:
+            return state.params, self.co_players(key)
+        own, seats = jax.random.split(jax.random.fold_in(key, OPPONENTS))
+        agents = snapshots.draw(state.params["past"], state.params["agents"], own)
+        assignment = snapshots.assignment(seats, self.cfg.batch, len(self.team.roles), past.fraction)
+        return {**state.params, "agents": agents}, assignment
+
+    def co_players(self, key: Array) -> Array | None:
+        """Which of several models that learn a role plays it, for each task [B A]; None: each role has one model."""
+        counts = jnp.array([role.learning for role in self.team.roles])
+        if max(role.learning for role in self.team.roles) == 1:
+            return None
+        share = jax.random.uniform(jax.random.fold_in(key, OPPONENTS), (self.cfg.batch, len(self.team.roles)))
+        return jnp.floor(share * counts).astype(jnp.int32)
+
+    def trained(
+        self, driver: Driver, credited: Credited, selected: Array, tree: Tree, key: jax.Array, rl_step: Step
+    ) -> Bool[Array, " C"]:
+        """The completions to train on."""
+        algorithm = self.algorithm
+        trained = credited.valid & selected[credited.group]
+        if algorithm.select_steps is not None:
+            own = jax.random.fold_in(key, STEP_SELECTION)
+            trained = trained & driver.host(algorithm.select_steps(own, tree, trained))
+        if algorithm.trainable_roles is not None:
+            learns = driver.host(algorithm.trainable_roles(rl_step))
+            trained = trained & learns[tree.nodes.role[tree.steps.node]]
+        return trained
+
+
+Updates = tuple[TrainState, dict[str, dict[str, Any]]]
+
+
+def policy_update(step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
+    """Minimise the configured loss of every model on its micro-batches."""
+    return driver.optimize(step.team.models, step.learners, step.cfg.loss, state, batches)
+
+
+def _push_snapshot(state: TrainState) -> TrainState:
+    params = state.params
+    ring = snapshots.push(params["past"], {name: params["agents"][name] for name in params["past"]["ring"]})
+    return state.replace(params={**params, "past": ring})

@@ -1,0 +1,1 @@
+"""Attention kernels: causal, groups that share a prompt, and trees of sequences."""

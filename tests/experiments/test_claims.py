@@ -1,0 +1,110 @@
+"""How claims are decided and recorded: an effect of nothing does not hold, an unfinished statement is refused."""
+
+import importlib
+import subprocess
+
+import numpy as np
+import pytest
+
+from experiments import systems
+from experiments.claims import FAILS, HOLDS, OPEN, Claim, Finding, decide
+from jaxmarl_llm.errors import ConfigError
+from tests.test_layering import ROOT
+
+BETTER = Claim("X", "one arm is better", "one minus the other", 0.0)
+
+
+@pytest.mark.parametrize("seeds", [5, 20])
+def test_an_effect_of_nothing_holds_in_one_of_forty_experiments(seeds):
+    """The upper half of a 95 % interval; the median above 0 would hold in half of them."""
+    effects = np.random.default_rng(seeds).normal(size=(4000, seeds))
+    verdicts = [decide(BETTER, row) for row in effects]
+    assert 0.015 < verdicts.count(HOLDS) / 4000 < 0.035
+    assert 0.015 < verdicts.count(FAILS) / 4000 < 0.035
+
+
+@pytest.mark.parametrize(
+    "delta, effect, verdict",
+    [
+        (0.0, [1.0, 1.1, 0.9], HOLDS),
+        (2.0, [1.0, 1.1, 0.9], FAILS),
+        (0.9, [1.0, 1.1, 0.9], OPEN),
+        (-0.02, [0.0, 0.0, 0.0], HOLDS),  # no worse by more than 0.02
+        (0.0, [0.0, 0.0, 0.0], OPEN),  # nothing is not more than nothing
+        (0.0, [1.0, np.nan, 0.9], FAILS),
+        (0.0, [1.0], OPEN),  # one seed has no interval
+    ],
+)
+def test_verdicts(delta, effect, verdict):
+    assert decide(Claim("L", "a", "b", delta), effect) == verdict
+
+
+def test_counts_have_to_be_right_in_every_seed():
+    exact = Claim("U", "all of them", "1 where it is so", 1.0)
+    assert decide(exact, [1.0, 1.0]) == HOLDS and decide(exact, [1.0, 0.0]) == FAILS
+
+
+@pytest.mark.parametrize("broken", [("Q", "a", "b", 0.0), ("L", "", "b", 0.0), ("L", "a", "b", float("nan"))])
+def test_a_claim_without_delta_is_refused(broken):
+    with pytest.raises(ValueError, match="expected a kind U, L or X, a text, an effect and a finite delta"):
+        Claim(*broken)
+
+
+@pytest.mark.parametrize("name", systems.known())
+def test_every_system_states_its_claims(name):
+    module = importlib.import_module(f"experiments.claims.{name}")
+    kinds = [claim.kind for claim in module.CLAIMS.values()]
+    assert "L" in kinds and module.SEEDS >= 5 and module.STATUS in ("reproduced", "mechanism implemented")
+    assert (ROOT / module.GOLDEN).is_file()
+
+
+class Module:
+    CLAIMS = {"better": BETTER}  # noqa: RUF012
+    STATUS, GOLDEN = "reproduced", "tests/experiments/test_claims.py"
+
+
+def test_findings_are_those_of_the_claims():
+    rows = systems.checked("a", Module, [Finding("better", [1.0, 1.2], {"arm": [2.0, 2.2]})])
+    assert rows[0]["verdict"] == OPEN and rows[0]["delta"] == 0.0 and rows[0]["values"] == [1.0, 1.2]
+    for findings in ([], [Finding("worse", [1.0], {})]):
+        with pytest.raises(ValueError, match=r"a: findings .* are not of the claims \['better'\]"):
+            systems.checked("a", Module, findings)
+
+
+def test_claims_are_committed_before_they_are_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "experiments" / "claims"
+    folder.mkdir(parents=True)
+
+    def git(*words):
+        call = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(call, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (folder / "mine.py").write_text("CLAIMS = {}")
+    with pytest.raises(ConfigError, match=r"experiments/claims/mine\.py has changes that are not committed"):
+        systems.claimed_in("mine")
+    git("add", "-A")
+    git("commit", "-qm", "a claim")
+    assert systems.claimed_in("mine") == git("log", "-1", "--format=%h")
+    (folder / "mine.py").write_text("CLAIMS = {1: 2}")
+    with pytest.raises(ConfigError, match="not committed"):
+        systems.claimed_in("mine")
+
+
+def test_the_table_shows_the_effect_beside_delta():
+    rows = systems.checked("a", Module, [Finding("better", [1.0, 1.1, 0.9], {"arm": [2.0, 2.2, 2.1]})])
+    record = {
+        "status": "reproduced",
+        "golden": {"file": "tests/x.py", "holds": False},
+        "claims_commit": "abc",
+        "findings": rows,
+        "seeds": 3,
+        "minutes": 1.5,
+        "date": "2026-01-01",
+        "commit": "def",
+    }
+    lines = systems.table({systems.known()[0]: record}).splitlines()
+    assert "**does not hold** | 3 seeds, 1.5 min, 2026-01-01, `def`; claims `abc` |" in lines[2]
+    assert "one minus the other: 1.000 ± 0.248 | 0 | holds | arm 2.100 ± 0.248 |" in lines[3]
+    assert lines[4].endswith("not recorded yet | | | | |")
