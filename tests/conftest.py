@@ -58,6 +58,10 @@ def forget_programs():
 
 # Files are handed out whole (--dist loadfile): the long ones first, so that no worker waits for the last.
 LONGEST = (
+    "scan",
+    "drivers",
+    "mechanisms",
+    "split",
     "processes",
     "loop",
     "critic",

@@ -45,7 +45,7 @@ CASES = {
             "reward": {"payoff": 1.0},
             "team": team(parameter_sharing="lora"),
             "group": 8,
-            "sft": SFT(60, 32, Optimizer(name="adam", learning_rate=5e-2), samples=128),
+            "sft": SFT(30, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128),
         },
     ),
     "magrpo": ("magrpo", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team()}),
@@ -131,14 +131,14 @@ def apart(a, b) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_fit_and_a_compiled_run_take_the_same_steps(name, tmp_path):
-    """To 1e-4: rows of weight 0 take part in the sums of a compiled update, and rounding differs."""
+    """To 3e-4 where RL moves 1e-2 and more: rows of weight 0 take part in the sums of a compiled update."""
     recipe = make(name)
     stepped, taught = from_the_host(recipe, tmp_path)
     whole, _ = jax.jit(make_program(recipe).run)(jnp.int32(SEED))
     assert int(whole.step) == recipe.total_steps
     assert apart(taught, recipe.init(0).params["agents"]) > 1e-2, "stage 0 trained nothing"
-    assert apart(stepped.params["agents"], taught) > 2e-3, "RL trained nothing"
-    assert apart(stepped.params, whole.params) < 1e-4
+    assert apart(stepped.params["agents"], taught) > 1e-2, "RL trained nothing"
+    assert apart(stepped.params, whole.params) < 3e-4
     assert apart(stepped.opt_state, whole.opt_state) < 1e-4
     assert apart(stepped.memory, whole.memory) < 1e-3
     assert jnp.array_equal(jax.random.key_data(stepped.key), jax.random.key_data(whole.key))
