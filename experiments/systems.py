@@ -107,23 +107,28 @@ def table(records: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def recorded(file: Path) -> dict[str, Any]:
+    """Records of a file by system. Those without the commit of their claims were decided by medians: left out."""
+    found = json.loads(file.read_text()) if file.exists() else {}
+    return {name: r for name, r in found.items() if "claims_commit" in r}
+
+
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     from jaxmarl_llm.config import nearest
     from jaxmarl_llm.errors import ConfigError
 
     file = Path(flag_values.records)
-    found = json.loads(file.read_text()) if file.exists() else {}
-    records = {name: r for name, r in found.items() if "claims_commit" in r}  # others decided by medians
     names = known() if flag_values.run == ["all"] else flag_values.run
     for name in names:
         if name not in known():
             raise ConfigError(f"--run: no system {name!r}; {nearest(name, known())}")
     for name in names:
-        records[name] = record(name, flag_values.seeds, lambda line: print(line, flush=True))
+        new = record(name, flag_values.seeds, lambda line: print(line, flush=True))
+        records = {**recorded(file), name: new}  # read again: another process may have recorded a system meanwhile
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(records, indent=1))
         Path(flag_values.page).write_text(f"{INTRO}\n{table(records)}\n")
-    print(table(records))
+    print(table(recorded(file)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A *lane* is one sample of one node in the decoding loop.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -128,19 +128,8 @@ def sample_completions(
             return fixed(variables, *rows[:4], prefix=rows[4], start=rows[5], limit=rows[6])
 
         return by_device(on_device, variables, tokens, length, keys, active, prefix, start, limit)
-    state = begin(
-        policy,
-        variables,
-        tokens,
-        length,
-        keys,
-        active,
-        prefix,
-        start,
-        limit,
-        max_new_tokens=max_new_tokens,
-        pad_id=pad_id,
-    )
+    rows = (tokens, length, keys, active, prefix, start, limit)
+    state = begin(policy, variables, *rows, max_new_tokens=max_new_tokens, pad_id=pad_id)
     advanced = functools.partial(
         advance,
         policy,
@@ -149,9 +138,23 @@ def sample_completions(
         pad_id=pad_id,
         sampling=sampling,
     )
+    state = decode_to_the_end(state, advanced, compaction_sizes(*keys.shape) if compact else ())
+    return (state.completions, state.prefix, state.suffix) if keep else state.completions
+
+
+def decode_to_the_end(
+    state: Decoding, advanced: Callable[..., tuple[Any, Decoding]], sizes: Sequence[tuple[int, int]]
+) -> Decoding:
+    """Advance until every sample is done.
+
+    Args:
+        state: state of generation.
+        advanced: `advance` with all but the state, the first token's place and ``until``.
+        sizes: (nodes, samples), smaller and smaller. Once the unfinished samples fit, they go on alone in a loop of it.
+    """
     t: jax.Array | int = 0
     larger: list[tuple[Decoding, jax.Array, jax.Array]] = []  # states, and the lanes gathered from each of them
-    for size in compaction_sizes(*keys.shape) if compact else ():
+    for size in sizes:
         t, state = advanced(state, t, until=size)
         nodes, samples = unfinished(state.done, size)
         larger.append((state, nodes, samples))
@@ -159,7 +162,7 @@ def sample_completions(
     _, state = advanced(state, t)
     while larger:
         state = scatter_back(*larger.pop(), state)
-    return (state.completions, state.prefix, state.suffix) if keep else state.completions
+    return state
 
 
 def begin(

@@ -1,7 +1,9 @@
 """How claims are decided and recorded: an effect of nothing does not hold, an unfinished statement is refused."""
 
 import importlib
+import json
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,19 +94,37 @@ def test_claims_are_committed_before_they_are_run(tmp_path, monkeypatch):
         systems.claimed_in("mine")
 
 
+RECORD = {
+    "status": "reproduced",
+    "golden": {"file": "tests/x.py", "holds": False},
+    "claims_commit": "abc",
+    "findings": [],
+    "seeds": 3,
+    "minutes": 1.5,
+    "date": "2026-01-01",
+    "commit": "def",
+}
+
+
+def test_what_another_process_records_meanwhile_is_kept(tmp_path, monkeypatch):
+    file, (mine, other) = tmp_path / "systems.json", systems.known()[:2]
+    by_medians = {key: value for key, value in RECORD.items() if key != "claims_commit"}
+
+    def record(name, seeds, say):
+        file.write_text(json.dumps({other: RECORD, "old": by_medians}))
+        return {**RECORD, "minutes": 2.5}
+
+    monkeypatch.setattr(systems, "record", record)
+    given = SimpleNamespace(records=str(file), page=str(tmp_path / "systems.md"), run=[mine], seeds=None)
+    systems.main(None, None, given)
+    found = json.loads(file.read_text())
+    assert set(found) == {mine, other} and found[mine]["minutes"] == 2.5
+    assert (tmp_path / "systems.md").read_text().count("claims `abc`") == 2
+
+
 def test_the_table_shows_the_effect_beside_delta():
     rows = systems.checked("a", Module, [Finding("better", [1.0, 1.1, 0.9], {"arm": [2.0, 2.2, 2.1]})])
-    record = {
-        "status": "reproduced",
-        "golden": {"file": "tests/x.py", "holds": False},
-        "claims_commit": "abc",
-        "findings": rows,
-        "seeds": 3,
-        "minutes": 1.5,
-        "date": "2026-01-01",
-        "commit": "def",
-    }
-    lines = systems.table({systems.known()[0]: record}).splitlines()
+    lines = systems.table({systems.known()[0]: {**RECORD, "findings": rows}}).splitlines()
     assert "**does not hold** | 3 seeds, 1.5 min, 2026-01-01, `def`; claims `abc` |" in lines[2]
     assert "one minus the other: 1.000 ± 0.248 | 0 | holds | arm 2.100 ± 0.248 |" in lines[3]
     assert lines[4].endswith("not recorded yet | | | | |")
