@@ -63,12 +63,13 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
         data = task_data(recipe, seeds)
         state, seen = jax.jit(jax.vmap(make_program(recipe).run))(which, data)
         accuracy[name] = np.asarray(evaluate(state.params, which, data.held_out)["accuracy"])
+        say(f"rema, {name}: held-out accuracy {np.round(accuracy[name], 3).tolist()}")
+        if not cfg.steps:
+            continue
         shares = np.stack([seen[f"clip_fraction/{role}"] for role in ROLES])
         clipped[name] = shares.max(0).std(1)  # of the role that learns; the other's is 0
-        say(
-            f"rema, {name}: held-out accuracy {np.round(accuracy[name], 3).tolist()}; clip fraction "
-            f"{np.round(shares.max(0).mean(1), 4).tolist()} +- {np.round(clipped[name], 4).tolist()}"
-        )
+        mean, std = np.round(shares.max(0).mean(1), 4).tolist(), np.round(clipped[name], 4).tolist()
+        say(f"rema, {name}: share of clipped tokens {mean}, its std over steps {std}")
     spread = arms("clip fraction's std over steps", {n: clipped[n] for n in ("alternating", "token ratio")})
 
     def against(claim: str, control: str, more: dict[str, list[float]]) -> Finding:
