@@ -1,4 +1,4 @@
-"""What a step and a policy look like: metrics by the naming scheme of metrics.py, evaluation, episodes for people."""
+"""Evaluation on held-out tasks, named as in telemetry/keys.py, and episodes for people to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, EnvRunner, RolloutRes
 from jaxmarl_llm.rollout.keys import EVALUATION, stream
 from jaxmarl_llm.rollout.plans import Plan, flat, single
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.step_metrics import _episode_mean, episode_values
+from jaxmarl_llm.training.step_metrics import episode_values
 from jaxmarl_llm.types import Array, Team, TrainState, Transitions
 
 
@@ -73,48 +73,57 @@ def evaluate(
     parts that an `ArrayTask` names.
     """
     samplings = samplings or {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
+    parts = env_runner.task.parts if isinstance(env_runner, ArrayEnvRunner) else {}
     out: dict[str, float] = {}
     for suffix, sampling in samplings.items():
-        totals: dict[str, list[float]] = {}
-        rows: dict[str, list[float]] = {}
-        count = 0
-        for tasks, played in held_out(cfg, team, env_runner, state, single(), sampling, memory_config):
-            count += tasks
-            moves = played.tree.transitions
-            for name, values in moves.rewards.items():
-                totals.setdefault(name, []).append(_episode_mean(moves, values.mean(1)) * tasks)
-                rows.setdefault(name, []).extend(_by_task(moves, values, tasks))
-        out |= {f"eval/{name}{suffix}": sum(v) / count for name, v in totals.items()}
-        out[f"eval/return{suffix}"] = sum(w * out[f"eval/{name}{suffix}"] for name, w in cfg.reward.items())
-        if "accuracy" in totals:
-            out[f"eval/success{suffix}"] = out[f"eval/accuracy{suffix}"]
-        out |= _of_parts(env_runner, rows, suffix, cfg.reward)
+        rows = by_task(cfg, team, env_runner, state, sampling=sampling, memory_config=memory_config)
+        out |= {f"eval/{name}{suffix}": _mean(values) for name, values in rows.items()}
+        out |= _scores(rows, cfg.reward, suffix)
+        for part, mine in parts.items():
+            out |= _scores(
+                {name: values[np.asarray(mine)] for name, values in rows.items()}, cfg.reward, f"{suffix}@{part}"
+            )
     return out
 
 
-def _of_parts(
-    env_runner: EnvRunner, rows: Mapping[str, Sequence[float]], suffix: str, reward: Mapping[str, float]
-) -> dict[str, float]:
-    """Return and success of each part of the held-out tasks, from the values of ``rows`` by component and task."""
-    out: dict[str, float] = {}
-    for part, mine in (env_runner.task.parts if isinstance(env_runner, ArrayEnvRunner) else {}).items():
-        values = {name: np.array(row)[np.asarray(mine)] for name, row in rows.items()}
-        means = {name: float(v[~np.isnan(v)].mean()) for name, v in values.items() if (~np.isnan(v)).any()}
-        if "accuracy" in means:
-            out[f"eval/success{suffix}@{part}"] = means["accuracy"]
-        if set(reward) <= set(means):
-            out[f"eval/return{suffix}@{part}"] = sum(w * means[name] for name, w in reward.items())
+def _scores(rows: Mapping[str, np.ndarray], reward: Mapping[str, float], suffix: str) -> dict[str, float]:
+    """Return and success of tasks from their values by component [n]."""
+    out = {f"eval/return{suffix}": sum(weight * _mean(rows[name]) for name, weight in reward.items())}
+    if "accuracy" in rows:
+        out[f"eval/success{suffix}"] = _mean(rows["accuracy"])
     return out
+
+
+def _mean(values: np.ndarray) -> float:
+    """Of what is known; NaN when nothing is."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def by_task(
-    cfg: BaseConfig, team: Team, env_runner: EnvRunner, state: TrainState, assignment: np.ndarray | None = None
+    cfg: BaseConfig,
+    team: Team,
+    env_runner: EnvRunner,
+    state: TrainState,
+    *,
+    sampling: Sampling | None = None,
+    memory_config: MemoryConfig | None = None,
+    assignment: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Each component's mean over roles, summed over the episode, of every held-out task [n]; NaN where it is unknown.
-    Episodes are sampled as in training; ``assignment`` as in `held_out`.
+
+    Args:
+        cfg: configuration of the run.
+        team: the players.
+        env_runner: where they play.
+        state: parameters and memories.
+        sampling: how completions are drawn; None: as in training.
+        memory_config: settings of the memory that is read; None: none is read.
+        assignment: [A] or [M A], as in `held_out`.
     """
     out: dict[str, list[float]] = {}
-    for tasks, played in held_out(cfg, team, env_runner, state, single(), cfg.sampling, assignment=assignment):
+    sampling = sampling or cfg.sampling
+    for tasks, played in held_out(cfg, team, env_runner, state, single(), sampling, memory_config, assignment):
         moves = played.tree.transitions
         for name, values in moves.rewards.items():
             out.setdefault(name, []).extend(_by_task(moves, values, tasks))
