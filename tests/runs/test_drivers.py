@@ -67,7 +67,16 @@ CASES = {
         "marshal",
         {"team": team(parameter_sharing="shared"), "form": "code", "group": 1, "batch": 8},
     ),
-    "waltzrl, a stage each": ("waltzrl", {"team": team(max_new_tokens=4), "batch": 8, "stage_one": 2}),
+    "waltzrl, a stage each": (
+        "waltzrl",
+        {
+            "team": team(max_new_tokens=4),
+            "batch": 8,
+            "stage_one": 2,
+            # Enough for labels that earn something, or the reward schedule would change nothing.
+            "sft": SFT(30, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128),
+        },
+    ),
     "advantage_alignment, past policies": (
         "advantage_alignment",
         {
