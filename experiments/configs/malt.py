@@ -22,7 +22,14 @@ from jaxmarl_llm.training.optimizers import Optimizer
 VARIANTS = ("tiny", "random", "solo")
 # Sums and differences of two digits; most differences are taken for sums, verdicts are right in 9 of 10;
 # a refiner acts on every other one. Without the last two the untrained team is no better than one model.
-QUESTIONS = {"terms": 2, "largest": 9, "slip": 0.6, "lenient": 0.1, "strict": 0.05, "heed": 0.5}
+QUESTIONS = {
+    "terms": 2,
+    "largest": 9,
+    "answer_error_rate": 0.6,
+    "false_accept_rate": 0.1,
+    "false_reject_rate": 0.05,
+    "revision_rate": 0.5,
+}
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:

@@ -245,8 +245,8 @@ def test_demonstrations_are_prompts_of_play_with_systematic_mistakes(name):
 
 
 def test_a_refiner_keeps_what_is_judged_right_and_heeds_what_is_judged_wrong():
-    for heed, low, high in ((0.0, 0.3, 0.7), (0.5, 0.65, 0.85), (1.0, 1.0, 1.0)):
-        config = dataclasses.replace(CONFIGS["refine"], heed=heed)
+    for revision_rate, low, high in ((0.0, 0.3, 0.7), (0.5, 0.65, 0.85), (1.0, 1.0, 1.0)):
+        config = dataclasses.replace(CONFIGS["refine"], revision_rate=revision_rate)
         samples, other = chain.demonstrations(config, 0, 600)["refiner"], []
         for ids, length, said in zip(samples["tokens"], samples["length"], samples["completion"]):
             question, judged = re.fullmatch(r"F(.*)\|(\d[yn])>", BYTES.decode(ids[:length])).groups()
@@ -258,7 +258,7 @@ def test_a_refiner_keeps_what_is_judged_right_and_heeds_what_is_judged_wrong():
 
 
 def test_without_mistakes_imitation_is_right():
-    config = dataclasses.replace(CONFIGS["verify"], slip=0.0, lenient=0.0, strict=0.0)
+    config = dataclasses.replace(CONFIGS["verify"], answer_error_rate=0.0, false_accept_rate=0.0, false_reject_rate=0.0)
     samples = chain.demonstrations(config, 0, 100)["solver"]
     for ids, length, said in zip(samples["tokens"], samples["length"], samples["completion"]):
         question = BYTES.decode(ids[:length])[1:].split("|")[0].rstrip(">")
@@ -347,7 +347,7 @@ def test_both_forms_train_and_are_tested_on_the_same_questions():
         ({"modulus": 11}, "args.modulus: expected 2 to 10"),
         ({"largest": 12}, "args.largest: expected 1 to 9"),
         ({"protocol": "meta", "rounds": 2, "shaping": 0.25}, "shaping: expected 0"),
-        ({"slip": 1.5}, "args.slip: expected a probability in .0, 1., got 1.5"),
+        ({"answer_error_rate": 1.5}, "args.answer_error_rate: expected a probability in .0, 1., got 1.5"),
     ],
 )
 def test_bad_configurations(bad, message):

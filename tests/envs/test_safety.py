@@ -298,7 +298,14 @@ def test_demonstrations_are_prompts_of_play_with_the_configured_mistakes(name):
     config = CONFIGS[name]
     shown = safety.demonstrations(config, 0, 1500)
     assert tuple(shown) == config.roles
-    mistakes = {"careless": [], "timid": [], "benign": [], "misjudge": [], "misguide": [], "judging": []}
+    mistakes = {
+        "compliance_error_rate": [],
+        "refusal_error_rate": [],
+        "benign": [],
+        "flag_error_rate": [],
+        "advice_error_rate": [],
+        "judging": [],
+    }
     form = {"conversation": ("C", r"((?:\|[rsc][rsc])*)", "[rsc]"), "judge": ("J", r"(\|[rsc])", "[yn][yn]")}
     form["feedback"] = ("F", r"((?:\|[rsc][rsc])*\|[rsc])", "[yn][yn][rsc]")
     for role, d in shown.items():
@@ -311,10 +318,10 @@ def test_demonstrations_are_prompts_of_play_with_the_configured_mistakes(name):
             kind = 2 if not re.search("[xz]", word) else 1 if re.search("[uv]", word) else 0
             right = "rsc"[kind]
             if role == "conversation" and not told:
-                mistakes[("careless", "timid", "benign")[kind]].append(reply != right)
+                mistakes[("compliance_error_rate", "refusal_error_rate", "benign")[kind]].append(reply != right)
             elif role == "feedback":
-                mistakes["misjudge"].append(reply[:2] != rule(kind, told[-1]))
-                mistakes["misguide"].append(reply[2] != right)
+                mistakes["flag_error_rate"].append(reply[:2] != rule(kind, told[-1]))
+                mistakes["advice_error_rate"].append(reply[2] != right)
             elif role == "judge":
                 mistakes["judging"].append(reply != rule(kind, told[-1]))
     want = {k: getattr(config, k, 0.0) for k in mistakes if mistakes[k]}
@@ -327,7 +334,7 @@ def test_sizes_are_those_of_play():
         longest = config.length + 3 * config.rounds + 2
         assert safety.prompt_length(config) == longest and safety.entry_length(config) == longest + 4
         assert safety.make(config).max_turns == len(config.order)
-    heedless = dataclasses.replace(CONFIGS["rule"], careless=0.0, timid=0.0)
+    heedless = dataclasses.replace(CONFIGS["rule"], compliance_error_rate=0.0, refusal_error_rate=0.0)
     d = safety.demonstrations(heedless, 0, 60)["conversation"]
     assert {1 + 6 + 1, 1 + 6 + 3 + 1} == set(d["length"].tolist())
 
@@ -338,7 +345,7 @@ def test_sizes_are_those_of_play():
         ({"judge": "model"}, "args.judge"),
         ({"rounds": 0}, "args.rounds: expected 1 to"),
         ({"length": 2}, "args.length: expected 3 to"),
-        ({"misjudge": 1.5}, "args.misjudge: expected a probability"),
+        ({"flag_error_rate": 1.5}, "args.flag_error_rate: expected a probability"),
     ],
 )
 def test_bad_configurations(bad, message):

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,12 +90,21 @@ class Config:
     invalid: float = 0.1  # a penalty
     shaping: float = 0.0  # ReMA: 0.25
     # Probabilities of mistakes in demonstrations.
-    slip: float = 0.55  # an answer takes every minus for a plus
-    lenient: float = 0.5  # a verdict on a wrong answer is y
-    strict: float = 0.3  # a verdict on a right answer is n
-    heed: float = 0.0  # a refiner whose verdict is n does not give the same answer again
-    misplan: float = 0.55  # a hint has plus for minus
-    hasty: float = 0.3  # a hint is marked as final, or not, when it should be the other way
+    answer_error_rate: float = 0.55  # an answer takes every minus for a plus
+    false_accept_rate: float = 0.5  # a verdict on a wrong answer is y
+    false_reject_rate: float = 0.3  # a verdict on a right answer is n
+    revision_rate: float = 0.0  # a refiner whose verdict is n does not give the same answer again
+    plan_error_rate: float = 0.55  # a hint has plus for minus
+    hint_end_error_rate: float = 0.3  # a hint is marked as final, or not, when it should be the other way
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        "slip": "answer_error_rate",
+        "lenient": "false_accept_rate",
+        "strict": "false_reject_rate",
+        "heed": "revision_rate",
+        "misplan": "plan_error_rate",
+        "hasty": "hint_end_error_rate",
+    }
 
     def check(self, path: str) -> None:
         checks.tasks_and_seed(path, self)
@@ -110,7 +119,7 @@ class Config:
         checks.finite(path, self, "accuracy", "format", "invalid", "shaping")
         if self.shaping and (self.protocol != "meta" or self.rounds != 1):
             checks.refuse(path, "shaping", "0, unless protocol=meta and rounds=1", self.shaping)
-        checks.probabilities(path, self, "slip", "lenient", "strict", "heed", "misplan", "hasty")
+        checks.probabilities(path, self, *self.ALIASES.values())
 
     @property
     def max_new_tokens(self) -> int:
@@ -355,10 +364,11 @@ def make_tasks(
 def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
     """Imperfect samples for fine-tuning: role -> tokens [n P], length [n], completion [n R], completion_length [n].
 
-    Mistakes are systematic. With probability ``slip`` an answer takes every minus for a plus, whatever came before. A
-    refiner keeps an answer that was accepted, and with probability ``heed`` changes one that was rejected. Verdicts
-    follow ``lenient`` and ``strict``, hints ``misplan`` and ``hasty``. Prompts are those of episodes of such
-    demonstrators, at turns drawn evenly from those at which the role may act. ``context`` is not used.
+    Mistakes are systematic. With probability ``answer_error_rate`` an answer takes every minus for a plus, whatever
+    came before. A refiner keeps an answer that was accepted. It changes a rejected one with probability
+    ``revision_rate``. Verdicts follow ``false_accept_rate`` and ``false_reject_rate``; hints follow ``plan_error_rate``
+    and ``hint_end_error_rate``. Prompts are those of episodes of such demonstrators, at turns drawn evenly from those
+    at which the role may act. ``context`` is not used.
     """
     out = {}
     for index, role in enumerate(config.roles):
@@ -369,14 +379,15 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
 
 
 def _demonstrated_answer(rng: np.random.Generator, config: Config, numbers: list[int], signs: str) -> int:
-    """An answer that is wrong with probability ``config.slip``."""
-    slips = rng.random() < config.slip
+    """An answer that is wrong with probability ``config.answer_error_rate``."""
+    slips = rng.random() < config.answer_error_rate
     return work_out(numbers, "+" * len(signs) if slips else signs, config.modulus)
 
 
 def _demonstrated_verdict(rng: np.random.Generator, config: Config, right: bool) -> str:
     """A verdict on an answer that is ``right`` or not, with the mistakes of ``config``."""
-    return "yn"[int(rng.random() < config.strict)] if right else "ny"[int(rng.random() < config.lenient)]
+    draw = rng.random()
+    return "yn"[int(draw < config.false_reject_rate)] if right else "ny"[int(draw < config.false_accept_rate)]
 
 
 def _demonstration(rng: np.random.Generator, config: Config, role: str) -> tuple[str, str]:
@@ -396,7 +407,7 @@ def _demonstration(rng: np.random.Generator, config: Config, role: str) -> tuple
         before, other = int(told[0][0]), {gold, work_out(numbers, "+" * len(signs), config.modulus)}
         if told[0][1] == "y":
             answer = before
-        elif rng.random() < config.heed and other != {before}:
+        elif rng.random() < config.revision_rate and other != {before}:
             (answer,) = other - {before}
     return prompt_text(MARKS[role], question, told), str(answer)
 
@@ -406,8 +417,8 @@ def _demonstrated_hint(
 ) -> str:
     """The hint after the replies ``done``: the next step of the chain, its sign and mark perhaps wrong."""
     at = min(len(done), len(signs) - 1)
-    sign = "+" if rng.random() < config.misplan else signs[at]
-    last = (at == len(signs) - 1) != (rng.random() < config.hasty)
+    sign = "+" if rng.random() < config.plan_error_rate else signs[at]
+    last = (at == len(signs) - 1) != (rng.random() < config.hint_end_error_rate)
     return f"{done[-1] if done else numbers[0]}{sign}{numbers[at + 1]}{'!' * last}"
 
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,18 +88,26 @@ class Config:
     rounds: int = 1  # revisions (T_max)
     judge: str = "rule"  # rule, or role: a third role gives the verdicts
     # Probabilities of mistakes in demonstrations.
-    careless: float = 0.5  # a harmful request is complied with
-    timid: float = 0.5  # a sensitive request is refused
-    misjudge: float = 0.4  # flags of feedback are those of another verdict, drawn evenly
-    misguide: float = 0.3  # the advice of feedback is another response than the right one
-    heed: float = 0.8  # a revision follows the last advice; otherwise the response stays
+    compliance_error_rate: float = 0.5  # a harmful request is complied with
+    refusal_error_rate: float = 0.5  # a sensitive request is refused
+    flag_error_rate: float = 0.4  # flags of feedback are those of another verdict, drawn evenly
+    advice_error_rate: float = 0.3  # the advice of feedback is another response than the right one
+    revision_rate: float = 0.8  # a revision follows the last advice; otherwise the response stays
+
+    ALIASES: ClassVar[dict[str, str]] = {
+        "careless": "compliance_error_rate",
+        "timid": "refusal_error_rate",
+        "misjudge": "flag_error_rate",
+        "misguide": "advice_error_rate",
+        "heed": "revision_rate",
+    }
 
     def check(self, path: str) -> None:
         checks.tasks_and_seed(path, self)
         checks.in_range(path, self, 3, checks.MOST_TEXT, "length")
         checks.in_range(path, self, 1, MOST_ROUNDS, "rounds")
         one_of(f"{path}.judge", self.judge, JUDGES)
-        checks.probabilities(path, self, "careless", "timid", "misjudge", "misguide", "heed")
+        checks.probabilities(path, self, *self.ALIASES.values())
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -315,9 +323,10 @@ def make_tasks(
 def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
     """Imperfect samples for fine-tuning: role -> tokens [n P], length [n], completion [n R], completion_length [n].
 
-    First responses make the mistakes ``careless`` and ``timid``, feedback ``misjudge`` and ``misguide``. Revisions
-    follow the advice with probability ``heed``. The judge alone is right, on responses drawn evenly. Rounds are drawn
-    evenly, whether or not an episode would get there. ``context`` is not used.
+    First responses are wrong at ``compliance_error_rate`` and ``refusal_error_rate``, feedback at ``flag_error_rate``
+    and ``advice_error_rate``. Revisions follow the advice with probability ``revision_rate``. The judge alone is right,
+    on responses drawn evenly. Rounds are drawn evenly, whether or not an episode would get there. ``context`` is not
+    used.
     """
     out = {}
     for index, role in enumerate(config.roles):
@@ -345,15 +354,16 @@ def _demonstration(rng: np.random.Generator, config: Config, role: str) -> tuple
     if role == "judge":
         response = RESPONSES[rng.integers(3)]
         return prompt_text(MARKS[role], text, [response]), _flags(kind, response)
-    wrong, probability = {HARMFUL: ("c", config.careless), SENSITIVE: ("r", config.timid)}.get(kind, ("c", 0.0))
+    mistakes = {HARMFUL: ("c", config.compliance_error_rate), SENSITIVE: ("r", config.refusal_error_rate)}
+    wrong, probability = mistakes.get(kind, ("c", 0.0))
     response = wrong if rng.random() < probability else RESPONSES[kind]
     told, rounds = [], rng.integers(config.rounds + (role == "conversation"))
-    advise = lambda: _other(rng, (*RESPONSES,), RESPONSES[kind], config.misguide)
+    advise = lambda: _other(rng, (*RESPONSES,), RESPONSES[kind], config.advice_error_rate)
     for _ in range(rounds):
         advice = advise()
         told.append(response + advice)
-        response = advice if rng.random() < config.heed else response
+        response = advice if rng.random() < config.revision_rate else response
     if role == "conversation":
         return prompt_text(MARKS[role], text, told), response
-    flags = _other(rng, ("nn", "yn", "ny"), _flags(kind, response), config.misjudge)
+    flags = _other(rng, ("nn", "yn", "ny"), _flags(kind, response), config.flag_error_rate)
     return prompt_text(MARKS[role], text, [*told, response]), flags + advise()
