@@ -30,6 +30,7 @@ from jaxmarl_llm.credit.rules import (
     Sizes,
     chain,
 )
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import Array, Tree
 
 
@@ -109,10 +110,17 @@ def assign(rule: CreditRule | Credit, tree: Tree, *, weights: RewardWeights, siz
 
 @functools.partial(jax.jit, static_argnames=("rule", "sizes"))
 def _assign(rule: CreditRule, tree: Tree, weights: Mapping[str, float | Array], *, sizes: Sizes) -> Credited:
-    signal = rule(tree, Signal(scalarise(tree.transitions.rewards, weights), sizes=sizes))
+    whole = (
+        "A rule named by config.credit.rule replaces the whole chain: compose it with chain(*standard_rule(...).rules)"
+    )
+    try:
+        signal = rule(tree, Signal(scalarise(tree.transitions.rewards, weights), sizes=sizes))
+    except Exception as error:
+        error.add_note(f"In the credit rule {rule}. {whole}.")
+        raise
     value, advantage, valid, stats = signal.value, signal.advantage, signal.valid, signal.stats
     if advantage is None or valid is None or value is None:
-        raise ValueError(f"credit rule {rule}: expected it to set value, advantage and valid of each completion")
+        raise ConfigError(f"config.credit: expected value, advantage and valid of each completion from {rule}. {whole}")
     group, count = signal.group, signal.num_groups
     if group is None or stats is None:  # a rule that compares nobody: one group a node, for metrics and selection
         compared = GroupRelative("node", "none", "none")(tree, signal)

@@ -55,7 +55,7 @@ COMMANDS = [(name, line) for name in PAGES for line in COMMAND.findall(page(name
 
 
 def test_the_pages_have_what_the_test_runs():
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 5
     for name in PAGES:
         for file, text in FILE.findall(page(name)):
             code = [
@@ -64,16 +64,20 @@ def test_the_pages_have_what_the_test_runs():
             assert len(code) <= 30, f"{name}: {file} has {len(code)} lines"
 
 
-@pytest.mark.parametrize("name, line", COMMANDS, ids=[line.split()[1] for _, line in COMMANDS])
+@pytest.mark.parametrize("name, line", COMMANDS, ids=[line.rsplit("/", 1)[1] for _, line in COMMANDS])
 def test_a_command_of_a_page_trains(name, line, site, scratch):
     """Two steps of each: every step has a line of metrics, and the held-out tasks were played."""
-    fewer = ["--config.steps=2", "--config.sft.steps=2"] if "sums" in line else ["--config.steps=2"]
+    stage_0 = {"sums": 2, "write_a_recipe": 30}.get("sums" if "sums" in line else name, 0)
+    fewer = ["--config.steps=2"] + (["--config.sft.steps=2"] if "sums" in line else [])
     small = "--config.team.backbone.hidden_size=16", "--config.team.backbone.num_layers=1"
     done = run(site, scratch, *shlex.split(line), *fewer, *small)
     assert done.returncode == 0, done.stderr[-3000:]
     workdir = re.search(r"--workdir=(\S+)", line)[1]
     metrics = [json.loads(text) for text in (scratch / workdir / "metrics.jsonl").read_text().splitlines()]
-    assert metrics[-1]["step"] == (4 if "sums" in line else 2)
+    assert metrics[-1]["step"] == stage_0 + 2
+    if name == "write_a_recipe":  # with its own credit rule, every agent learns at every step
+        norms = [metrics[-1].get(f"agent/{role}/grad_norm", 0) for role in ("first", "second")]
+        assert min(norms) > 0, metrics[-1]
     assert any(key.startswith("reward/") for key in metrics[-1]) and any("eval/return" in line for line in metrics)
 
 
