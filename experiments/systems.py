@@ -10,6 +10,7 @@ a run records anything. Records go to docs/results/systems.json, the table to do
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import pkgutil
@@ -33,6 +34,7 @@ INTRO = """# Systems
 - U: golden numbers and slow references, as tests, and exact counts.
 - L: the system learns, against a control.
 - X: the paper's own ingredient is taken out.
+- Against: the control, and the training of each arm.
 - Effect: the statistic of a claim, one value a seed. Both arms of a difference have the same seed, tasks and keys.
 - A claim **holds** when the 95 % interval of the mean effect (Student's t over seeds) lies above delta, the smallest
   effect worth having. Below delta it does not hold. An interval around delta decides nothing.
@@ -46,15 +48,24 @@ def known() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(claims.__path__))
 
 
+CODE = ("experiments", "jaxmarl_llm", "kernels", "tests")  # what decides the figures of a record
+
+
 def claimed_in(name: str) -> str:
-    """The commit that last changed the claims of a system. ConfigError for claims that are not committed."""
+    """The commit that last changed the claims of a system, or the configurations with their budgets.
+
+    Raises:
+        ConfigError: Code or claims have changes that are not committed.
+    """
     from jaxmarl_llm.errors import ConfigError
 
-    file = f"experiments/claims/{name}.py"
-    git = lambda *words: subprocess.run(["git", *words, "--", file], capture_output=True, text=True).stdout.strip()
-    if git("status", "--porcelain"):
-        raise ConfigError(f"--run: {file} has changes that are not committed; claims are committed before a run")
-    return git("log", "-1", "--format=%h")
+    git = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
+    if changed := git("status", "--porcelain", "--untracked-files=all", "--", *CODE):
+        file = changed.splitlines()[0].split(maxsplit=1)[1]
+        raise ConfigError(
+            f"--run: {file} has changes that are not committed; claims and code are committed before a run"
+        )
+    return git("log", "-1", "--format=%h", "--", f"experiments/claims/{name}.py", "experiments/configs")
 
 
 def checked(name: str, module: Any, findings: list[Finding]) -> list[dict[str, Any]]:
@@ -88,29 +99,32 @@ def record(name: str, seeds: int | None, say: Any) -> dict[str, Any]:
 def table(records: dict[str, dict]) -> str:
     """One row a claim: the effect with its interval beside delta, and figures by arm."""
     mark = lambda verdict: verdict if verdict == HOLDS else f"**{verdict}**"
-    lines = ["| system | | claim | effect | delta | | figures |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    lines = ["| system | | claim | against | effect | delta | | figures |", "|" + " --- |" * 8]
     for name in known():
         if name not in records:
-            lines.append(f"| {name} | | not recorded yet | | | | |")
+            lines.append(f"| {name} | | not recorded yet | | | | | |")
             continue
         r = records[name]
         where = f"{r['seeds']} seeds, {r['minutes']} min, {r['date']}, `{r['commit']}`; claims `{r['claims_commit']}`"
         golden = r["golden"]
         verdict = mark(HOLDS if golden["holds"] else "does not hold")
-        lines.append(f"| {name} | U | {r['status']}; `{golden['file']}` | | | {verdict} | {where} |")
+        lines.append(f"| {name} | U | {r['status']}; `{golden['file']}` | | | | {verdict} | {where} |")
         for f in r["findings"]:
-            claim = Claim(f["kind"], f["text"], f["effect"], f["delta"])
+            claim = Claim(**{field.name: f[field.name] for field in dataclasses.fields(Claim)})
             figures = "; ".join(f"{arm} {interval(values)}" for arm, values in f["figures"].items())
             effect = f"{claim.effect}: {interval(f['values'])}"
             verdict = mark(decide(claim, f["values"]))
-            lines.append(f"| | {claim.kind} | {claim.text} | {effect} | {claim.delta:g} | {verdict} | {figures} |")
+            against = f"{claim.control}; {claim.budget}"
+            delta = f"{claim.delta:g}"
+            lines.append(f"| | {claim.kind} | {claim.text} | {against} | {effect} | {delta} | {verdict} | {figures} |")
     return "\n".join(lines)
 
 
 def recorded(file: Path) -> dict[str, Any]:
-    """Records of a file by system. Those without the commit of their claims were decided by medians: left out."""
+    """Records of a file by system. Left out: records of claims without a commit, a control or a budget."""
     found = json.loads(file.read_text()) if file.exists() else {}
-    return {name: r for name, r in found.items() if "claims_commit" in r}
+    stated = lambda r: "claims_commit" in r and all({"control", "budget"} <= set(f) for f in r["findings"])
+    return {name: r for name, r in found.items() if stated(r)}
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:

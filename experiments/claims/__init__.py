@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.studies.common import student
+from jaxmarl_llm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,22 @@ class Claim:
         text: One sentence.
         effect: The statistic: one value a seed. Both arms of a difference have the same seed, tasks and keys.
         delta: The smallest effect worth having; below 0: the worst loss that is still called no loss.
+        control: What the effect is measured against.
+        budget: Training of each arm: steps, and tasks or samples a step.
     """
 
     kind: str
     text: str
     effect: str
     delta: float
+    control: str
+    budget: str
 
     def __post_init__(self) -> None:
-        if self.kind not in ("U", "L", "X") or not np.isfinite(self.delta) or not (self.text and self.effect):
-            raise ValueError(f"claim {self.text!r}: expected a kind U, L or X, a text, an effect and a finite delta")
+        words = (self.text, self.effect, self.control, self.budget)
+        if self.kind not in ("U", "L", "X") or not np.isfinite(self.delta) or not all(words):
+            wanted = "a kind U, L or X, a text, an effect, a finite delta, a control and a budget"
+            raise ConfigError(f"claim {self.text!r}: expected {wanted}")
 
 
 class Finding(NamedTuple):

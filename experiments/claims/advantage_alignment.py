@@ -31,18 +31,32 @@ from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 GOLDEN = "tests/recipes/test_advantage_alignment.py"
 STATUS = "reproduced"
 SEEDS = 10
+TABULAR = "600 updates of 128 matches, both arms"
+TOKENS = "100 supervised and 200 RL steps of 8 tasks, both arms"
 CLAIMS = {
     "cooperates": Claim(
-        "L", "tabular players with beta 2 cooperate in at least 0.6 of moves", "share of C minus 0.6", 0.0
+        "L",
+        "tabular players with beta 2 cooperate in at least 0.6 of moves",
+        "share of C minus 0.6",
+        0.0,
+        control="the fixed share 0.6",
+        budget=TABULAR,
     ),
     "defects": Claim(
-        "X", "tabular players with beta 0 cooperate in at most 0.05 of moves", "0.05 minus the share of C", 0.0
+        "X",
+        "tabular players with beta 0 cooperate in at most 0.05 of moves",
+        "0.05 minus the share of C",
+        0.0,
+        control="the fixed share 0.05",
+        budget=TABULAR,
     ),
     "transformer": Claim(
         "X",
         "a transformer cooperates in at least 0.3 of moves more with beta 2 than with beta 0",
         "share of C, beta 2 minus beta 0",
         0.3,
+        control="beta 0, from the same parameters",
+        budget=TOKENS,
     ),
 }
 

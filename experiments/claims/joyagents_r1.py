@@ -23,24 +23,31 @@ from jaxmarl_llm.runs.compiled import make_evaluation, make_program, task_data
 GOLDEN = "tests/agents/test_memory.py"
 STATUS = "mechanism implemented"
 SEEDS = 5
+BUDGET = "300 supervised and 250 RL steps of 32 tasks; the untrained arm: the former alone"
 CLAIMS = {
     "learns": Claim(
         "L",
         "RL raises the success on unseen queries over stage 0 by at least 0.1",
         "held-out success on unseen queries, trained minus untrained",
         0.1,
+        control="the team after stage 0",
+        budget=BUDGET,
     ),
     "memory, unseen": Claim(
         "X",
         "memory costs no success on unseen queries",
         "held-out success on unseen queries, with memory minus without",
         -0.02,
+        control="no memory in training and evaluation, from the same parameters",
+        budget=BUDGET,
     ),
     "memory, lookups": Claim(
         "X",
         "memory brings at least 0.1 of success on lookups, which only trial or memory can answer",
         "success on lookups, with memory minus without",
         0.1,
+        control="no memory in training and evaluation, from the same parameters",
+        budget=BUDGET,
     ),
 }
 

@@ -29,28 +29,47 @@ from jaxmarl_llm.types import TrainState
 GOLDEN = "tests/recipes/test_malt.py"
 STATUS = "mechanism implemented"
 SEEDS = 5
+BUDGET = "500 supervised steps; 150 of imitation and 100 of preferences on the trees of 512 tasks"
 CLAIMS = {
-    "samples": Claim("U", "every task of the data set has exactly 3, 9 and 27 samples", "1 where it has", 1.0),
+    "samples": Claim(
+        "U",
+        "every task of the data set has exactly 3, 9 and 27 samples",
+        "1 where it has",
+        1.0,
+        control="none: a count",
+        budget=BUDGET,
+    ),
     "learns": Claim(
         "L",
         "the trained team passes the untrained one by at least 0.05 of held-out accuracy",
         "held-out accuracy, trained minus untrained",
         0.05,
+        control="the team after stage 0",
+        budget=BUDGET,
     ),
     "team": Claim(
-        "L", "the untrained team passes a single model", "held-out accuracy, untrained team minus single model", 0.0
+        "L",
+        "the untrained team passes a single model by at least 0.02",
+        "held-out accuracy, untrained team minus single model",
+        0.02,
+        control="one model alone after its own stage 0 of as many steps",
+        budget=BUDGET,
     ),
     "labels": Claim(
         "X",
         "the labels carry the gain: with random labels it is smaller by at least 0.05",
         "held-out accuracy, trained minus trained with random labels",
         0.05,
+        control="random labels, from the same parameters",
+        budget=BUDGET,
     ),
     "preferences": Claim(
         "X",
         "preferences (DPO) bring more than imitation alone",
         "held-out accuracy, after preferences minus after imitation",
         0.01,
+        control="the same run before its preferences",
+        budget=BUDGET,
     ),
 }
 

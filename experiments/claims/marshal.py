@@ -21,24 +21,31 @@ from experiments.claims import Claim, Finding, minus
 GOLDEN = "tests/recipes/test_marshal.py"
 STATUS = "reproduced"
 SEEDS = 10
+BUDGET = "150 supervised and 1000 RL steps of 64 games, both arms"
 CLAIMS = {
     "learns": Claim(
         "L",
         "self-play takes Kuhn poker to an exploitability of at most 0.25 (0.92 for even chances)",
         "0.25 minus the exploitability",
         0.0,
+        control="the fixed exploitability 0.25",
+        budget=BUDGET,
     ),
     "self-play": Claim(
         "X",
         "trained on a fixed random opponent instead of itself, the first player loses more to a best response",
         "win of a best response, against a player of a fixed opponent minus of self-play",
         0.1,
+        control="a fixed random second player, from the same parameters",
+        budget=BUDGET,
     ),
     "baseline": Claim(
         "X",
         "one baseline for both players instead of one a role leaves a higher exploitability",
         "exploitability, shared baseline minus by role",
         0.02,
+        control="one baseline for both players, from the same parameters",
+        budget=BUDGET,
     ),
 }
 

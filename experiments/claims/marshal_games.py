@@ -17,18 +17,23 @@ GOLDEN = "tests/envs/test_games.py"
 STATUS = "mechanism implemented"
 GAMES = 1024
 SEEDS = 5
+BUDGET = "1500 supervised and 1500 RL steps of 128 games; mini-Hanabi: 500 RL steps"
 CLAIMS = {
     "tic_tac_toe": Claim(
         "L",
         "tic-tac-toe: at least 0.9 of games against a random player are not lost",
         "share of games not lost, mean of both seats, minus 0.9",
         0.0,
+        control="the fixed share 0.9",
+        budget=BUDGET,
     ),
     "hanabi": Claim(
         "L",
         "mini-Hanabi: self-play raises the score by at least 0.2 fireworks over stage 0",
         "score after minus before",
         0.2,
+        control="the model after stage 0",
+        budget=BUDGET,
     ),
 }
 

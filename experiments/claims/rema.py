@@ -22,24 +22,31 @@ from jaxmarl_llm.runs.compiled import make_evaluation, make_program, task_data
 GOLDEN = "tests/recipes/test_rema.py"
 STATUS = "reproduced"
 SEEDS = 5
+BUDGET = "800 supervised and 80 RL steps of 8 tasks, two epochs, all arms; the untrained arm: the former alone"
 CLAIMS = {
     "learns": Claim(
         "L",
         "alternating training raises held-out accuracy over the untrained team by at least 0.1",
         "held-out accuracy, alternating minus untrained",
         0.1,
+        control="the team after stage 0",
+        budget=BUDGET,
     ),
     "ratio": Claim(
         "X",
         "turn-level ratios bring more held-out accuracy than token-level ones after equal steps",
         "held-out accuracy, turn-level minus token-level",
         0.02,
+        control="token-level ratios, from the same parameters",
+        budget=BUDGET,
     ),
     "both": Claim(
         "X",
         "training both roles in alternation brings more than training the reasoner alone beside a frozen meta-thinker",
         "held-out accuracy, alternating minus frozen meta-thinker",
         0.05,
+        control="the meta-thinker frozen, from the same parameters",
+        budget=BUDGET,
     ),
 }
 

@@ -91,8 +91,12 @@ ARMS = {
 }
 
 
+BUDGET = "1000 supervised steps; RL steps of 8 tasks as many as the table says"
+
+
 def _claim(text: str, one: str, other: str) -> Claim:
-    return Claim("X", text, f"area under the held-out success curve, {one} minus {other}", DELTA)
+    effect = f"area under the held-out success curve, {one} minus {other}"
+    return Claim("X", text, effect, DELTA, control=f"{other}, from the same parameters", budget=BUDGET)
 
 
 # Contrast -> the two arms. The plans are compared with all groups trained on.

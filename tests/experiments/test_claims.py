@@ -13,7 +13,8 @@ from experiments.claims import FAILS, HOLDS, OPEN, Claim, Finding, decide
 from jaxmarl_llm.errors import ConfigError
 from tests.test_layering import ROOT
 
-BETTER = Claim("X", "one arm is better", "one minus the other", 0.0)
+AGAINST = {"control": "the other arm", "budget": "10 steps, both arms"}
+BETTER = Claim("X", "one arm is better", "one minus the other", 0.0, **AGAINST)
 
 
 @pytest.mark.parametrize("seeds", [5, 20])
@@ -38,17 +39,26 @@ def test_an_effect_of_nothing_holds_in_one_of_forty_experiments(seeds):
     ],
 )
 def test_verdicts(delta, effect, verdict):
-    assert decide(Claim("L", "a", "b", delta), effect) == verdict
+    assert decide(Claim("L", "a", "b", delta, **AGAINST), effect) == verdict
 
 
 def test_counts_have_to_be_right_in_every_seed():
-    exact = Claim("U", "all of them", "1 where it is so", 1.0)
+    exact = Claim("U", "all of them", "1 where it is so", 1.0, **AGAINST)
     assert decide(exact, [1.0, 1.0]) == HOLDS and decide(exact, [1.0, 0.0]) == FAILS
 
 
-@pytest.mark.parametrize("broken", [("Q", "a", "b", 0.0), ("L", "", "b", 0.0), ("L", "a", "b", float("nan"))])
-def test_a_claim_without_delta_is_refused(broken):
-    with pytest.raises(ValueError, match="expected a kind U, L or X, a text, an effect and a finite delta"):
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ("Q", "a", "b", 0.0, "c", "d"),
+        ("L", "", "b", 0.0, "c", "d"),
+        ("L", "a", "b", float("nan"), "c", "d"),
+        ("L", "a", "b", 0.0, "", "d"),
+        ("L", "a", "b", 0.0, "c", ""),
+    ],
+)
+def test_a_claim_that_is_not_whole_is_refused(broken):
+    with pytest.raises(ConfigError, match="a text, an effect, a finite delta, a control and a budget"):
         Claim(*broken)
 
 
@@ -92,6 +102,24 @@ def test_claims_are_committed_before_they_are_run(tmp_path, monkeypatch):
     (folder / "mine.py").write_text("CLAIMS = {1: 2}")
     with pytest.raises(ConfigError, match="not committed"):
         systems.claimed_in("mine")
+    git("commit", "-qam", "another claim")
+    (tmp_path / "jaxmarl_llm").mkdir()
+    (tmp_path / "jaxmarl_llm" / "code.py").write_text("changed = True")
+    with pytest.raises(ConfigError, match=r"jaxmarl_llm/code\.py has changes"):
+        systems.claimed_in("mine")
+
+
+def test_the_commit_of_a_recorded_claim_is_older_than_its_run():
+    """Both commits are in the history, the claim's before the run's."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no history: the tests run outside a checkout")
+    file = ROOT / "docs/results/systems.json"
+    git = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    assert git("merge-base", "--is-ancestor", "HEAD", "HEAD~1").returncode == 1  # the check can fail
+    for name, record in systems.recorded(file).items():
+        done = git("merge-base", "--is-ancestor", record["claims_commit"], record["commit"])
+        assert done.returncode == 0, f"{name}: {record['claims_commit']} {record['commit']} {done.stderr}"
+        assert git("merge-base", "--is-ancestor", record["commit"], "HEAD").returncode == 0, name
 
 
 RECORD = {
@@ -126,5 +154,6 @@ def test_the_table_shows_the_effect_beside_delta():
     rows = systems.checked("a", Module, [Finding("better", [1.0, 1.1, 0.9], {"arm": [2.0, 2.2, 2.1]})])
     lines = systems.table({systems.known()[0]: {**RECORD, "findings": rows}}).splitlines()
     assert "**does not hold** | 3 seeds, 1.5 min, 2026-01-01, `def`; claims `abc` |" in lines[2]
-    assert "one minus the other: 1.000 ± 0.248 | 0 | holds | arm 2.100 ± 0.248 |" in lines[3]
-    assert lines[4].endswith("not recorded yet | | | | |")
+    assert "| the other arm; 10 steps, both arms | one minus the other: 1.000 ± 0.248 | 0 | holds |" in lines[3]
+    assert lines[3].endswith("| arm 2.100 ± 0.248 |")
+    assert lines[4].endswith("not recorded yet | | | | | |")
