@@ -11,7 +11,9 @@ folder for each data set, with the upstream file names:
 
 A name with a slash, such as ``openai/gsm8k``, is an id on the Hugging Face hub and is read by ``datasets``. Wrong data
 raises ConfigError with one line that names file, line and field. No row is skipped silently. Data sets without an
-upstream train split (BFCL, HotpotQA) are split 80/20 by a hash of the id, so a task never changes its split.
+upstream train split (BFCL, HotpotQA) are split 80/20 by a hash of the question. So a question never changes its split,
+and is in one split alone. Upstream splits keep their rows, but a row of train or dev whose text is also in test is left
+out, and ``source`` counts such rows.
 """
 
 from __future__ import annotations
@@ -66,11 +68,14 @@ def load(
         if task["id"] in seen:
             raise ConfigError(f"{where}: field 'id': {task['id']!r} is a duplicate of {seen[task['id']]}")
         seen[task["id"]] = where
+    note = ""
     if name in _UNSPLIT:
-        pairs = _hashed(pairs, split, source)
+        pairs = _hashed(pairs, split, source, _CONTENT[name])
+    elif name in _READERS and split != "test":
+        pairs, note = _without_test(name, root, pairs)
     tasks = [task for _, task in pairs]
     random.Random(f"{name} {split} {seed}").shuffle(tasks)
-    return tasks[:limit], f"{source}, split {split}, {min(len(tasks), limit or len(tasks))} of {len(tasks)}"
+    return tasks[:limit], f"{source}, split {split}, {min(len(tasks), limit or len(tasks))} of {len(tasks)}{note}"
 
 
 def load_retail_db(data_dir: str | Path | None = None) -> tuple[dict[str, dict], str]:
@@ -158,13 +163,29 @@ def _need(row: Any, field: str, kind: type, where: str) -> Any:
     return row[field]
 
 
-def _hashed(pairs: Tasks, split: str, source: str) -> Tasks:
-    """Tasks of one split, where a hash of the id decides: 80 % train, 20 % test."""
+def content(text: str) -> str:
+    """What two copies of a text share: its words, without case, punctuation and spacing."""
+    return " ".join(re.findall(r"\w+", text.casefold())) or text.strip()
+
+
+def _without_test(name: str, root: Path, pairs: Tasks) -> tuple[Tasks, str]:
+    """Tasks whose content no task of split ``test`` has, and a note that counts the others."""
+    try:
+        held_out = {content(task[_CONTENT[name]]) for _, task in _READERS[name](root, "test")[0]}
+    except ConfigError:  # a folder without the split, or with a damaged one: reading that split says so
+        return pairs, ""
+    kept = [(where, task) for where, task in pairs if content(task[_CONTENT[name]]) not in held_out]
+    gone = len(pairs) - len(kept)
+    return kept, f", without {gone} that are also in test" if gone else ""
+
+
+def _hashed(pairs: Tasks, split: str, source: str, field: str) -> Tasks:
+    """Tasks of one split, where a hash of the content of ``field`` decides: 80 % train, 20 % test."""
     if split not in ("train", "test"):
         raise ConfigError(f"{source}: split {split!r}: expected train or test")
     chosen = []
     for where, task in pairs:
-        held_out = int(hashlib.sha256(task["id"].encode()).hexdigest(), 16) % 5 == 0
+        held_out = int(hashlib.sha256(content(task[field]).encode()).hexdigest(), 16) % 5 == 0
         if held_out == (split == "test"):
             chosen.append((where, task))
     if not chosen:
@@ -298,6 +319,13 @@ _READERS: dict[str, Callable[[Path, str], tuple[Tasks, list[Path]]]] = {
     "scitldr": _scitldr,
 }
 _UNSPLIT = ("bfcl", "hotpotqa")  # no train split upstream
+_CONTENT = {  # the field that makes a task itself
+    "gsm8k": "question",
+    "bfcl": "question",
+    "hotpotqa": "question",
+    "taubench_retail": "instruction",
+    "scitldr": "text",
+}
 
 
 def _from_hub(name: str, split: str) -> tuple[Tasks, str]:

@@ -68,6 +68,12 @@ def fingerprint(task: Any) -> Any:
 
 
 def shared(training: Iterable[Any], held_out: Iterable[Any]) -> np.ndarray:
-    """For each held-out task, whether some training task equals it in every field [n] bool."""
-    known = {repr(fingerprint(task)) for task in training}
-    return np.array([repr(fingerprint(task)) in known for task in held_out], bool)
+    """For each held-out task, whether some training task equals it [n] bool: in every field but ``id``."""
+
+    def of(task: Any) -> str:
+        if isinstance(task, Mapping):
+            task = {key: value for key, value in task.items() if key != "id"}
+        return repr(fingerprint(task))
+
+    known = {of(task) for task in training}
+    return np.array([of(task) in known for task in held_out], bool)

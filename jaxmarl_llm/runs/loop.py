@@ -18,6 +18,7 @@ from jaxmarl_llm._version import __version__
 from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.distributed import deadlines, processes
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.runs import preflight
 from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
 from jaxmarl_llm.storage.workdir import Workdir
@@ -57,6 +58,7 @@ def _fit(
     cfg: BaseConfig, recipe: Recipe, folder: Workdir, saver: Checkpointer, allow_config_change: Sequence[str]
 ) -> TrainState:
     """Resume or start a run, train it to the last step, and write its report. Arguments as in `fit`."""
+    passes = None if recipe.env_runner.array else preflight.epochs(cfg, recipe.env_runner.size)
     with deadlines.stage("save"):
         state, resumed, backbone = _resume(cfg, recipe, saver, allow_config_change)
     primary = processes.index() == 0  # the other processes write only their parts of checkpoints
@@ -77,6 +79,8 @@ def _fit(
         with logger:
             if resumed is not None:
                 logger.print(f"resumed {folder} at step {resumed}")
+            if passes is not None:
+                logger.print(passes)
             state, stopped = _train(cfg, recipe, folder, saver, logger, state, backbone)
             with deadlines.stage("save"):
                 _finish(recipe, folder, saver, logger, int(state.step), stopped)

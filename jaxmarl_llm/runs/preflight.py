@@ -50,6 +50,24 @@ def check(cfg: Any, plan: Any) -> None:
         allocator.release()
 
 
+def epochs(cfg: Any, tasks: int) -> str:
+    """A line that says how often RL plays each training task of a host environment.
+
+    cfg: configuration. tasks: number of training tasks. Raises ConfigError above ``run.max_epochs`` passes: a
+    configuration of a large run was left with a small sample of its data.
+    """
+    from jaxmarl_llm.errors import ConfigError
+
+    passes = cfg.steps * cfg.batch / tasks
+    line = f"{tasks} training tasks; {cfg.steps} steps of {cfg.batch} tasks play each one {passes:.3g} times"
+    if cfg.run.max_epochs and passes > cfg.run.max_epochs:
+        raise ConfigError(
+            f"config.run.max_epochs={cfg.run.max_epochs:g}: {line}; give all of the data (config.env.args.data), lower "
+            "config.steps, or raise config.run.max_epochs"
+        )
+    return line
+
+
 def check_memory(cfg: Any, plan: Any, work: Any, room: int, whose: str, *, or_else: str = "") -> None:
     """Raise ConfigError, with the bytes and the flag to lower, when a plan cannot fit.
 

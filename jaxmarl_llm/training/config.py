@@ -53,11 +53,12 @@ class RunConfig:
     deadlines: Deadlines = Deadlines()  # of the stages of a step
     max_logprob_gap: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
     episodes: int = 6  # written to episodes.md at the end
+    max_epochs: float = 100.0  # passes of RL over the tasks of a host environment, above which it is refused; 0: any
 
     def check(self, path: str) -> None:
         for name in ("checkpoint_every", "keep", "log_every", "max_bad_steps"):
             at_least(f"{path}.{name}", getattr(self, name), 1)
-        for name in ("eval_every", "max_logprob_gap", "episodes"):
+        for name in ("eval_every", "max_logprob_gap", "episodes", "max_epochs"):
             at_least(f"{path}.{name}", getattr(self, name), 0)
 
 

@@ -161,7 +161,8 @@ def test_format_and_efficiency_by_hand():
 
 def test_format_and_efficiency_are_in_proportion_to_accuracy():
     qa = FIRST["qa"] | {"gold": "New York City"}
-    texts = ["hello", "Delegate: qa: x", "Answer: y", "Final: York City"]
+    more = ["hello"] * (CONFIG.max_turns - 3)  # as many turns as there are, more than the task needs
+    texts = [*more, "Delegate: qa: x", "Answer: y", "Final: York City"]
     found = {c.reward: play(qa, *texts, config=c)[1] for c in (CONFIG, SUM)}
     for component in ("format", "efficiency"):
         assert total(found["sum"], component) > 0

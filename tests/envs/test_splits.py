@@ -1,19 +1,22 @@
 """Held-out tasks: none is a training task of any seed or in a demonstration; the error where a side is empty."""
 
 import dataclasses
+import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 from jaxmarl_llm.cli import config_flags
-from jaxmarl_llm.data import loaders
+from jaxmarl_llm.data import code_tasks, loaders
 from jaxmarl_llm.envs import contract, registry, splits
 from jaxmarl_llm.envs.dispatch import array as dispatch
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from tests.test_config_fields import SPECS
+from tests.test_layering import ROOT
 
 ONE_GAME = {"matrix", "games", "games_text", "dilemma", "dilemma_text"}  # the last two where the game is ipd
 # environment -> its arguments, and the column of a task that makes the task itself (None: all of it)
@@ -94,13 +97,52 @@ def test_no_demonstration_shows_a_held_out_task(name):
     assert len(shown) > 100 and not [c for c in shown if splits.is_held_out(c)]
 
 
+SHARED_DATA = ROOT.parent / "shared" / "data"  # whole data sets, where somebody has them
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["samples", "whole"])
 @pytest.mark.parametrize("name", DATA)
-def test_no_sample_of_a_data_set_is_in_two_splits(name):
+def test_no_sample_of_a_data_set_is_in_two_splits(name, whole):
+    """Not even with other case, spacing or punctuation."""
+    if whole and not SHARED_DATA.is_dir():
+        pytest.skip(f"no folder {SHARED_DATA} with whole data sets")
     parts, field = DATA[name]
-    rows = [{str(task[field]) for task in loaders.load(name, split=part)[0]} for part in parts]
+    folder = SHARED_DATA if whole else None
+    rows = [{plain(task[field]) for task in loaders.load(name, split=part, data_dir=folder)[0]} for part in parts]
     for i, one in enumerate(rows):
         for other in rows[i + 1 :]:
             assert one and other and not one & other
+
+
+def plain(text):
+    return "".join(c for c in text.lower() if c.isalnum())
+
+
+@pytest.mark.parametrize("name", code_tasks.BENCHMARKS)
+@pytest.mark.parametrize("whole", [False, True], ids=["samples", "whole"])
+def test_no_programming_problem_is_in_two_splits(name, whole):
+    if whole and not SHARED_DATA.is_dir():
+        pytest.skip(f"no folder {SHARED_DATA} with whole data sets")
+    if name == "coophumaneval" and not whole:
+        pytest.skip("coophumaneval has no licence file and does not ship")
+    folder = SHARED_DATA if whole else None
+    rows = {part: code_tasks.load_code(name, data_dir=folder, split=part)[0] for part in ("train", "test")}
+    one, other = ({plain(task["prompt"]) for task in some} for some in rows.values())
+    assert one and other and not one & other
+
+
+def test_a_training_row_that_is_also_in_test_is_left_out_and_counted(tmp_path):
+    """With other spacing; and tasks that differ in their id alone are one task."""
+    folder = tmp_path / "gsm8k"
+    shutil.copytree(loaders.FIXTURES / "gsm8k", folder)
+    row = json.loads((folder / "test.jsonl").read_text().splitlines()[0])
+    before, _ = loaders.load("gsm8k", split="train", data_dir=tmp_path)
+    with (folder / "train.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({**row, "question": f"  {row['question'].upper()} "}) + "\n")
+    after, source = loaders.load("gsm8k", split="train", data_dir=tmp_path)
+    assert len(after) == len(before) and source.endswith("without 1 that are also in test")
+    one, same = {"id": "a", "question": "q"}, {"id": "b", "question": "q"}
+    assert splits.shared([one], [same, {"id": "a", "question": "r"}]).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=[spec.split("/")[-1] for spec in SPECS])
