@@ -201,8 +201,8 @@ class Driver(TracedDriver):
         for name, some in batches.items():
             alike: dict[tuple[int, ...], list[Batch]] = {}
             for batch in some:
-                alike.setdefault((batch.tokens.shape[1], *batch.completions.shape[1:]), []).append(batch)
-            joined[name] = [jax.tree.map(lambda *rows: jnp.concatenate(rows), *rows) for rows in alike.values()]
+                alike.setdefault((batch.tokens.shape[2], *batch.completions.shape[2:]), []).append(batch)
+            joined[name] = [jax.tree.map(lambda *rows: jnp.concatenate(rows, 1), *some) for some in alike.values()]
         return super().optimize(models, learners, loss, state, joined)
 
 
