@@ -74,17 +74,19 @@ class Signal(struct.PyTreeNode):
 
 
 class CreditRule(Protocol):
-    """One step from rewards to advantages.
+    """One step from rewards to advantages."""
 
-    Args:
-        tree: The rollout.
-        signal: What the rules before this one made.
+    def __call__(self, tree: Tree, signal: Signal, /) -> Signal:
+        """Apply the rule.
 
-    Returns:
-        The signal with some fields replaced.
-    """
+        Args:
+            tree: The rollout.
+            signal: Result of the rules before this one.
 
-    def __call__(self, tree: Tree, signal: Signal, /) -> Signal: ...
+        Returns:
+            The signal with some fields replaced.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -46,21 +46,23 @@ def unequal_groups(credited: Credited, num_tasks: int) -> Array:
 
 
 class CriticAdvantages(Protocol):
-    """Advantages from the team's critics.
-
-    Args:
-        step: The training step's parts.
-        driver: Runs it.
-        state: Before the update.
-        tree: The rollout.
-
-    Returns:
-        Advantage of each completion [C], whether it has one [C], what each critic learns, and metrics.
-    """
+    """Advantages from the critics of the team."""
 
     def __call__(
         self, step: TrainStep, driver: Driver, state: TrainState, tree: Tree
-    ) -> tuple[Array, Array, Mapping[str, Any], Mapping[str, Any]]: ...
+    ) -> tuple[Array, Array, Mapping[str, Any], Mapping[str, Any]]:
+        """Compute the advantages of a rollout.
+
+        Args:
+            step: Parts of the training step.
+            driver: Driver that runs the step.
+            state: State before the update.
+            tree: The rollout.
+
+        Returns:
+            Advantage of each completion [C], whether it has one [C], data that each critic learns from, and metrics.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
