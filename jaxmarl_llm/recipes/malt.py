@@ -120,7 +120,7 @@ def gather(team: Team, played: RolloutResult, credited: Credited) -> offline.Tab
 
 
 def labelled(cfg: Config, tables: offline.Tables) -> offline.Tables:
-    """Add to ``tables``: ``label`` [C], value above ``cfg.threshold``; ``pairs`` [K 2] of (positive, negative) siblings."""
+    """Add to ``tables`` ``label`` [C], value above ``cfg.threshold``, and ``pairs`` [K 2] (positive, negative)."""
     out = {}
     for index, (role, table) in enumerate(tables.items()):
         label = table["value"] > cfg.threshold
