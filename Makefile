@@ -13,7 +13,7 @@ help:
 	@echo "make demo       train JoyAgents-R1 on CPU with tiny models, or resume it; writes runs/demo/report.png"
 	@echo "                (another run: make demo SEED=1 DEMO=runs/demo_1)"
 	@echo "make test       install what the tests need; lint, types, and all tests that are not slow"
-	@echo "make check      slow tests, notebooks, compiles for TPUs, and Python 3.12 where it is found"
+	@echo "make check      slow tests, the site, notebooks, compiles for TPUs, and Python 3.12 where it is found"
 	@echo "make lint types notebooks aot"
 	@echo "make docs       the site with the API reference, in build/site; warnings are errors"
 	@echo "make sandbox    install what runs generated code safely: bubblewrap and libseccomp"
@@ -49,12 +49,12 @@ demo: $(VENV)/.installed
 
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
 
-# What is not slow. The slow tests, the notebooks, the compiles for TPUs and the second Python are `make check`.
+# What is not slow. The rest is `make check`.
 test: $(VENV)/.installed-parity lint types sandbox
 	@test -f weights/smollm2/config.json || $(MAKE) weights || echo "SmolLM2 was not fetched: its tests skip"
 	$(CPU) $(RUN) -m pytest $(SPREAD) -m "not slow"
 
-check: test-slow notebooks aot test-312
+check: test-slow docs notebooks aot test-312
 
 test-slow: $(VENV)/.installed-parity sandbox
 	@test -f $(TRANSFORMERS4)/.installed || $(MAKE) transformers4 || echo "transformers 4 was not installed: its test skips"

@@ -1,8 +1,9 @@
 """Multi-agent reinforcement learning of language-model teams, in JAX.
 
-The package exports the names that a notebook needs, such as ``jaxmarl_llm.fit`` and ``jaxmarl_llm.recipes.grpo``. All
-other names are in their modules. An exported name is imported when it is first used. So ``import jaxmarl_llm`` alone
-does not import JAX, which worker processes of environments do not need.
+The package exports the names that a notebook needs, such as ``jaxmarl_llm.fit`` and ``jaxmarl_llm.recipes.grpo``. Each
+room, such as ``jaxmarl_llm.training``, exports the names that its users need. All other names are in their modules. An
+exported name is imported when it is first used. So ``import jaxmarl_llm`` alone does not import JAX, which worker
+processes of environments do not need.
 """
 
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.rollout.env_runner import make_env_runner
     from jaxmarl_llm.runs.loop import fit
     from jaxmarl_llm.telemetry.metrics_file import read_metrics
+    from jaxmarl_llm.training.config import SFT
     from jaxmarl_llm.training.losses import Loss
     from jaxmarl_llm.training.optimizers import Optimizer
     from jaxmarl_llm.types import Team, Tree
@@ -30,6 +32,7 @@ else:
             "EnvConfig": "jaxmarl_llm.envs.registry",
             "Loss": "jaxmarl_llm.training.losses",
             "Optimizer": "jaxmarl_llm.training.optimizers",
+            "SFT": "jaxmarl_llm.training.config",
             "Sampling": "jaxmarl_llm.generation.sampling",
             "Team": "jaxmarl_llm.types",
             "TeamConfig": "jaxmarl_llm.agents.team",
@@ -46,6 +49,7 @@ else:
     )
 
 __all__ = [
+    "SFT",
     "Backbone",
     "EnvConfig",
     "Loss",

@@ -46,7 +46,7 @@ _brief.maxstring = _brief.maxother = 60
 
 
 def to_dict(cfg: Any) -> Any:
-    """Plain nested dictionaries of a config: no dataclasses, lists as tuples. Also normalises a mapping."""
+    """Plain nested dictionaries of ``cfg``: no dataclasses, lists as tuples. A mapping is normalised too."""
     if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
         return {f.name: to_dict(getattr(cfg, f.name)) for f in dataclasses.fields(cfg) if f.init}
     if isinstance(cfg, Mapping):
@@ -57,10 +57,18 @@ def to_dict(cfg: Any) -> Any:
 
 
 def from_dict(cls: type[T], mapping: Any, prefix: str = "config") -> T:
-    """Build ``cls`` from nested mappings, by its annotations; raises ``ConfigError`` that names the key.
+    """Build ``cls`` from nested mappings, by its annotations.
 
     Absent keys take their defaults. An int is accepted for a float, a bool never for a number. Of a union of config
-    classes the first that accepts the keys is built, so give such classes a ``Literal`` field that tells them apart.
+    classes the first that accepts the keys is built. Such classes need a ``Literal`` field that tells them apart.
+
+    Args:
+        cls: A dataclass.
+        mapping: Values by name, nested; or an instance of ``cls``.
+        prefix: First part of the keys in messages.
+
+    Raises:
+        ConfigError: A wrong key or value; the message names the key.
     """
     if isinstance(mapping, cls):
         mapping = to_dict(mapping)
@@ -88,22 +96,29 @@ def from_dict(cls: type[T], mapping: Any, prefix: str = "config") -> T:
 
 
 def override(cls: type, mapping: Mapping[str, Any], path: str, text: str, prefix: str = "config") -> dict[str, Any]:
-    """``mapping`` with the key at ``path`` ("rollout.sizes", "agents[0].lr") set to what ``text`` says.
+    """Copy ``mapping`` with the key at ``path`` ("rollout.sizes", "agents[0].lr") set to what ``text`` says.
 
-    The annotation decides how the text is read, so ``None`` is the absent value of ``float | None`` and an ordinary
-    string for ``str``. A tuple is written ``(4,4)``, ``4,4`` or ``a,b``.
+    The annotation of ``cls`` decides how the text is read, so ``None`` is the absent value of ``float | None`` and an
+    ordinary string for ``str``. A tuple is written ``(4,4)``, ``4,4`` or ``a,b``. ``prefix``: first part of keys in
+    messages.
     """
     return _put(cls, mapping, _split(path), lambda kind, where: _parse(kind, text, where), prefix)
 
 
 def replace_path(cfg: T, path: str, value: Any, prefix: str = "config") -> T:
-    """A copy of ``cfg`` with the value at the dotted ``path`` replaced, converted and checked as in `from_dict`."""
+    """Copy ``cfg`` with the ``value`` at the dotted ``path`` replaced, converted and checked as in `from_dict`.
+
+    ``prefix``: first part of the keys in messages.
+    """
     tree = _put(type(cfg), to_dict(cfg), _split(path), lambda kind, where: to_dict(value), prefix)
     return from_dict(type(cfg), tree, prefix)
 
 
 def flatten(cfg: Any, prefix: str = "config") -> dict[str, Any]:
-    """Dotted key -> value, in the order of the fields. A tuple is one value, unless it holds mappings."""
+    """Dotted key -> value, in the order of the fields of ``cfg``. A tuple is one value, unless it holds mappings.
+
+    ``prefix``: first part of every key.
+    """
     tree = to_dict(cfg)
     if isinstance(tree, tuple) and any(isinstance(value, Mapping) for value in tree):
         tree = dict(enumerate(tree))
@@ -116,7 +131,10 @@ def flatten(cfg: Any, prefix: str = "config") -> dict[str, Any]:
 
 
 def diff(a: Any, b: Any, prefix: str = "config") -> list[str]:
-    """What changed from ``a`` to ``b`` (configs, or mappings such as a stored one): ``["config.seed: 0 -> 1"]``."""
+    """Changes from ``a`` to ``b`` (configs, or mappings such as a stored one): ``["config.seed: 0 -> 1"]``.
+
+    ``prefix``: first part of every key.
+    """
     old, new = flatten(a, prefix), flatten(b, prefix)
     absent = object()
     lines = []
@@ -129,13 +147,16 @@ def diff(a: Any, b: Any, prefix: str = "config") -> list[str]:
 
 
 def fingerprint(cfg: Any) -> str:
-    """sha256 of the canonical JSON of a config. Equal configs have equal fingerprints, however they were built."""
+    """SHA-256 of the canonical JSON of ``cfg``. Equal configs have equal fingerprints, however they were built."""
     canonical = to_dict(from_dict(type(cfg), cfg))  # converted first: lr=1 and lr=1.0 are the same float
     return hashlib.sha256(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def one_of(name: str, value: T, choices: Iterable[T]) -> T:
-    """``value`` if it is among ``choices``; otherwise a ``ConfigError`` with the nearest of them."""
+    """Return ``value`` if it is among ``choices``; otherwise raise a ``ConfigError`` with the nearest of them.
+
+    ``name``: key of the value in the message.
+    """
     choices = list(choices)
     # Compared with the type, because True == 1 == 1.0.
     if any(type(choice) is type(value) and choice == value for choice in choices):
@@ -183,7 +204,10 @@ def in_range(key: str, value: float, low: float, high: float, ends: str = "[]") 
 
 
 def nearest(value: Any, choices: Iterable[Any], noun: str = "choose from") -> str:
-    """``did you mean 'x'?``, or the list of all choices when none is near."""
+    """``did you mean 'x'?`` for the one of ``choices`` near ``value``, or the list of all choices when none is near.
+
+    ``noun``: words before the list.
+    """
     by_name = {str(choice): choice for choice in choices}
     close = difflib.get_close_matches(str(value), by_name, n=1) if isinstance(value, str) else []
     if close:

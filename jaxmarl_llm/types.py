@@ -41,7 +41,7 @@ POLICY, FROZEN, SCRIPTED, EXPERT = range(4)
 
 
 class Retrieval(struct.PyTreeNode):
-    """What each node read from its role's memory. X = 0 without memory."""
+    """Memory entries that each node read. X = 0 without memory."""
 
     slots: Int[Array, "N X"]  # -1 for none
     similarity: Float[Array, "N X"]
@@ -96,7 +96,7 @@ class Transitions(struct.PyTreeNode):
 
 
 class Counts(struct.PyTreeNode):
-    """What a rollout cost, counted while it ran (scalars)."""
+    """Costs of a rollout, counted while it ran (scalars)."""
 
     sequences: Int[Array, ""]  # sampled completions
     branch_sequences: Int[Array, ""]  # of which at nodes where the plan branches (G > 1)
@@ -108,6 +108,8 @@ class Counts(struct.PyTreeNode):
 
 
 class Tree(struct.PyTreeNode):
+    """A rollout: three tables and its costs."""
+
     nodes: Nodes
     steps: Steps
     transitions: Transitions

@@ -1,5 +1,7 @@
 """Lazy exports of the package: what `import jaxmarl_llm` gives, and what it does not import."""
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +11,17 @@ import pytest
 import jaxmarl_llm
 from jaxmarl_llm import credit, recipes
 from jaxmarl_llm._lazy import lazy_exports
+from tests.test_layering import ROOMS
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = [f"jaxmarl_llm.{room}" for room in ROOMS if (ROOT / "jaxmarl_llm" / room).is_dir()]
 WITHOUT_JAX = (
     "jaxmarl_llm",
+    *PACKAGES,
     "jaxmarl_llm.messages",
     "jaxmarl_llm.errors",
     "jaxmarl_llm.config",
     "jaxmarl_llm.sandbox.judge",
-    "jaxmarl_llm.recipes",
-    "jaxmarl_llm.credit",
     "jaxmarl_llm.rollout.env_pool",
     "jaxmarl_llm.envs.assistant.env",
     "jaxmarl_llm.envs.coding.env",
@@ -44,13 +47,36 @@ for name in {WITHOUT_JAX}:
     assert run(code) == ""
 
 
-@pytest.mark.parametrize("package", [jaxmarl_llm, credit, recipes], ids=lambda p: p.__name__)
-def test_every_export_exists_and_is_listed(package):
-    for name in package.__all__:
-        assert getattr(package, name) is not None
-    assert set(package.__all__) <= set(dir(package))
-    listed = run(f"import {package.__name__} as p; print(sorted(set(dir(p)) - set(vars(p))))")
-    assert listed == str(sorted(set(package.__all__) - {"__version__"}))  # none is imported before its use
+@pytest.mark.parametrize("name", ["jaxmarl_llm", *PACKAGES])
+def test_every_export_exists_and_is_listed(name):
+    package = importlib.import_module(name)
+    exports = set(package.__all__)
+    assert len(exports) == len(package.__all__)
+    assert len(exports) >= 5
+    for export in exports:
+        assert getattr(package, export) is not None
+    assert exports <= set(dir(package))
+
+
+def test_no_export_is_imported_before_its_use():
+    code = f"""
+import importlib
+for name in {["jaxmarl_llm", *PACKAGES]}:
+    package = importlib.import_module(name)
+    others = {PACKAGES}
+    early = {{n for n in vars(package) if n in package.__all__ and f"{{name}}.{{n}}" not in others}}
+    assert early <= {{"__version__"}}, (name, early)
+    assert set(package.__all__) <= set(dir(package)), name
+"""
+    run(code)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_module_keeps_its_name(name):
+    """An import of a module also sets the name in its package, so no function or class may have that name."""
+    package = importlib.import_module(name)
+    for export in {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__):
+        assert getattr(package, export) is importlib.import_module(f"{name}.{export}")
 
 
 def test_every_recipe_is_exported():

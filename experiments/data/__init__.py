@@ -1,1 +1,4 @@
-"""Creation of the small data files in the package."""
+"""Creation of the small data files in the package, from larger public data sets.
+
+Each file keeps its licence and its source beside it.
+"""

@@ -1,1 +1,4 @@
-"""Attacks on the sandbox and its speed: hostile programs, and verdicts on reference solutions."""
+"""Attacks on the sandbox, and its speed: hostile programs, and verdicts on reference solutions.
+
+Every hostile program has to end with one of the verdicts that its entry states.
+"""

@@ -41,6 +41,8 @@ CAPACITY_LIMIT = 2**20  # entries
 
 @dataclass(frozen=True)
 class MemoryConfig:
+    """Settings of the adaptive memory of a role."""
+
     capacity: int = 256  # entries (E)
     retrieve: int = 3  # most entries put into a prompt (X)
     min_similarity: float = 0.0  # cosine; an entry less similar to the query is not retrieved
@@ -74,6 +76,8 @@ class MemoryConfig:
 
 @struct.dataclass
 class Memory:
+    """Memory of one role: E entries, and running statistics of the rewards."""
+
     key: Float[Array, "E D"]  # unit norm
     ids: Int[Array, "E T"]
     length: Int[Array, " E"]
@@ -92,7 +96,9 @@ class Memory:
 
 
 @struct.dataclass
-class Samples:  # what an agent did, and what came of it
+class Samples:
+    """Samples of an agent that its memory learns from."""
+
     keys: Float[Array, "C D"]  # embedding of the prompt; any norm, a zero key is never stored
     ids: Int[Array, "C T"]
     length: Int[Array, " C"]
@@ -104,6 +110,15 @@ class Samples:  # what an agent did, and what came of it
 
 
 def init(config: MemoryConfig, *, dim: int, max_ids: int, max_bytes: int) -> Memory:
+    """Make an empty memory.
+
+    Args:
+        config: settings of the memory; ``config.capacity`` is E.
+        dim: size of a key, D.
+        max_ids: largest number of token ids of an entry, T.
+        max_bytes: largest number of bytes of the text of an entry.
+    """
+
     def rows(dtype, *shape):
         return jnp.zeros((config.capacity, *shape), dtype)
 
@@ -117,8 +132,18 @@ def init(config: MemoryConfig, *, dim: int, max_ids: int, max_bytes: int) -> Mem
 def read(
     config: MemoryConfig, memory: Memory, query: Float[Array, " D"]
 ) -> tuple[Int[Array, " X"], Float[Array, " X"]]:
-    """The slots of the nearest entries and their cosines, nearest first; -1 and 0 where there is none. Ties go to the
-    larger weight, then to the lower slot. A query that is zero or not finite retrieves nothing."""
+    """Find the entries nearest to a query, nearest first.
+
+    Ties go to the larger weight, then to the lower slot. A query that is zero or not finite retrieves nothing.
+
+    Args:
+        config: settings of the memory; ``config.retrieve`` is X.
+        memory: memory of one role.
+        query: embedding of a prompt [D], of any norm.
+
+    Returns:
+        Slots [X] and cosines [X]; -1 and 0 where there is no entry.
+    """
     query = _unit(query)
     cosine = jnp.where(memory.used, jnp.dot(memory.key, query, precision="highest"), -jnp.inf)
     slots = jnp.lexsort((-memory.weight, -cosine))[: config.retrieve].astype(jnp.int32)
@@ -127,8 +152,18 @@ def read(
 
 
 def update(config: MemoryConfig, memory: Memory, samples: Samples, now: Int[ArrayLike, ""]) -> tuple[Memory, dict]:
-    """Learn from the samples, in order, at step ``now``. Metrics count ``evicted`` entries, the replaced ones among
-    them, ``penalised`` uses, and in ``hit`` the share of valid samples that retrieved something."""
+    """Learn from samples, in their order.
+
+    Args:
+        config: settings of the memory.
+        memory: memory before the update.
+        samples: C samples of the agent.
+        now: step of training.
+
+    Returns:
+        The new memory, and metrics: ``evicted`` entries (replaced ones included), ``penalised`` uses, and ``hit``, the
+        share of valid samples that retrieved an entry.
+    """
     values = jnp.concatenate([samples.keys, samples.similarity, samples.reward[:, None]], 1)
     valid = samples.valid & jnp.isfinite(values).all(1)
     reward = jnp.where(valid, samples.reward, 0.0).astype(jnp.float32)
@@ -196,16 +231,18 @@ def update(config: MemoryConfig, memory: Memory, samples: Samples, now: Int[Arra
 
 
 def size(memory: Memory) -> Int[Array, ""]:
+    """Number of entries in ``memory``."""
     return memory.used.sum()
 
 
 def encode_text(text: str, max_bytes: int) -> UInt8[np.ndarray, "bytes"]:
-    """utf-8, cut at a character boundary, zero padded."""
+    """Encode ``text`` as UTF-8, cut at a character boundary to ``max_bytes`` bytes and padded with zeros."""
     raw = text.encode("utf-8", "replace")[:max_bytes].decode("utf-8", "ignore").encode()
     return np.frombuffer(raw.ljust(max_bytes, b"\0"), np.uint8)
 
 
 def decode_text(row: UInt8[ArrayLike, "bytes"]) -> str:
+    """Decode a ``row`` of bytes that `encode_text` made."""
     return jax.device_get(row).tobytes().rstrip(b"\0").decode("utf-8", "replace")
 
 

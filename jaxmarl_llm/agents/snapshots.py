@@ -20,6 +20,8 @@ from jaxmarl_llm.types import Params, PyTree
 
 @dataclass(frozen=True)
 class Past:
+    """Settings of past policies as opponent models."""
+
     size: int = 0  # snapshots kept, the newest ones; 0: no past policies
     every: int = 10  # steps of RL between snapshots
     fraction: float = 0.5  # of the tasks: the chance that one seat, any, is played by a snapshot
@@ -33,6 +35,7 @@ class Past:
 
 
 def opponent_model(model: str) -> str:
+    """Name of the opponent model that plays snapshots of ``model``."""
     return f"{model}-past"
 
 
@@ -42,7 +45,7 @@ def init(agents: Params, size: int) -> PyTree:
 
 
 def push(past: PyTree, agents: Params) -> PyTree:
-    """With a snapshot of ``agents``, in place of the oldest one when the ring is full."""
+    """Store a snapshot of ``agents`` in the ring ``past``, in place of the oldest one when the ring is full."""
     size = jax.tree.leaves(past["ring"])[0].shape[0]
     slot = past["count"] % size
     ring = jax.tree.map(lambda old, new: old.at[slot].set(new), past["ring"], agents)
@@ -50,7 +53,16 @@ def push(past: PyTree, agents: Params) -> PyTree:
 
 
 def draw(past: PyTree, agents: Params, key: jax.Array) -> Params:
-    """``agents``, and as opponent models one snapshot, any of those kept; the current policies while there is none."""
+    """Draw the parameters of a rollout with opponents.
+
+    Args:
+        past: ring of snapshots.
+        agents: current parameters by model.
+        key: PRNG key; it chooses one of the stored snapshots.
+
+    Returns:
+        ``agents``, and the snapshot as opponent models. Without a snapshot, the opponents have the current parameters.
+    """
     size = jax.tree.leaves(past["ring"])[0].shape[0]
     slot = jax.random.randint(key, (), 0, jnp.clip(past["count"], 1, size))
     pick = lambda old, now: jnp.where(past["count"] > 0, old[slot], now)
@@ -59,7 +71,17 @@ def draw(past: PyTree, agents: Params, key: jax.Array) -> Params:
 
 
 def assignment(key: jax.Array, tasks: int, roles: int, share: float) -> Int[Array, "B A"]:
-    """Who plays what: 1 where the opponent model does. At most one seat of a task."""
+    """Draw which seats opponent models play: at most one seat of each task.
+
+    Args:
+        key: PRNG key.
+        tasks: number of tasks, B.
+        roles: number of roles, A.
+        share: probability that one seat of a task is played by its opponent model.
+
+    Returns:
+        1 where the opponent model plays, otherwise 0 [B A].
+    """
     whether, which = jax.random.split(key)
     seat = jax.random.randint(which, (tasks,), 0, roles)
     out = jax.random.uniform(whether, (tasks,)) < share

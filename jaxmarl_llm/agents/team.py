@@ -132,12 +132,16 @@ class TeamConfig:
 
 
 def load_tokenizer(backbone: Backbone) -> Tokenizer:
+    """Load the tokenizer that ``backbone`` names; the byte tokenizer if it names none."""
     source = backbone.tokenizer or backbone.path
     return ByteTokenizer() if source in (None, ByteTokenizer.name) else HFTokenizer(source)
 
 
 def shape_of(backbone: Backbone, vocab_size: int) -> decoder.Config:
-    """Of the backbone's folder, or of its own fields, with ``vocab_size`` unless it has one."""
+    """Architecture of ``backbone``: from its folder, or from its own fields.
+
+    ``vocab_size`` is used where the fields give none.
+    """
     if backbone.path is not None:
         return dataclasses.replace(hf_weights.read_config(backbone.path), dtype=backbone.dtype)
     return decoder.Config(
@@ -158,7 +162,11 @@ def shape_of(backbone: Backbone, vocab_size: int) -> decoder.Config:
 
 
 def architecture(backbone: Backbone, tokenizer: Tokenizer) -> decoder.Config:
-    """The model's configuration; raises when the tokenizer does not fit the embedding."""
+    """Architecture of ``backbone`` with the vocabulary of ``tokenizer``.
+
+    Raises:
+        ConfigError: The tokenizer has more ids than the embedding has rows.
+    """
     cfg = shape_of(backbone, tokenizer.vocab_size)
     if tokenizer.vocab_size > cfg.vocab_size:
         raise ConfigError(
@@ -169,7 +177,13 @@ def architecture(backbone: Backbone, tokenizer: Tokenizer) -> decoder.Config:
 
 
 def init_backbone(backbone: Backbone, cfg: decoder.Config, key: jax.Array) -> Params:
-    """On the mesh that is set, if any: every device makes or reads its own part."""
+    """Draw or read the parameters of ``backbone``. On a mesh every device makes or reads its own part.
+
+    Args:
+        backbone: Source of the weights.
+        cfg: Architecture.
+        key: PRNG key of random weights; not used for a folder of weights.
+    """
     init, mesh = decoder.make_policy(cfg).init, sharding.current()
     if backbone.path is None:
         return jax.jit(lambda key: sharding.constrain(init(key)))(key)
@@ -180,6 +194,7 @@ def init_backbone(backbone: Backbone, cfg: decoder.Config, key: jax.Array) -> Pa
 
 
 def policy_of(cfg: TeamConfig, arch: decoder.Config) -> Policy:
+    """Policy of the architecture ``arch`` with the settings ``cfg`` of the team."""
     policy = decoder.make_policy(arch, remat=cfg.remat)
     return invariant(policy) if cfg.batch_invariant else policy
 
@@ -220,7 +235,12 @@ def _given(cfg: TeamConfig) -> list[str]:
 
 
 def backbone_of(cfg: TeamConfig, roles: tuple[str, ...], model: str) -> Backbone:
-    """The backbone of a model: an override of its name or of a role that it plays, else the team's.
+    """Backbone of a model: an override of its name or of a role that it plays, else the team's.
+
+    Args:
+        cfg: Settings of the team.
+        roles: Names of the roles of the environment.
+        model: Name of the model.
 
     Raises:
         ConfigError: Roles that share the model ask for different backbones.
@@ -233,7 +253,15 @@ def backbone_of(cfg: TeamConfig, roles: tuple[str, ...], model: str) -> Backbone
 
 
 def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
-    """Roles and models, without parameters. Raises for overrides of roles that the environment does not have."""
+    """Make roles and models, without parameters.
+
+    Args:
+        cfg: Settings of the team.
+        roles: Names of the roles of the environment.
+
+    Raises:
+        ConfigError: An override of a role that the environment does not have.
+    """
     players = players_of(cfg, roles)
     names = {role: own[0] for role, own in players.items()}
     tokenizers: dict[Backbone, Tokenizer] = {}
@@ -291,7 +319,17 @@ def with_opponent_models(team: Team, others: Mapping[str, Model]) -> Team:
 
 
 def with_partner(team: Team, params: Params, other: Team, own: Params) -> tuple[Team, Params]:
-    """``team`` with the models of another run, ``other`` with parameters ``own``, as opponents of the same roles."""
+    """Add the models of another run to a team, as opponents of the same roles.
+
+    Args:
+        team: The team of this run.
+        params: Parameters of ``team``.
+        other: The team of the other run, with the same roles.
+        own: Parameters of ``other``.
+
+    Returns:
+        The team and the parameters of both runs.
+    """
     mine, theirs = (tuple(r.name for r in t.roles) for t in (team, other))
     if mine != theirs:
         raise ConfigError(f"partner: expected a team with the roles {', '.join(mine)}, got {', '.join(theirs)}")
@@ -309,7 +347,13 @@ def _renamed(model: Model, name: str, base: str | None = None) -> Model:
 
 
 def init_params(cfg: TeamConfig, team: Team, key: jax.Array) -> Params:
-    """{"shared": {base: params}, "agents": {model: ...}}, each model from its own folded key."""
+    """Draw the parameters of a team: ``{"shared": {base: params}, "agents": {model: ...}}``.
+
+    Args:
+        cfg: Settings of the team.
+        team: Roles and models.
+        key: PRNG key. Each model has a key of its own, folded from this one.
+    """
     agents: Params = {}
     shared: Params = {}
     if cfg.parameter_sharing == "lora":

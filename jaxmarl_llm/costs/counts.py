@@ -108,12 +108,12 @@ def uniform(*roles: int) -> dict[int, float]:
 
 
 def mean(lengths: Lengths, power: int = 1) -> float:
-    """Expectation of a length to the given power."""
+    """Expectation of a length with distribution ``lengths``, to the given ``power``."""
     return sum(p * n**power for n, p in lengths.items())
 
 
 def check(work: Workload) -> None:
-    """Raise ConfigError for an impossible workload, such as no turns, wrong probabilities, or empty completions."""
+    """Raise ConfigError where ``work`` is impossible, such as no turns, wrong probabilities, or empty completions."""
     if not work.turns:
         raise ConfigError("turns: expected at least 1, got 0: an episode without a turn samples nothing")
     if work.engine not in ("array", "host"):
@@ -167,7 +167,7 @@ class TurnStates(NamedTuple):
 
 
 def turn_states(plan: Plan, work: Workload) -> list[TurnStates]:
-    """States of every branch at every turn.
+    """States of every branch of ``plan`` at every turn of ``work``.
 
     The states of a branch, times the joint actions that continue, are the states of the next branch. Time and memory
     grow with the number of branches (one or two in a turn), not with the number of states. Raises ConfigError for an
@@ -197,7 +197,10 @@ def turn_states(plan: Plan, work: Workload) -> list[TurnStates]:
 
 
 def joint_actions(plan: Plan, group: int, seats: int) -> int:
-    """Number of joint actions of one state: ``len(plan.actions(branch, seats))``, without a list of them."""
+    """Number of joint actions of one state: ``len(plan.actions(branch, seats))``, without a list of them.
+
+    group: samples of a seat.
+    """
     return group**seats if plan.joint == "cross" else group
 
 
@@ -309,7 +312,7 @@ def counts(plan: Plan, work: Workload) -> Counts:
 def acting(level: TurnStates, work: Workload) -> Iterable[tuple[float, int]]:
     """Expected number of nodes of each role in ``level``, and the role's index. With probability 1, an int stays one.
 
-    A role that may take several seats comes once for each seat.
+    work: the workload. A role that may take several seats comes once for each seat.
     """
     for seat in work.turns[level.branch.turn].seats:
         for index, p in seat.items():
@@ -334,13 +337,13 @@ def longest(samples: Sequence[tuple[float, Lengths]]) -> float:
 
 
 def launches(plan: Plan, work: Workload) -> list[Launch]:
-    """Executions of generation programs in one rollout.
+    """Executions of generation programs in one rollout of ``plan`` on ``work``.
 
     Engine "array": at each branch, one launch for each model that may act in this turn, with the seats it may take.
-    Engine "host": at each turn, one launch for each model and each number of samples that occurs. Its rows are padded
-    to ``bucket(rows, 4)`` and its prompts to ``bucket(longest, 32)``. Every node is in the ``parts`` of the launch of
-    the model that plays it, and in no other: the nodes of all launches add up to `Counts.nodes`. R is the largest limit
-    of the roles that a launch may have.
+    Engine "host": at each turn, one launch for each model and each number of samples that occurs. The rows of a launch
+    are padded to ``bucket(rows, 4)`` and its prompts to ``bucket(longest, 32)``. Every node is in the ``parts`` of the
+    launch of the model that plays it, and in no other: the nodes of all launches add up to `Counts.nodes`. R is the
+    largest limit of the roles that a launch may have.
     """
     levels = turn_states(plan, work)
     return _array_launches(levels, work) if work.engine == "array" else _host_launches(levels, work)

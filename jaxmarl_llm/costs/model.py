@@ -3,6 +3,9 @@
 Bytes and FLOPs follow from the architecture and from `costs.counts`. Seconds follow from the public figures of a chip
 (`roofline`, a lower bound), or from a short calibration on this machine. Where an allocation depends on uncertain
 events (padding, cache, launches of a host rollout), the result is the largest possible allocation.
+
+Arguments of all functions: ``cfg`` and ``arch`` are the architecture of a model, ``weights`` the size of a model,
+``plan`` the plan of sampling, and ``work`` the workload.
 """
 
 from __future__ import annotations
@@ -66,7 +69,10 @@ def own_bytes(weights: ModelSize) -> int:
 
 
 def base_bytes(models: Sequence[ModelSize]) -> int:
-    """Bytes of the frozen bases of adapters, one base for each architecture."""
+    """Bytes of the frozen bases of adapters, one base for each architecture.
+
+    models: sizes of the models of a run.
+    """
     return sum(ITEMSIZE[c.dtype] * parameters(c) for c in {w.config for w in models if w.rank})
 
 
@@ -143,7 +149,10 @@ def head_flops(cfg: Config) -> int:
 
 
 def triangle(lengths: Lengths) -> float:
-    """Expected number of pairs (query, key) of a causal sequence: E[n (n + 1) / 2]."""
+    """Expected number of pairs (query, key) of a causal sequence: E[n (n + 1) / 2].
+
+    lengths: distribution of n.
+    """
     return (mean(lengths, 2) + mean(lengths)) / 2
 
 
@@ -310,14 +319,14 @@ def update_bytes(arch: Config, rows: int, prompt: int, group: int, response: int
 
 
 def saved_bytes(arch: Config, rows: int, prompt: int, group: int, response: int, remat: bool) -> int:
-    """Part of `update_bytes` that stores vectors for each token."""
+    """Part of `update_bytes` that stores vectors for each token. Arguments are those of `update_bytes`."""
     d, f, heads = arch.hidden_size, arch.intermediate_size, arch.num_heads * arch.head_dim
     saved, tokens = d if remat else 6 * d + 3 * f + 3 * heads, prompt + group * response
     return rows * tokens * ITEMSIZE[arch.dtype] * (arch.num_layers * saved + 6 * d + 3 * f)
 
 
 def saved_scores(arch: Config, prompt: int, group: int, response: int, remat: bool) -> int:
-    """Part of `update_bytes` for the attention scores of one row.
+    """Part of `update_bytes` for the attention scores of one row. Arguments are those of `update_bytes`.
 
     These are three arrays of the layer that is computed. Without ``remat``, the portable form of attention also stores
     scores and probabilities of every layer.
@@ -326,7 +335,10 @@ def saved_scores(arch: Config, prompt: int, group: int, response: int, remat: bo
 
 
 def score_bytes(arch: Config, prompt: int, group: int, response: int) -> int:
-    """Bytes of the float32 attention scores of one layer over a prompt and its completions."""
+    """Bytes of the float32 attention scores of one layer over a prompt and its completions.
+
+    Arguments are those of `update_bytes`.
+    """
     return 4 * arch.num_heads * (prompt**2 + group * response * (prompt + response))
 
 
@@ -461,9 +473,10 @@ def trained_token_flops(weights: ModelSize, remat: bool) -> int:
 def update_flops(role: RoleLengths, turn: int, group: int, weights: ModelSize, remat: bool) -> tuple[float, float]:
     """Lower bound of an update's FLOPs for one trained node: of its prompt, and of its completions.
 
-    role: lengths. turn: of the node. group: completions of the node, all trained. weights: the model of the role. The
-    last token of a completion is not read, and attention counts the pairs that a causal mask leaves. The output head
-    counts as in `kernels.head.loss`, which computes logits once; with filters or on a mesh it computes them twice.
+    role: lengths. turn: of the node. group: completions of the node, all trained. weights: the model of the role.
+    remat: the layers are computed once more. The last token of a completion is not read, and attention counts the pairs
+    that a causal mask leaves. The output head counts as in `kernels.head.loss`, which computes logits once; with
+    filters or on a mesh it computes them twice.
     """
     prompt = role.prompt_at(turn)
     p, r = mean(prompt), mean(role.response)

@@ -140,7 +140,10 @@ def memory_options(cfg: BaseConfig) -> dict[str, Any]:
 
 
 def update_selection(cfg: Any, work: cx.Workload) -> tuple[bool, int | None]:
-    """Whether an update takes whole groups of a node, and the largest number of nodes it takes (None: all)."""
+    """Whether an update takes whole groups of a node, and the largest number of nodes it takes (None: all).
+
+    cfg: configuration. work: its workload.
+    """
     groups = hasattr(cfg, "top_k") and cfg.credit.group == "node"
     if not groups or cfg.top_k is None:
         return groups, None
@@ -150,9 +153,9 @@ def update_selection(cfg: Any, work: cx.Workload) -> tuple[bool, int | None]:
 def trained_shares(cfg: Any, algorithm: Any, plan: Plan, work: cx.Workload) -> list[tuple[float, ...]]:
     """Share of each role's completions that an update trains, for every set of roles that learn in the same step.
 
-    cfg: configuration. algorithm: `train_step.Algorithm` of its recipe. Roles that learn in turn (``trainable_roles``)
-    give several sets. Where single steps of an episode are drawn (``select_steps``), a role trains on one completion of
-    each episode. Moves of past policies are not trained.
+    cfg: configuration. algorithm: `train_step.Algorithm` of its recipe. plan: plan of sampling. work: the workload.
+    Roles that learn in turn (``trainable_roles``) give several sets. Where single steps of an episode are drawn
+    (``select_steps``), a role trains on one completion of each episode. Moves of past policies are not trained.
     """
     roles = len(work.roles)
     masks = np.ones((1, roles), bool)

@@ -128,9 +128,19 @@ def joint_values(
     *,
     num_roles: int,
 ) -> Float[Array, "J A"]:
-    """A value of each completion, by transition and role; 0 for a role that does not act there or has no valid one.
+    """Arrange a value of each completion by transition and role.
 
-    Where every completion is in one joint action `step_returns` takes it back to the completions.
+    Where every completion is in one joint action, `step_returns` is the inverse.
+
+    Args:
+        steps: completions of each joint action [J W], -1 for an empty seat.
+        role_of_step: role of each completion [C].
+        values: value of each completion [C].
+        valid: whether a completion has a value [C].
+        num_roles: number of roles, A.
+
+    Returns:
+        Values [J A]; 0 for a role that does not act in a transition, or has no valid completion there.
     """
     row = jnp.maximum(steps, 0)
     used = (steps >= 0) & valid[row]
@@ -150,12 +160,22 @@ def advantage_alignment(
     discount: float,
     fade: bool = False,
 ) -> Float[Array, "J A"]:
-    """Advantage Alignment (Duque et al., arXiv 2406.14662), on a forest: own past advantages times the others' now.
+    """Advantage Alignment (Duque et al., arXiv 2406.14662) on a forest: own past times the others' present advantages.
 
-    ``credit_t^i = A_t^i + beta (sum_{k<t} discount^(t-k) A_k^i) sum_{j != i} A_t^j``, k over the transitions that led
-    to t (t itself excluded) and t in turns. It reinforces what serves another player after that player's moves served
-    oneself, and what hurts it after they hurt. ``fade`` multiplies the whole by ``discount^t``. Invalid transitions get
-    0 and add nothing to those behind them. Rows as in `returns_to_go`.
+    ``credit_t^i = A_t^i + beta (sum_{k<t} discount^(t-k) A_k^i) sum_{j != i} A_t^j``. The sum over k covers the
+    transitions that led to t, without t itself. The term reinforces moves that help a player after that player helped
+    oneself. The term also reinforces moves that hurt a player after that player hurt oneself. Rows as in
+    `returns_to_go`.
+
+    Args:
+        advantage: advantage of each transition for each role [J A].
+        parent: row of the transition before [J], -1 for a root.
+        turn: turn of each transition [J]; t above.
+        valid: valid transitions [J], or [J A] by role. Others get 0 and add nothing to those behind them.
+        max_turns: number of turns of the longest episode.
+        beta: weight of the term of alignment.
+        discount: discount per turn.
+        fade: whether the result is multiplied by ``discount^t``.
     """
     valid = valid[:, None] if valid.ndim == 1 else valid
     own = jnp.where(valid, advantage, 0.0)
@@ -190,10 +210,18 @@ def group_ids(*columns: Int[Array, " C"], sizes: tuple[int, ...]) -> tuple[Int[A
 
 
 def step_episodes(steps: Int[Array, "J W"], parent: Int[Array, " J"], *, num_steps: int) -> Int[Array, " C"]:
-    """The episode of each completion, as the index of that episode's first completion: ids in [0, num_steps).
+    """Episode of each completion, as the index of that episode's first completion.
 
-    An episode is all that follows one joint action at a root (on a tree with its branches). A completion of several
-    joint actions belongs to the first; one of none is an episode of its own.
+    An episode is all that follows one joint action at a root; on a tree, with its branches. A completion of several
+    joint actions belongs to the first one. A completion of no joint action is an episode of its own.
+
+    Args:
+        steps: completions of each joint action [J W], -1 for an empty seat.
+        parent: row of the transition before [J], -1 for a root.
+        num_steps: number of completions, C.
+
+    Returns:
+        Ids [C] in [0, num_steps).
     """
     num = parent.shape[0]
     root = jnp.where(parent < 0, jnp.arange(num), parent)
@@ -206,7 +234,12 @@ def step_episodes(steps: Int[Array, "J W"], parent: Int[Array, " J"], *, num_ste
 
 
 def first_of_each(*columns: Int[Array, " C"], valid: Bool[Array, " C"]) -> Bool[Array, " C"]:
-    """Marks the first valid row of every combination of ids."""
+    """Mark the first valid row of every combination of ids.
+
+    Args:
+        *columns: ids, one array [C] or several.
+        valid: rows that count [C].
+    """
     order = jnp.lexsort((*columns, ~valid))
     rows = jnp.stack(columns)[:, order]
     new = jnp.any(rows[:, 1:] != rows[:, :-1], axis=0)

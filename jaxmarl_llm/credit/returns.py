@@ -37,15 +37,23 @@ def returns_to_go(
 ) -> tuple[Float[Array, "J A"], Bool[Array, " J"] | Bool[Array, "J A"]]:
     """Return of every transition: ``R_j = r_j + discount * mean_{valid children i} R_i``, and r_j at a leaf.
 
-    MAGRPO: on chains the paper's return-to-go (sum of r from t on), on trees the library's child mean. Rows come in
-    any order. An invalid transition is out of its siblings' mean; one whose children are all invalid is invalid
-    itself, since its return is unknown. Returns of invalid rows are 0.
+    MAGRPO: on chains the paper's return-to-go (sum of r from t on), on trees the library's child mean. Rows may have
+    any order. An invalid transition does not enter the mean of its siblings. A transition whose children are all
+    invalid is invalid too, because its return is unknown. Returns of invalid rows are 0.
 
-    Children have a later turn than their parent, turns are below ``max_turns``, and padding rows have parent -1.
+    Args:
+        rewards: reward of each transition for each role [J A].
+        parent: row of the transition before [J], -1 for a root and for padding.
+        turn: turn of each transition [J], later than the parent's and below ``max_turns``.
+        valid: transitions whose reward is known [J].
+        max_turns: number of turns of the longest episode.
+        discount: discount per turn.
+        backup: ``mean``, the only one.
+        acts: transitions where each role acts [J A]. A role's return then runs until just before the role acts again. A
+            child where the role acts adds 0, valid or not. So WaltzRL pays each round of feedback for itself.
 
-    acts: where each role acts. Given, a role's return runs only until just before it acts again: a child where it acts
-        adds 0, valid or not. So WaltzRL pays each round of feedback for itself. What is known then depends on the role,
-        [J A], since what is unknown may lie behind the end of one role's return and not of another's.
+    Returns:
+        Returns [J A], and whether they are known: [J], or with ``acts`` [J A].
     """
     if backup != "mean":
         raise ValueError(f"backup is 'mean', not {backup!r}")
@@ -83,12 +91,24 @@ def generalised_advantage(
 ) -> tuple[Float[Array, "J A"], Float[Array, "J A"]]:
     """Advantages and value targets of transitions with a critic: GAE (Schulman et al. 2016) on a forest.
 
-    ``d_j = r_j + discount V'_j - V_j``, V' the mean value of the child states (0 at a leaf), and
-    ``A_j = d_j + discount decay mean_{valid children} A``; target ``A_j + V_j``. ``decay`` (lambda) 0 is TD(0), as IAC
-    and MAAC use it; 1 is the Monte Carlo return minus V. ``values``: V of the state where j was taken, by role. Where a
-    role does not act (``acts`` False) it has no V: there V_j is r_j + discount V'_j, so that d_j is 0. Rows that are
-    not valid get 0; the value of a state counts whether or not what followed could be scored. Rows as in
-    `returns_to_go`.
+    ``d_j = r_j + discount V'_j - V_j``, V' the mean value of the child states (0 at a leaf), and ``A_j = d_j + discount
+    decay mean_{valid children} A``. The target is ``A_j + V_j``. Rows as in `returns_to_go`. Rows that are not valid
+    get 0. The value of a state counts whether or not the rewards behind it are known.
+
+    Args:
+        rewards: reward of each transition for each role [J A].
+        values: V of the state before each transition, by role [J A].
+        acts: where each role acts [J A]. Elsewhere V_j is r_j + discount V'_j, so that d_j is 0.
+        parent: row of the transition before [J], -1 for a root and for padding.
+        turn: turn of each transition [J].
+        played: transitions that were played [J].
+        valid: transitions whose reward is known [J].
+        max_turns: number of turns of the longest episode.
+        discount: discount per turn.
+        decay: lambda. 0 is TD(0), as in IAC and MAAC; 1 is the Monte Carlo return minus V.
+
+    Returns:
+        Advantages [J A] and targets [J A].
     """
     num = parent.shape[0]
 
@@ -124,12 +144,22 @@ def step_returns(
     num_steps: int,
     reduce: str = "mean",
 ) -> tuple[Float[Array, " C"], Bool[Array, " C"]]:
-    """Credit of each completion: mean or sum, over the valid joint actions it is part of, of its own role's return.
+    """Credit of each completion: the return of its own role, over the valid joint actions that contain the completion.
 
     MAGRPO in cross mode: a completion is part of K^(n-1) joint actions. The official trainer sums over them, so its
-    advantages are K^(n-1) times those of the mean (keep this in mind when comparing learning rates). In a sum an
-    invalid joint action is simply missing: use the mean where rewards may be invalid. A completion of no valid joint
-    action is invalid and gets 0. ``valid`` may differ from role to role, as the returns' own horizon makes it.
+    advantages are K^(n-1) times those of the mean. Learning rates differ by the same factor.
+
+    Args:
+        steps: completions of each joint action [J W], -1 for an empty seat.
+        role_of_step: role of each completion [C].
+        returns: return of each transition for each role [J A].
+        valid: transitions whose return is known [J], or [J A] by role.
+        num_steps: number of completions, C.
+        reduce: ``mean`` or ``sum``. A sum has no term for an invalid joint action: use the mean where rewards may be
+            invalid.
+
+    Returns:
+        Credits [C], and whether they are known [C]. A completion of no valid joint action has credit 0.
     """
     if reduce not in ("mean", "sum"):
         raise ValueError(f"reduce is 'mean' or 'sum', not {reduce!r}")
@@ -152,11 +182,17 @@ def own_turns(
     *,
     max_turns: int,
 ) -> Float[Array, "J A"]:
-    """Rewards by a role's own turns: what it earns until it acts again counts for the transition where it acted last.
+    """Rewards by a role's own turns: rewards until the role acts again count for the transition where it acted last.
 
-    In a game of alternating moves the loser is paid at the winner's move; its turn reward stands at its own last move.
-    Sums from a role's own turn on are as before. What a role earns before its first turn is no move's doing: dropped.
-    Rows as in `returns_to_go`; use it on chains (a move followed by several would get the sum over all of them).
+    In a game of alternating moves the loser is paid at the winner's move. The result has this reward at the loser's own
+    last move. Sums from a role's own turn on do not change. Rewards before a role's first turn are dropped. Rows as in
+    `returns_to_go`. Use this function on chains only: with several children their rewards would be summed.
+
+    Args:
+        rewards: reward of each transition for each role [J A].
+        acts: where each role acts [J A].
+        parent: row of the transition before [J], -1 for a root and for padding.
+        max_turns: number of turns of the longest episode.
     """
     num = parent.shape[0]
     here = jnp.arange(num)[:, None]

@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
 
 class Signal(struct.PyTreeNode):
-    """What credit rules pass on. A rule sets some fields and leaves the others.
+    """Arrays that credit rules pass on. A rule sets some fields and leaves the others.
 
     Attributes:
         reward: Scalar reward of each transition for each role: the weighted sum of the components.
@@ -54,7 +54,7 @@ class Signal(struct.PyTreeNode):
         known: Whether the return is known: [J], or [J A] where it differs from role to role.
         value: Return of each completion, from `PerCompletion` on.
         advantage: Advantage of each completion.
-        valid: The completion has a return.
+        valid: Whether the completion has a return.
         group: Group of each completion, an id below ``num_groups``.
         stats: Statistics of the groups.
         sizes: Static sizes of the batch.
@@ -74,17 +74,19 @@ class Signal(struct.PyTreeNode):
 
 
 class CreditRule(Protocol):
-    """One step from rewards to advantages.
+    """One step from rewards to advantages."""
 
-    Args:
-        tree: The rollout.
-        signal: What the rules before this one made.
+    def __call__(self, tree: Tree, signal: Signal, /) -> Signal:
+        """Apply the rule.
 
-    Returns:
-        The signal with some fields replaced.
-    """
+        Args:
+            tree: The rollout.
+            signal: Result of the rules before this one.
 
-    def __call__(self, tree: Tree, signal: Signal, /) -> Signal: ...
+        Returns:
+            The signal with some fields replaced.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Which groups, steps of an episode and pairs of siblings an update uses. Pure functions. Letters: K groups or pairs.
+"""Selection of groups, steps of an episode and pairs of siblings for an update. Pure functions. K groups or pairs.
 
-What is not selected must stay bit-identical, optimizer state included: that is the update's part of the bargain.
+Parameters and optimizer states without a selected row stay equal to the bit; the update ensures that.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ def top_k_variance(
     num_scopes: int = 1,
     tol: float = 0.0,
 ) -> Bool[Array, " K"]:
-    """The k groups of largest reward variance in each scope: JoyAgents-R1's marginal-benefit selection.
+    """Select the k groups of largest reward variance in each scope: JoyAgents-R1's marginal-benefit selection.
 
-    ``S = top-K_i Var_g(R_ig)``, population variance. ``scope`` gives each group an id below ``num_scopes`` (in
-    JoyAgents-R1 its task); None is one scope, the whole batch. ``k`` None takes all. Ties go to the lower index. A
-    variance that is not above ``tol`` is never selected, also with k None: there is nothing to learn from equal
-    rewards. A scope with fewer candidates than k yields those it has.
+    ``S = top-K_i Var_g(R_ig)``. Ties go to the lower index. A scope with fewer candidates than k yields all of them.
+
+    Args:
+        variance: population variance of the rewards of each group [K].
+        eligible: groups that may be selected [K].
+        k: number of groups in each scope; None: all.
+        scope: id of each group's scope [K], below ``num_scopes``; in JoyAgents-R1 its task. None: the whole batch.
+        num_scopes: number of scopes.
+        tol: a variance that is not above it is never selected, because equal rewards have no gradient.
+
+    Returns:
+        Whether a group is selected [K].
     """
     if k is not None and k < 1:
         raise ValueError(f"k is at least 1, or None for all groups, not {k}")
@@ -41,11 +49,19 @@ def top_k_variance(
 
 
 def one_round(key: Array, tree: Tree, trained: Bool[Array, " C"]) -> Bool[Array, " C"]:
-    """Of each episode, one of each role's ``trained`` steps, uniformly: WaltzRL trains on one random round.
+    """Select one of each role's steps in each episode, uniformly: WaltzRL trains on one random round.
 
-    An episode is all that follows one joint action at a root. Its draw is folded from ``key`` (not consumed) by its
-    task, its number among the task's episodes and the role, and counts the steps by turn (those of one turn, on a tree,
-    by row): it depends neither on where the episode stands in the tables nor on what else is in them.
+    An episode is all that follows one joint action at a root. The key of a draw is folded by the task, the number of
+    the episode among those of the task, and the role. Steps count by turn, and steps of one turn by row. So the draw
+    depends neither on the place of the episode in the tables nor on other episodes.
+
+    Args:
+        key: PRNG key; folded, not consumed.
+        tree: the rollout.
+        trained: steps to choose from [C].
+
+    Returns:
+        Whether a step is selected [C].
     """
     steps, moves, num = tree.steps, tree.transitions, trained.shape[0]
     task, role, turn = (column[steps.node] for column in (tree.nodes.task, tree.nodes.role, tree.nodes.turn))
@@ -80,10 +96,17 @@ def _ranks(bucket: Int[Array, " C"], value: Array, num_buckets: int) -> Int[Arra
 def same_parent_pairs(
     parent: Int[np.ndarray, " C"], label: Bool[np.ndarray, " C"], valid: Bool[np.ndarray, " C"]
 ) -> Int[np.ndarray, "K 2"]:
-    """Preference pairs among siblings (MALT): rows (labelled step, unlabelled step) of one ``parent``, all of them.
+    """Preference pairs among siblings (MALT): all rows (labelled step, unlabelled step) of one node.
 
-    ``parent`` is what siblings share, their node. By the first step, then by the second, in the order of the rows.
-    Invalid steps are in no pair; a node whose steps all have one label has none.
+    Pairs are ordered by the first step, then by the second. A node whose steps all have one label has no pair.
+
+    Args:
+        parent: node of each step [C].
+        label: whether a step is preferred [C].
+        valid: steps that may be in a pair [C].
+
+    Returns:
+        Indices of steps [K 2].
     """
     better, worse = np.flatnonzero(valid & label), np.flatnonzero(valid & ~label)
     worse = worse[np.argsort(parent[worse], kind="stable")]

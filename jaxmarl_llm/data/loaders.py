@@ -164,7 +164,7 @@ def _need(row: Any, field: str, kind: type, where: str) -> Any:
 
 
 def content(text: str) -> str:
-    """What two copies of a text share: its words, without case, punctuation and spacing."""
+    """Content that two copies of ``text`` share: its words, without case, punctuation and spacing."""
     return " ".join(re.findall(r"\w+", text.casefold())) or text.strip()
 
 

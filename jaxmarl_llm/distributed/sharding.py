@@ -121,7 +121,7 @@ def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
 
 
 def check_heads(mesh: Mesh, model: str, heads: int, kv_heads: int) -> None:
-    """Raise ConfigError unless the tensor axis divides the numbers of heads.
+    """Raise ConfigError unless the tensor axis of ``mesh`` divides the numbers of heads.
 
     model: name in the message. heads, kv_heads: numbers of query heads and of key/value heads.
     """
@@ -132,7 +132,7 @@ def check_heads(mesh: Mesh, model: str, heads: int, kv_heads: int) -> None:
 
 
 def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
-    """NamedSharding of every leaf of ``tree``. Raises ConfigError as `check_divides` does."""
+    """NamedSharding on ``mesh`` of every leaf of ``tree``. Raises ConfigError as `check_divides` does."""
     specs = param_specs(tree)
     check_divides(mesh, tree, specs)
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
@@ -144,7 +144,7 @@ def rows(mesh: Mesh) -> NamedSharding:
 
 
 def whole(mesh: Mesh) -> NamedSharding:
-    """Sharding that replicates an array on every device."""
+    """Sharding that replicates an array on every device of ``mesh``."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -285,7 +285,10 @@ def by_device(function: Callable[..., PyTree], everywhere: PyTree, *tables: PyTr
 
 
 def constrain(tree: PyTree) -> PyTree:
-    """Constrain parameters, gradients or optimizer states to the sharding rules, inside a compiled function."""
+    """Constrain parameters, gradients or optimizer states to the sharding rules, inside a compiled function.
+
+    ``tree``: the parameters, gradients or states.
+    """
     if not meshed():
         return tree
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, param_specs(tree))
@@ -310,14 +313,14 @@ _gather.defvjp(
 
 
 def gather(tree: PyTree) -> PyTree:
-    """Gather parameters along fsdp for use, inside a compiled function. Their gradients are split again."""
+    """Gather the parameters ``tree`` along fsdp for use, inside a compiled function. Gradients are split again."""
     if not meshed() or jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
         return tree
     return jax.tree.map(_gather, tree, param_specs(tree))
 
 
 def copies(tree: PyTree) -> PyTree:
-    """Replicate parameters once for each part of the rows, inside a compiled function.
+    """Replicate a ``tree`` of parameters once for each part of the rows, inside a compiled function.
 
     Each leaf [...] becomes [row_parts(), ...], split along axis 0 and gathered along fsdp.
     """

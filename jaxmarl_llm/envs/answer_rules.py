@@ -38,17 +38,21 @@ _PUNCTUATION = frozenset(string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces (SQuAD v1.1)."""
+    """Bring ``text`` to lower case, without punctuation and articles, with single spaces (SQuAD v1.1)."""
     text = "".join(c for c in text.lower() if c not in _PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(prediction: str, gold: str) -> bool:
+    """Whether ``prediction`` and ``gold`` are equal after `normalize_answer`."""
     return normalize_answer(prediction) == normalize_answer(gold)
 
 
 def token_f1(prediction: str, gold: str) -> float:
-    """Token F1 in [0, 1]. If either side is yes, no or noanswer, anything but equality scores 0 (HotpotQA)."""
+    """Token F1 of ``prediction`` and ``gold`` in [0, 1] (HotpotQA).
+
+    If either is yes, no or noanswer, anything but equality scores 0.
+    """
     p, g = normalize_answer(prediction), normalize_answer(gold)
     if p != g and {p, g} & {"yes", "no", "noanswer"}:
         return 0.0
@@ -74,8 +78,10 @@ _SAFE = frozenset(
 
 
 def final_answer(text: str) -> str:
-    r"""What a solution states as its result: the last ``\boxed{}``, the line after the last ``####`` or ``answer:``,
-    a bare formula as it is, else the last number, else ''. Only the last 4,000 characters are read.
+    r"""Result that the solution ``text`` states; '' where there is none.
+
+    In this order: the last ``\boxed{}``, the line after the last ``####`` or ``answer:``, a bare formula as it is, the
+    last number. Only the last 4,000 characters are read.
     """
     text = text[-4000:]
     at = text.rfind("\\boxed{")
@@ -138,7 +144,7 @@ def _tame(text: str) -> bool:
 
 
 def math_equal(prediction: str, gold: str) -> bool:
-    """Is the answer that ``prediction`` states equal to ``gold``? ``prediction`` may be a whole solution.
+    """Whether the answer that ``prediction`` states is equal to ``gold``. ``prediction`` may be a whole solution.
 
     Two different numbers after an answer mark are no answer, so hedging does not pay.
     """

@@ -26,12 +26,13 @@ S = TypeVar("S", bound=Finishing)
 
 
 class Observation(struct.PyTreeNode):
-    """What the seats of an array environment observe at one turn.
+    """Observation of the seats of an array environment at one turn.
 
-    role: the index of the role in each of the W seats
-    tokens: the prompt of each seat, padded to P tokens
-    length: the number of tokens of each prompt
-    active: False for an empty seat
+    Attributes:
+        role: the index of the role in each of the W seats
+        tokens: the prompt of each seat, padded to P tokens
+        length: the number of tokens of each prompt
+        active: False for an empty seat
     """
 
     role: Int[Array, " W"]
@@ -114,7 +115,7 @@ def join(pieces: Sequence[tuple[Array, Array | int]], size: int) -> tuple[Int[Ar
 
 
 def pack(rows: Sequence[Sequence[int]], size: int) -> tuple[Int[np.ndarray, "N T"], Int[np.ndarray, " N"]]:
-    """Rows of token ids padded to T = ``size``, and their lengths. Raises ValueError for a longer row."""
+    """Pad ``rows`` of token ids to T = ``size``. Returns them and their lengths; raises ValueError for a longer row."""
     packed = np.full((len(rows), size), PAD, np.int32)
     for row, ids in zip(packed, rows, strict=True):
         row[: len(ids)] = list(ids)
@@ -144,8 +145,15 @@ def readable_part(
 ) -> tuple[Int[Array, "W T"], Int[Array, " W"]]:
     """Completions as other players read them, padded to T = ``most`` tokens, and their lengths.
 
-    A completion is cut before its eos and behind T tokens. A token that ``allowed(tokens)`` refuses is shown as ?, and
-    ? also fills a completion of fewer than ``least`` tokens.
+    A completion is cut before its eos and behind T tokens. A token that is not allowed is shown as ?, and ? also fills
+    a short completion.
+
+    Args:
+        tokens: completions [W R]
+        length: tokens of each completion [W]
+        most: T
+        allowed: tokens [W T] -> whether each may be shown [W T]
+        least: smallest number of tokens of a result
     """
     cut = jnp.pad(tokens[:, :most], ((0, 0), (0, max(0, most - tokens.shape[1]))), constant_values=EOS)
     here = jnp.arange(most)
@@ -218,7 +226,10 @@ def text_samples(pairs: Iterable[tuple[str, str]], prompt: int, completion: int)
 def letter_samples(
     tokens: Int[np.ndarray, "n P"], length: Int[np.ndarray, " n"], letters: Int[np.ndarray, " n"], completion: int
 ) -> dict[str, np.ndarray]:
-    """Demonstrations of one role whose completions are one letter each, and eos where R = ``completion`` has room."""
+    """Demonstrations of one role whose completions are one letter each, and eos where R = ``completion`` has room.
+
+    ``tokens``: prompts [n P]. ``length``: tokens of each prompt [n]. ``letters``: token of each letter [n].
+    """
     reply = np.full((len(letters), completion), PAD, np.int32)
     reply[:, 0], reply[:, 1:2] = letters, EOS
     size = np.full(len(letters), min(2, completion), np.int32)

@@ -1,6 +1,6 @@
 """Range checks of the fields of environment Configs: a failure is one ConfigError line that begins with the full key.
 
-``path`` is always the dotted name of the Config itself, such as ``config.env.args``.
+Shared arguments: ``config`` is the Config. ``path`` is the dotted name of the Config, such as ``config.env.args``.
 """
 
 from __future__ import annotations

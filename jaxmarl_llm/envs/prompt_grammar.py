@@ -51,7 +51,11 @@ def prompt_row(
 
 
 def prompt_text(mark: str, subject: str, entries: Sequence[str] = (), bar: str = BAR) -> str:
-    """The text of a prompt. ``bar`` is the character before each entry."""
+    """The text of a prompt.
+
+    ``mark``: first character. ``subject``: text of the task. ``entries``: parts behind the subject. ``bar``: the
+    character before each entry.
+    """
     return "".join([mark, subject, *(bar + entry for entry in entries), END])
 
 

@@ -2,6 +2,8 @@
 
 A generated task belongs to the training side or to the held-out side by a hash of what makes the task itself, such as
 the question. So no held-out task is a training task of any seed, and no demonstration shows one.
+
+Shared argument: ``held_out`` is the side of the split, True for held-out tasks.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def draw_task(draw: Callable[[], T], content: Callable[[T], str | bytes], held_o
 
 
 def empty_side(held_out: bool, draws: int) -> ConfigError:
-    """The error for settings under which one side of the split has no task."""
+    """The error for settings under which one side of the split has no task among ``draws`` drawn ones."""
     side, other = ("held-out", "training") if held_out else ("training", "held-out")
     return ConfigError(
         f"{checks.ARGS}: expected settings with more different tasks: each of {draws} drawn tasks is a {other} task, "
@@ -55,7 +57,7 @@ def empty_side(held_out: bool, draws: int) -> ConfigError:
 
 
 def fingerprint(task: Any) -> Any:
-    """A hashable value that two tasks share when they are equal in every field."""
+    """A hashable value of ``task`` that two tasks share when they are equal in every field."""
     if isinstance(task, Mapping):
         return tuple(sorted((str(k), fingerprint(v)) for k, v in task.items()))
     if dataclasses.is_dataclass(task) and not isinstance(task, type):
@@ -68,7 +70,7 @@ def fingerprint(task: Any) -> Any:
 
 
 def shared(training: Iterable[Any], held_out: Iterable[Any]) -> np.ndarray:
-    """For each held-out task, whether some training task equals it [n] bool: in every field but ``id``."""
+    """Whether each ``held_out`` task equals some ``training`` task in every field but ``id`` [n] bool."""
 
     def of(task: Any) -> str:
         if isinstance(task, Mapping):

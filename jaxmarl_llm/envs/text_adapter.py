@@ -51,7 +51,10 @@ def board(env: ArrayEnv, response: int) -> Board:
 
 
 def last_line(action: Action) -> list[int]:
-    """The last line of a reply as tokens, without the spaces around it; eos follows unless the reply was cut off."""
+    """The last line of the reply ``action`` as tokens, without the spaces around it.
+
+    An eos follows, unless the length limit cut the reply off.
+    """
     line = action.text.rstrip("\n").rpartition("\n")[2].strip()
     return [*ByteTokenizer().encode(line), *([] if action.truncated else [EOS])]
 
@@ -75,7 +78,10 @@ def by_last_line(name: str, env: ArrayEnv, response: int, prompt: Callable[[str,
 
 
 def sample_texts(samples: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """(role, text of the prompt, completion) of every demonstration of an array environment."""
+    """(role, text of the prompt, completion) of every demonstration of an array environment.
+
+    ``samples``: role -> tokens, length and completion, as in `array_env.samples`.
+    """
     decode = ByteTokenizer().decode
     for role, rows in samples.items():
         columns = (rows[k] for k in ("tokens", "length", "completion"))

@@ -393,8 +393,8 @@ def generate(
 ) -> Any:
     """Call `sample_completions` from the host, with one compiled program for each shape. Donates ``prefix``.
 
-    Arguments are those of `sample_completions`. ``compact`` is chosen by `use_compaction`. ``layers`` are `unstacked`
-    variables, to make them once for several launches.
+    Arguments are those of `sample_completions`, except that ``compact`` is chosen by `use_compaction`. ``layers`` are
+    `unstacked` variables, to make them once for several launches. ``more``: the other arguments by name.
     """
     compact = use_compaction(max_new_tokens)
     if compact and layers is None:

@@ -90,7 +90,7 @@ class Trie:
 
 
 def common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the longest common prefix of two token sequences."""
+    """Return the length of the longest common prefix of two token sequences, ``a`` and ``b``."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n

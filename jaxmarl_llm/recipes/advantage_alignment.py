@@ -51,6 +51,8 @@ from jaxmarl_llm.training.train_step import Algorithm
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of Advantage Alignment."""
+
     recipe: str = "advantage_alignment"
     group: int = 8  # G matches of each task
     beta: float = 2.0  # weight of own past advantages times the others' present ones; 0: independent learning
@@ -76,14 +78,17 @@ class Config(BaseConfig):
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` matches of each task."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Group-relative advantages of ``cfg.credit``, then Advantage Alignment."""
     beta = cfg.beta * cfg.credit.discount if cfg.extra_discount else cfg.beta
     align = AlignAdvantages(beta, cfg.credit.discount, cfg.fade)
     return Algorithm(chain(*standard_rule(cfg.credit).rules, align), cfg.reward)
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

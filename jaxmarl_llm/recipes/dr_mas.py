@@ -45,6 +45,8 @@ GROUPS = ("task_role", "task")  # whose steps make the statistics: the agent's (
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of Dr. MAS."""
+
     recipe: str = "dr_mas"
     group: int = 8  # G episodes of each task
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "invalid": 1.0})
@@ -61,18 +63,25 @@ def inflation(returns: Float[Array, " C"], mine: Bool[Array, " C"]) -> Float[Arr
     """The lemma's factor ``(var_k + (mu_k - mu)^2) / var`` of one agent's steps among all steps of a group.
 
     Population variances; 1 with agent-wise statistics. NaN without steps of the agent, or when all returns are equal.
+
+    Args:
+        returns: return of each completion [C].
+        mine: completions of the agent [C].
     """
     mean = jnp.mean(returns)
     return jnp.mean((returns - mean) ** 2, where=mine) / jnp.mean((returns - mean) ** 2)
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` episodes of each task."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Group-relative advantages of ``cfg.credit``, with statistics of each agent."""
     return Algorithm(standard_rule(cfg.credit, singleton="raw"), cfg.reward)
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

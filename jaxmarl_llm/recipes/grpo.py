@@ -25,6 +25,8 @@ from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of GRPO."""
+
     recipe: str = "grpo"
     group: int = 8  # G episodes of each task
     credit: Credit = Credit(group="task_role")
@@ -36,12 +38,15 @@ class Config(BaseConfig):
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` episodes of each task."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Group-relative advantages of ``cfg.credit``; groups of equal returns are left out."""
     return Algorithm(standard_rule(cfg.credit), cfg.reward, select=unequal_groups)
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

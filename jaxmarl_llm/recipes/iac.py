@@ -27,6 +27,8 @@ from jaxmarl_llm.training.train_step import Algorithm
 
 @dataclass(frozen=True)
 class Config(ActorCritic):
+    """Configuration of IAC."""
+
     recipe: str = "iac"
     team: TeamConfig = TeamConfig(critic="head")
 
@@ -36,12 +38,15 @@ class Config(ActorCritic):
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` episodes of each task."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Advantages from the critics of ``cfg.team``, one for each agent."""
     return Algorithm(standard_rule(cfg.credit), cfg.reward, critic=CriticAdvantage(cfg))
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env, critic_optimizer=cfg.critic_optimizer)

@@ -64,6 +64,8 @@ PLANS = ("node_wise", "flat", "product")
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of JoyAgents-R1."""
+
     recipe: str = "joyagents_r1"
     plan: str = "node_wise"  # or flat, product: for comparison
     group: int | tuple[int, ...] = 4  # G of a node; a tuple gives one a turn
@@ -92,6 +94,7 @@ class Config(BaseConfig):
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan that ``cfg.plan`` names."""
     if cfg.plan == "node_wise":
         return node_wise(cfg.group, cfg.continuation)
     size = cfg.group[0] if isinstance(cfg.group, tuple) else cfg.group
@@ -99,7 +102,10 @@ def make_plan(cfg: Config) -> Plan:
 
 
 def select(cfg: Config) -> Callable[[Credited, int], Array]:
-    """The marginal-benefit groups: largest variance, two members at least, variance above 0."""
+    """Selection of the groups of marginal benefit: largest variance, at least two members, variance above 0.
+
+    ``cfg``: its ``top_k`` and ``scope`` say how many groups.
+    """
 
     def top_groups(credited: Credited, num_tasks: int) -> Array:
         scope, scopes = (credited.group_task, num_tasks) if cfg.scope == "task" else (None, 1)
@@ -113,6 +119,7 @@ _top_k = jax.jit(top_k_variance, static_argnames=("k", "num_scopes"))
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Group-relative advantages of ``cfg.credit``, selection of groups, and the adaptive memory."""
     return Algorithm(
         standard_rule(cfg.credit),
         cfg.reward,
@@ -123,4 +130,5 @@ def algorithm(cfg: Config) -> Algorithm:
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

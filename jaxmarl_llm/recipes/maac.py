@@ -24,6 +24,8 @@ from jaxmarl_llm.training.train_step import Algorithm
 
 @dataclass(frozen=True)
 class Config(ActorCritic):
+    """Configuration of MAAC."""
+
     recipe: str = "maac"
     team: TeamConfig = TeamConfig(critic="joint")
 
@@ -33,12 +35,15 @@ class Config(ActorCritic):
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` episodes of each task."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Advantages from the joint critic of ``cfg.team``."""
     return Algorithm(standard_rule(cfg.credit), cfg.reward, critic=CriticAdvantage(cfg))
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env, critic_optimizer=cfg.critic_optimizer)

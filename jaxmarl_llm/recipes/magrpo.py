@@ -49,6 +49,8 @@ MODES = ("flat", "tree", "best", "first")
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of MAGRPO."""
+
     recipe: str = "magrpo"
     group: int = 4  # G samples of each agent
     mode: str = "flat"  # flat, tree, best or first
@@ -78,6 +80,7 @@ class Config(BaseConfig):
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan that ``cfg.mode`` and ``cfg.joint`` name."""
     if cfg.mode == "flat":
         plan = flat(cfg.group)
     elif cfg.mode == "tree":
@@ -88,8 +91,10 @@ def make_plan(cfg: Config) -> Plan:
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Group-relative advantages of ``cfg.credit``; joint actions share a reward."""
     return Algorithm(standard_rule(cfg.credit), cfg.reward)
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

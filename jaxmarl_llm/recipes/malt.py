@@ -60,24 +60,14 @@ from jaxmarl_llm.types import Team, TrainState
 ROLES = ("generator", "verifier", "refiner")
 PREFER = ROLES[1:]  # learn by DPO
 # What the data set depends on; of `env` all but its worker processes.
-SOURCES = (
-    "seed",
-    "batch",
-    "team",
-    "env",
-    "sampling",
-    "reward",
-    "credit",
-    "sft",
-    "group",
-    "tasks",
-    "threshold",
-    "labels",
-)
+SOURCES: tuple[str, ...] = ("seed", "batch", "team", "env", "sampling", "reward", "credit", "sft", "group")
+SOURCES += ("tasks", "threshold", "labels")
 
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of MALT."""
+
     recipe: str = "malt"
     group: int = 3  # n samples at every node
     tasks: int | None = None  # training tasks played; None: all
@@ -106,8 +96,10 @@ class Config(BaseConfig):
 
 
 def gather(team: Team, played: RolloutResult, credited: Credited) -> offline.Tables:
-    """By role, its nodes and its steps of known value: prompt [N P], prompt_length and task [N], node [C] into those,
-    tokens [C R], length and value [C].
+    """Tables of each role: its nodes and its steps of known value.
+
+    prompt [N P], prompt_length and task [N], node [C] into those, tokens [C R], length and value [C]. ``team``: roles.
+    ``played``: a rollout. ``credited``: its values.
     """
     nodes, steps = played.tree.nodes, played.tree.steps
     out: offline.Tables = {}
@@ -128,7 +120,7 @@ def gather(team: Team, played: RolloutResult, credited: Credited) -> offline.Tab
 
 
 def labelled(cfg: Config, tables: offline.Tables) -> offline.Tables:
-    """The tables with ``label`` [C] (value above the threshold) and ``pairs`` [K 2], siblings (positive, negative)."""
+    """Add to ``tables`` ``label`` [C], value above ``cfg.threshold``, and ``pairs`` [K 2] (positive, negative)."""
     out = {}
     for index, (role, table) in enumerate(tables.items()):
         label = table["value"] > cfg.threshold
@@ -146,14 +138,14 @@ def samples(table: Mapping[str, np.ndarray], rows: np.ndarray) -> Demonstrations
 
 
 def source(cfg: Config) -> dict[str, Any]:
-    """The part of a configuration that its data set depends on."""
+    """Part of ``cfg`` that the data set depends on."""
     whole = to_dict(cfg)
     kept = {key: whole[key] for key in SOURCES}
     return kept | {"env": {k: v for k, v in whole["env"].items() if k not in ("workers", "timeout", "eval_tasks")}}
 
 
 class Data(NamedTuple):
-    """What the roles learn from, and its figures."""
+    """Samples that the roles learn from, and figures of the samples."""
 
     positive: dict[str, Demonstrations]
     pairs: dict[str, Demonstrations]
@@ -161,6 +153,7 @@ class Data(NamedTuple):
 
 
 def from_tables(tables: offline.Tables) -> Data:
+    """Make the samples of imitation and of preferences from labelled ``tables``."""
     counts: dict[str, float] = {}
     for role, t in tables.items():
         sizes = len(t["task"]), len(t["node"]), t["label"].sum(), len(t["pairs"])
@@ -171,6 +164,7 @@ def from_tables(tables: offline.Tables) -> Data:
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` samples at every node."""
     return product(cfg.group)
 
 
@@ -178,6 +172,7 @@ ON_HOST = "its data set is sampled once and kept on disk"
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     env_runner, team = phases.open_env_runner(cfg, env)
     name = env_runner.env.name
     for role in [r for r in ROLES if r not in env_runner.env.roles]:

@@ -56,6 +56,8 @@ FORMS = ("text", "code")
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of MARSHAL."""
+
     recipe: str = "marshal"
     group: int = 1  # games from each first state (deal)
     batch: int = 64
@@ -77,24 +79,30 @@ class Config(BaseConfig):
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` games from each first state."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Advantages of the paper's text or of the authors' code, as ``cfg.form`` says."""
     return Algorithm(text_rule(cfg) if cfg.form == "text" else code_rule(cfg), cfg.reward)
 
 
 def text_rule(cfg: Config) -> CreditRule:
-    """The paper's text: summed rewards, less the mean of the role's turns."""
+    """Credit rule of the paper's text: summed rewards, less the mean of the role's turns; uses ``cfg.credit``."""
     return standard_rule(cfg.credit)
 
 
 def code_rule(cfg: Config) -> CreditRule:
-    """The authors' code: centred turn rewards are summed, centred again, and whitened over the batch."""
+    """Credit rule of the authors' code: centred turn rewards are summed, centred again, and whitened over the batch.
+
+    ``cfg.credit`` gives discount, reduction and groups.
+    """
     compare = GroupRelative(cfg.credit.group, "unique", "none")
     summed = ReturnToGo(cfg.credit.discount), PerCompletion(cfg.credit.reduce)
     return chain(CentreTurnRewards("mean"), *summed, compare, Whiten(ddof=1))
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

@@ -61,6 +61,8 @@ MAX_LOG_RATIO = 3.0  # of a turn, from above (the authors' log_ratio_clip_c)
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of ReMA."""
+
     recipe: str = "rema"
     group: int = 8  # G episodes of each task
     switch: int = 10  # RL steps until the other role learns; 0: both at every step
@@ -145,7 +147,7 @@ def _mean_over_trajectories(mask: Array, share: Array, episode: Array) -> jax.Ar
 
 
 def trainable_roles(cfg: Config) -> Callable[[Any], Any]:
-    """RL step -> which of ROLES learn at it [2]; the step may be traced."""
+    """RL step -> which of ROLES learn at it [2], by ``cfg.learner`` and ``cfg.switch``; the step may be traced."""
     roles = jnp.arange(len(ROLES))
     if cfg.learner is not None:
         return lambda step: roles == ROLES.index(cfg.learner)
@@ -155,14 +157,17 @@ def trainable_roles(cfg: Config) -> Callable[[Any], Any]:
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` episodes of each task."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Group-relative advantages of ``cfg.credit``; roles learn in turn."""
     return Algorithm(standard_rule(cfg.credit), cfg.reward, trainable_roles=trainable_roles(cfg))
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     recipe = phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)
     if recipe.env_runner.env.roles != ROLES:
         raise ConfigError(f"config.env: expected an environment with the roles {', '.join(ROLES)}")

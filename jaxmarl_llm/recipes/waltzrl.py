@@ -15,7 +15,7 @@ conversation agent is frozen (`trainable_roles`); then both learn, with lambda =
 gated by R_label). Of each episode one round of each agent, drawn at random, is trained. Advantages are normalised over
 the batch agent by agent (REINFORCE++), PPO's clip.
 
-A judge as a third role of the environment is frozen: taught in stage 0, never in RL. The rule judges otherwise.
+A judge as a third role of the environment is frozen: it is trained in stage 0, never in RL. The rule judges otherwise.
 
 Kept: the above. Changed: the KL to the policy after stage 0 is a term of the loss (``loss.kl_coef``, k3), where the
 paper takes it off the reward of every token; statistics are over all rounds and not only those drawn; with more than
@@ -53,6 +53,8 @@ NEEDED = ("conversation", "feedback")
 
 @dataclass(frozen=True)
 class Config(BaseConfig):
+    """Configuration of WaltzRL."""
+
     recipe: str = "waltzrl"
     group: int = 1  # episodes of each task
     stage_one: int = 100  # RL steps of stage 1; the rest of ``steps`` is stage 2
@@ -85,26 +87,29 @@ class Config(BaseConfig):
 
 
 def roles_of(cfg: Config) -> tuple[str, ...]:
+    """Roles of the environment that ``cfg`` names."""
     return roles_of_environment(cfg.env.environment())
 
 
 def trainable_roles(cfg: Config) -> Callable[[Any], Any]:
-    """RL step -> which roles learn at it [A]: feedback always, conversation in stage 2, a judge never."""
+    """RL step -> which roles learn at it [A]: feedback always, conversation in stage 2 of ``cfg``, a judge never."""
     names = roles_of(cfg)
     first, second = jnp.array([n == "feedback" for n in names]), jnp.array([n in NEEDED for n in names])
     return lambda step: jnp.where(step < cfg.stage_one, first, second)
 
 
 def reward_schedule(cfg: Config) -> Callable[[Any], dict[str, Any]]:
-    """RL step -> reward weights: lambda is 0 in stage 2."""
+    """RL step -> reward weights of ``cfg``: the weight of the label reward (lambda) is 0 in stage 2."""
     return lambda step: {k: w * (step < cfg.stage_one) if k == "label" else w for k, w in cfg.reward.items()}
 
 
 def make_plan(cfg: Config) -> Plan:
+    """Plan: ``cfg.group`` episodes of each task."""
     return flat(cfg.group)
 
 
 def algorithm(cfg: Config) -> Algorithm:
+    """Returns until a role's next turn, one trained round of each episode, and two stages of ``cfg``."""
     return Algorithm(
         standard_rule(cfg.credit, until_next_turn=True),
         reward_schedule(cfg),
@@ -114,4 +119,5 @@ def algorithm(cfg: Config) -> Algorithm:
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
+    """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)

@@ -72,10 +72,14 @@ class Segment(NamedTuple):
 
 
 def frontiers(plan: Plan, env: ArrayEnv, batch: int) -> list[dict[Branch, int]]:
-    """For each turn, the branches of the frontier and how many states each has, in the order of the tables.
+    """Frontier of each turn: its branches and the number of states of each, in the order of the tables.
 
-    The list ends where the plan plays nothing on.
-    ``batch``: B, the number of tasks.
+    The list ends where the plan continues no joint action.
+
+    Args:
+        plan: plan of sampling.
+        env: environment.
+        batch: number of tasks, B.
     """
     out: list[dict[Branch, int]] = []
     frontier = {ROOT: batch}
@@ -95,11 +99,17 @@ def _follows(plan: Plan, env: ArrayEnv, branch: Branch) -> list[Branch | None]:
 
 
 def segments(plan: Plan, env: ArrayEnv, batch: int) -> list[Segment]:
-    """The turns of a rollout in order, cut into segments.
+    """Cut the turns of a rollout into segments, in their order.
 
-    Turns are alike where their actors, the branches of their frontiers (apart from the turn), the number of states and
-    of samples there, and what is played on are equal. From a turn on, the segment is the one that leaves the fewest
-    turns to be compiled; among equal ones the one of the least period. A turn that begins no repetition is alone.
+    Two turns are alike when four things are equal: the actors, the branches of the frontiers apart from the turn, the
+    numbers of states and samples, and the joint actions that continue. From a turn on, the segment is the one that
+    leaves the fewest turns to be compiled. Among equal ones it is the one of the least period. A turn that begins no
+    repetition is alone.
+
+    Args:
+        plan: plan of sampling.
+        env: environment.
+        batch: number of tasks, B.
     """
 
     def kind(turn: int, frontier: dict[Branch, int]) -> Hashable:
@@ -145,9 +155,14 @@ def _period_rows(plan: Plan, env: ArrayEnv, segment: Segment, walk: list[dict[Br
 
 
 def layout(plan: Plan, env: ArrayEnv, batch: int) -> list[Block]:
-    """Where `make_rollout` puts which nodes and steps: known before anything runs. ``batch``: B, the number of tasks.
+    """Rows of the nodes and steps that `make_rollout` writes, known before anything runs.
 
     Turns that are one scan are one block for each branch at each turn of its period.
+
+    Args:
+        plan: plan of sampling.
+        env: environment.
+        batch: number of tasks, B.
     """
     blocks, walk, first = [], frontiers(plan, env, batch), Rows(0, 0, 0)
     for segment in segments(plan, env, batch):
@@ -165,7 +180,7 @@ def layout(plan: Plan, env: ArrayEnv, batch: int) -> list[Block]:
 
 
 def check_seats(env: ArrayEnv, tree: Tree) -> None:
-    """Raises ValueError where a seat was taken by a role that ``env.actors`` does not have there: it was not asked."""
+    """Raise ValueError where a role of ``tree`` took a seat that ``env.actors`` does not give to this role."""
     nodes = tree.nodes
     seat = np.arange(len(nodes.role)) % env.seats
     may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
@@ -187,17 +202,25 @@ def make_rollout(
     sampling: Sampling,
     memory_config: MemoryConfig | None = None,
 ) -> Callable[..., Tree]:
-    """A pure function (params, memory, tasks, key, version, assignment) -> Tree; jit it.
+    """Make a pure function (params, memory, tasks, key, version, assignment) -> Tree; jit it.
 
-    With ``team.stacked`` models that may act together are one launch, in which each node has its own model's parameters
-    (a copy a node), instead of one launch each over all nodes. For many small models or adapters of one architecture.
-    Turns that are alike (`segments`) are one scan: there the environment's states keep their shapes and types.
+    With ``team.stacked`` the models that may act together are one launch. Each node then has a copy of its own model's
+    parameters. This is for many small models or adapters of one architecture. Turns that are alike (`segments`) are one
+    scan: there the environment's states keep their shapes and types.
 
-    memory: unused without a config.
-    tasks: pytree with leading axis B. key: typed; consumed by folding. version: integer written into the steps.
-    assignment: int [B A], which of ``Team.players`` plays each role of each task, or [B M A], which does at each turn;
-    None: its own model plays every role.
-    Raises ConfigError when the plan asks for what the environment lacks, or models to be stacked are not alike.
+    Arguments of the result. memory: unused without ``memory_config``. tasks: pytree with leading axis B. key: typed;
+    consumed by folding. version: integer written into the steps. assignment: int [B A], which of ``Team.players`` plays
+    each role of each task, or [B M A], which does at each turn; None: its own model plays every role.
+
+    Args:
+        team: roles, models and critics.
+        env: environment.
+        plan: plan of sampling.
+        sampling: distribution of tokens.
+        memory_config: settings of the adaptive memory; None: no memory.
+
+    Raises:
+        ConfigError: the environment lacks what the plan asks for, or models to be stacked are not alike.
     """
     plan.check(env)
     spec = RolloutSpec(team, env, plan, sampling, memory_config)
@@ -240,7 +263,13 @@ def _check_stacked(spec: RolloutSpec) -> None:
 
 
 def start(env: ArrayEnv, tasks: PyTree, key: jax.Array) -> Place:
-    """The first state of each task. ``tasks``: pytree with leading axis B. ``key``: of the rollout."""
+    """First state of each task.
+
+    Args:
+        env: environment.
+        tasks: pytree with leading axis B.
+        key: PRNG key of the rollout.
+    """
     batch = jax.tree.leaves(tasks)[0].shape[0]
     ids = jnp.arange(batch, dtype=jnp.int32)
     roots = fold(jnp.broadcast_to(key, (batch,)), ids)
@@ -251,9 +280,18 @@ def start(env: ArrayEnv, tasks: PyTree, key: jax.Array) -> Place:
 def play_segment(
     spec: RolloutSpec, given: Given, segment: Segment, frontier: dict[Branch, Place], first: Rows, rows: Rows
 ) -> tuple[Tables, dict[Branch, Place]]:
-    """All turns of a segment: their rows of the tables, turn by turn, and the frontier behind them.
+    """Play all turns of a segment.
 
-    ``first``: the first rows of the segment. ``rows``: how many rows one period has.
+    Args:
+        spec: static arguments of the rollout.
+        given: arrays that are the same at every turn.
+        segment: turns to play.
+        frontier: states of each branch before the segment.
+        first: first rows of the segment.
+        rows: number of rows of one period.
+
+    Returns:
+        Rows of the tables, turn by turn, and the frontier after the segment.
     """
 
     def play(frontier: dict[Branch, Place], period: int | jax.Array) -> tuple[Tables, dict[Branch, Place]]:

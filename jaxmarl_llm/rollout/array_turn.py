@@ -40,7 +40,7 @@ from jaxmarl_llm.types import (
 
 @dataclass(frozen=True, eq=False)
 class RolloutSpec:
-    """What is fixed when a rollout is traced: the arguments of `array.make_rollout`."""
+    """Static arguments of a rollout: those of `array.make_rollout`."""
 
     team: Team
     env: ArrayEnv
@@ -109,7 +109,7 @@ class Tables(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What `observe_nodes` returns: the rows of the nodes table [F W], and two columns that the table does not have."""
+    """Result of `observe_nodes`: rows of the nodes table [F W], and two columns that the table does not have."""
 
     nodes: Nodes
     occupied: jax.Array  # bool [F W]: the environment has a role in this seat
@@ -117,7 +117,7 @@ class Observed(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What `joint_step` returns. Leading axes F J: every joint action of every state."""
+    """Result of `joint_step`. Leading axes F J: every joint action of every state."""
 
     state: PyTree
     child_key: jax.Array  # the key of the state behind the joint action
@@ -137,9 +137,12 @@ class Reached(NamedTuple):
 
 
 def acting_roles(spec: RolloutSpec, turn: int, assigned: bool) -> dict[int, list[int]]:
-    """The models that may act at a turn (indices into ``team.models``), each with the roles that it may play there.
+    """Models that may act at a turn (indices into ``team.models``), each with the roles that it may play there.
 
-    ``assigned``: whether the rollout is given an assignment. Without one, only the first player of a role plays it.
+    Args:
+        spec: static arguments of the rollout.
+        turn: number of the turn.
+        assigned: whether the rollout has an assignment. Without one, only the first player of a role plays it.
     """
     plays = [players if assigned else players[:1] for players in spec.players]
     acting = sorted(set(spec.env.actors[turn]))
@@ -148,18 +151,23 @@ def acting_roles(spec: RolloutSpec, turn: int, assigned: bool) -> dict[int, list
 
 
 def acting_models(spec: RolloutSpec, turn: int, assigned: bool) -> dict[int, list[int]]:
-    """The models that may act at a turn (indices into ``team.models``), each with the seats that it may take.
+    """Models that may act at a turn (indices into ``team.models``), each with the seats that it may take.
 
-    ``assigned``: as for `acting_roles`.
+    Arguments are those of `acting_roles`.
     """
     acting = acting_roles(spec, turn, assigned)
     return {m: spec.env.seats_of(turn, roles) for m, roles in acting.items()}
 
 
 def observe_nodes(spec: RolloutSpec, given: Given, place: Place, turn: int, number: int | jax.Array) -> Observed:
-    """The nodes of a branch: one prompt for every seat of every state, with memory entries in front where it has some.
+    """Nodes of a branch: one prompt for every seat of every state, after its memory entries.
 
-    ``turn``: a turn with the same actors as this one. ``number``: the number of this turn, which may be traced.
+    Args:
+        spec: static arguments of the rollout.
+        given: arrays that are the same at every turn.
+        place: states of the branch.
+        turn: a turn with the same actors as this one.
+        number: number of this turn, which may be traced.
     """
     f, w = place.task.shape[0], spec.env.seats
     seen = jax.vmap(spec.env.observe)(place.state)
@@ -195,9 +203,15 @@ def observe_nodes(spec: RolloutSpec, given: Given, place: Place, turn: int, numb
 
 
 def sample_keys(key: jax.Array, role: Array, group: int) -> jax.Array:
-    """The keys [N G] of ``group`` samples at each node, from the keys [F] of the states and the roles [N] of the seats.
+    """PRNG keys of the samples of each node. The nodes of a state follow each other: N = F W.
 
-    The nodes of a state follow each other: N = F W.
+    Args:
+        key: keys of the states [F].
+        role: roles of the seats [N].
+        group: samples of a node, G.
+
+    Returns:
+        Keys [N G].
     """
     n = len(role)
     node_key = fold(jnp.repeat(key, n // len(key)), PLAY, role)
@@ -209,9 +223,15 @@ def generate_nodes(
 ) -> Completions:
     """Completions of every node by its own model: one launch for each model that may act, or one for all of them.
 
-    keys: one for each sample [N G]. acting: the models that may act, each with the roles that it may play
-    (`acting_roles`). turn: a turn with the same actors as this one. The launch of a model has the nodes of the seats
-    that it may take and of no others.
+    The launch of a model has the nodes of the seats that it may take and of no others.
+
+    Args:
+        spec: static arguments of the rollout.
+        params: parameters of the team.
+        nodes: prompts of N seats.
+        keys: one PRNG key for each sample [N G].
+        acting: models that may act, each with the roles that it may play (`acting_roles`).
+        turn: a turn with the same actors as this one.
     """
     team = spec.team
     if team.stacked:
@@ -273,7 +293,14 @@ def _launch(
 
 
 def step_rows(given: Given, seen: Observed, made: Completions, first_node: int | jax.Array) -> Steps:
-    """The rows of the steps table: the samples of each node one after the other. ``first_node``: row of its first."""
+    """Rows of the steps table: the samples of each node one after the other.
+
+    Args:
+        given: arrays that are the same at every turn.
+        seen: nodes of the branch.
+        made: completions of the nodes.
+        first_node: row of the first node of the branch.
+    """
     n, g, response = made.tokens.shape
     alive = jnp.repeat(seen.nodes.valid, g)
     return Steps(
@@ -292,7 +319,12 @@ def step_rows(given: Given, seen: Observed, made: Completions, first_node: int |
 def joint_step(spec: RolloutSpec, place: Place, seen: Observed, made: Completions, actions: np.ndarray) -> Stepped:
     """Every state of a branch, stepped with every joint action, and its rewards.
 
-    actions [J W]: the sample index of every seat. An empty seat takes part with sample 0 alone.
+    Args:
+        spec: static arguments of the rollout.
+        place: states of the branch.
+        seen: nodes of the branch.
+        made: completions of the nodes.
+        actions: sample index of every seat [J W]. An empty seat takes part with sample 0 alone.
     """
     f, w, g, j = place.task.shape[0], spec.env.seats, made.tokens.shape[1], len(actions)
     spread = lambda x: jnp.repeat(x[:, None], j, 1)
@@ -324,9 +356,16 @@ def transition_rows(
     group: int,
     number: int | jax.Array,
 ) -> Transitions:
-    """The rows of the transitions table: the joint actions of each state one after the other.
+    """Rows of the transitions table: the joint actions of each state one after the other.
 
-    ``first``: the first rows of this branch. ``group``: G, samples of a node. ``number``: the number of the turn.
+    Args:
+        place: states of the branch.
+        seen: nodes of the branch.
+        stepped: results of the joint actions.
+        actions: sample index of every seat [J W].
+        first: first rows of this branch.
+        group: samples of a node, G.
+        number: number of the turn.
     """
     (f, w), j = seen.occupied.shape, len(actions)
     index = first.steps + jnp.arange(f * w * group).reshape(f, w, group)[:, np.arange(w), actions]
@@ -345,9 +384,17 @@ def transition_rows(
 
 
 def rank_or_stop(plan: Plan, stepped: Stepped, reached: Reached) -> Reached:
-    """``reached`` from the best team reward down where the plan ranks, and done where the plan stops at a state.
+    """Order the joint actions where the plan ranks, and end the states where the plan stops.
 
-    A joint action whose rewards are not all finite is the last in the order, and has no part in a state's mean.
+    A joint action whose rewards are not all finite is the last in the order, and does not enter the mean of its state.
+
+    Args:
+        plan: plan of sampling.
+        stepped: results of the joint actions.
+        reached: states after the joint actions.
+
+    Returns:
+        ``reached`` from the best team reward down, and ``done`` where the plan stops.
     """
     if not plan.rank and plan.stop_above is None:
         return reached
@@ -367,10 +414,18 @@ def rank_or_stop(plan: Plan, stepped: Stepped, reached: Reached) -> Reached:
 def play_branch(
     spec: RolloutSpec, given: Given, branch: Branch, place: Place, number: int | jax.Array, first: Rows
 ) -> tuple[Tables, list[tuple[Branch, Place]]]:
-    """One turn of the states of one branch: their rows of the tables, and the states that the plan plays on.
+    """Play one turn of the states of one branch.
 
-    ``branch.turn``: a turn with the same actors as this one. ``number``: the number of this turn, which may be traced.
-    ``first``: the first rows of this branch.
+    Args:
+        spec: static arguments of the rollout.
+        given: arrays that are the same at every turn.
+        branch: the branch; ``branch.turn`` is a turn with the same actors as this one.
+        place: states of the branch.
+        number: number of this turn, which may be traced.
+        first: first rows of this branch.
+
+    Returns:
+        Rows of the tables, and the states that the plan continues, by branch.
     """
     plan, env, f = spec.plan, spec.env, place.task.shape[0]
     group, actions = plan.width(branch), np.array(plan.actions(branch, env.seats))
@@ -397,9 +452,19 @@ def play_branch(
 def play_turn(
     spec: RolloutSpec, given: Given, frontier: Mapping[Branch, Place], number: int | jax.Array, first: Rows
 ) -> tuple[Tables, dict[Branch, Place]]:
-    """One turn of all states of a frontier: the rows of the tables branch by branch, and the next frontier.
+    """Play one turn of all states of a frontier.
 
-    Arguments as those of `play_branch`. The branches of the next frontier stand in the order in which they are reached.
+    The branches of the next frontier stand in the order in which they are reached.
+
+    Args:
+        spec: static arguments of the rollout.
+        given: arrays that are the same at every turn.
+        frontier: states of each branch.
+        number: number of this turn, which may be traced.
+        first: first rows of this turn.
+
+    Returns:
+        Rows of the tables branch by branch, and the next frontier.
     """
     tables: list[Tables] = []
     reached: dict[Branch, list[Place]] = {}
@@ -413,5 +478,5 @@ def play_turn(
 
 
 def join(parts: Sequence[PyTree]) -> PyTree:
-    """The rows of several equal trees of arrays one after the other."""
+    """Concatenate the leaves of ``parts``, trees of arrays of one structure, along axis 0."""
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)

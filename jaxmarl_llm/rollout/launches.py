@@ -35,6 +35,8 @@ class GenerationRequest(NamedTuple):
 
 
 class SampledCompletion(NamedTuple):
+    """One completion and its log-probs."""
+
     action: Action
     logprobs: np.ndarray  # of the action's ids
 

@@ -106,9 +106,14 @@ def product(group: int, joint: str = "aligned") -> Plan:
 
 @functools.cache
 def handoff(group: int, joint: str = "aligned", *, best: bool = True) -> Plan:
-    """G samples at each turn, of which one joint action is played on: the best, or the first (a random one).
+    """G samples at each turn, one joint action of which continues: the best, or the first (a random one).
 
     The first version of MAGRPO, with immediate rewards (discount 0).
+
+    Args:
+        group: samples of each seat, G.
+        joint: ``aligned`` or ``cross``.
+        best: whether the joint action of largest team reward continues.
     """
     if joint not in JOINT:
         raise ConfigError(f"plan.joint: expected one of {', '.join(JOINT)}, got {joint!r}")

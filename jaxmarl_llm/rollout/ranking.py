@@ -40,7 +40,7 @@ def stops(plan: Plan, value: Array, valid: Array) -> Array:
 def best_first(value: Array, valid: Array) -> Array:
     """Indices [..., J] of joint actions by team reward, the largest first; equal ones keep their order.
 
-    Joint actions without a valid reward come last, in their order. Arguments as in `stops`.
+    ``value``: team reward [..., J]. ``valid``: [..., J], joint actions whose reward is known; others come last.
     """
     xp = value.__array_namespace__()
     return xp.argsort(xp.where(valid, -value, xp.inf), axis=-1, stable=True)

@@ -17,14 +17,34 @@ from jaxmarl_llm.types import (
 
 
 def mean_embedding(embed: Callable, variables: Params, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """Mean of the agent's own token embeddings [N D]: the default memory key, no extra model."""
+    """Mean of an agent's own token embeddings: the default memory key, which needs no other model.
+
+    Args:
+        embed: (variables, tokens) -> embeddings.
+        variables: variables of the model.
+        tokens: prompts [N P].
+        length: tokens of each prompt [N].
+
+    Returns:
+        Keys [N D].
+    """
     x = embed(variables, tokens).astype(jnp.float32)
     mask = jnp.arange(tokens.shape[-1]) < length[..., None]
     return jnp.sum(x * mask[..., None], axis=-2) / jnp.maximum(length, 1)[..., None]
 
 
 def prepend(entries: jax.Array, entry_length: jax.Array, tokens: jax.Array, length: jax.Array) -> jax.Array:
-    """[entry_1 | ... | entry_X | prompt] without gaps. entries [N X T], tokens [N P] -> [N X*T + P]."""
+    """Put memory entries before prompts without gaps: [entry_1 | ... | entry_X | prompt].
+
+    Args:
+        entries: tokens of the entries [N X T].
+        entry_length: tokens of each entry [N X]; 0: no entry.
+        tokens: prompts [N P].
+        length: tokens of each prompt [N].
+
+    Returns:
+        Tokens [N X*T + P].
+    """
     n, x, t = entries.shape
     parts = jnp.concatenate([entries.reshape(n, x * t), tokens], axis=1)
     used = jnp.arange(t) < entry_length[..., None]
@@ -43,7 +63,21 @@ def retrieve(
     length: jax.Array,
     actors: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array, Retrieval]:
-    """Prompts with each role's own retrieved entries in front, and what was retrieved. Row i belongs to role[i]."""
+    """Put each role's own memory entries before its prompts. Row i belongs to role[i].
+
+    Args:
+        team: roles and models.
+        config: settings of the memory.
+        params: parameters of the team.
+        memory: memory of each role, by name.
+        role: role of each prompt [N].
+        tokens: prompts [N P].
+        length: tokens of each prompt [N].
+        actors: roles that may have a row.
+
+    Returns:
+        Tokens [N X*T + P], lengths [N], and the retrieved entries.
+    """
     n, x = tokens.shape[0], config.retrieve
     stores = [memory[r.name] for r in team.roles]
     t, dim = stores[0].ids.shape[1], max(s.key.shape[1] for s in stores)

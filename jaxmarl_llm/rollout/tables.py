@@ -64,7 +64,7 @@ class Rows:
 
 
 class Costs(NamedTuple):
-    """Those of `types.Counts` that the rows do not show."""
+    """Fields of `types.Counts` that the rows do not show."""
 
     prompt_tokens: int
     env_calls: int
@@ -94,9 +94,15 @@ def replace_rewards(result: tuple, verdict: Any) -> Any:
 
 
 def reward_row(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np.ndarray, str | None]:
-    """Rewards [components A] of a `checked` ``result``, 0 where none is given; and why they are invalid, or None.
+    """Rewards of a `checked` result, and the reason why they are invalid.
 
-    ``components``: reward components that the environment declares, in the order of the table.
+    Args:
+        result: result of the environment's step.
+        team: roles, in the order of the table.
+        components: reward components that the environment declares, in the order of the table.
+
+    Returns:
+        Rewards [components A], 0 where none is given, and the reason, or None for valid rewards.
     """
     table = np.zeros((len(components), len(team.roles)), np.float32)
     if isinstance(result, Failure):
@@ -116,10 +122,14 @@ def reward_row(result: Any, team: Team, components: tuple[str, ...]) -> tuple[np
 
 
 def make_tables(team: Team, components: tuple[str, ...], rows: Rows, version: int, costs: Costs) -> Tree:
-    """The tables (numpy arrays) of one rollout. N, C, J and P are padded to buckets; R is the largest limit of tokens.
+    """Tables (NumPy arrays) of one rollout. N, C, J and P are padded to buckets; R is the largest limit of tokens.
 
-    ``components``: reward components of the environment. ``version``: optimizer steps of the parameters that sampled.
-    ``costs``: counts that the rows do not show.
+    Args:
+        team: roles and models.
+        components: reward components of the environment.
+        rows: rows of the rollout.
+        version: optimizer steps of the parameters that sampled.
+        costs: counts that the rows do not show.
     """
     nodes, steps = _nodes(rows), _steps(rows.steps, max(role.max_new_tokens for role in team.roles), version)
     transitions = _transitions(rows.transitions, components, len(team.roles))

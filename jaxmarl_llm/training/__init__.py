@@ -2,3 +2,57 @@
 
 Evaluation and the metrics of a step are here too.
 """
+
+from typing import TYPE_CHECKING
+
+from jaxmarl_llm._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxmarl_llm.training.actor_critic import CriticAdvantage
+    from jaxmarl_llm.training.config import SFT, ActorCritic, BaseConfig, Offline, RunConfig
+    from jaxmarl_llm.training.drivers import HostDriver
+    from jaxmarl_llm.training.evaluation import evaluate
+    from jaxmarl_llm.training.learner import Learner, make_learner
+    from jaxmarl_llm.training.losses import Loss, policy_loss
+    from jaxmarl_llm.training.optimizers import Optimizer
+    from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        objects={
+            "ActorCritic": f"{__name__}.config",
+            "Algorithm": f"{__name__}.train_step",
+            "BaseConfig": f"{__name__}.config",
+            "CriticAdvantage": f"{__name__}.actor_critic",
+            "HostDriver": f"{__name__}.drivers",
+            "Learner": f"{__name__}.learner",
+            "Loss": f"{__name__}.losses",
+            "Offline": f"{__name__}.config",
+            "Optimizer": f"{__name__}.optimizers",
+            "RunConfig": f"{__name__}.config",
+            "SFT": f"{__name__}.config",
+            "evaluate": f"{__name__}.evaluation",
+            "make_learner": f"{__name__}.learner",
+            "policy_loss": f"{__name__}.losses",
+            "unequal_groups": f"{__name__}.train_step",
+        },
+        modules={},
+    )
+
+__all__ = [
+    "SFT",
+    "ActorCritic",
+    "Algorithm",
+    "BaseConfig",
+    "CriticAdvantage",
+    "HostDriver",
+    "Learner",
+    "Loss",
+    "Offline",
+    "Optimizer",
+    "RunConfig",
+    "evaluate",
+    "make_learner",
+    "policy_loss",
+    "unequal_groups",
+]

@@ -21,13 +21,13 @@ from jaxmarl_llm.types import Array, Team, TrainState, Tree
 
 
 class CriticTargets(NamedTuple):
-    """What one critic read, and what it should have estimated.
+    """Prompts that one critic read, its estimates, and its targets.
 
     Attributes:
         read: Prompts [M], and the prompt of each node.
-        value: Estimate of each prompt before the update.
-        target: Of each prompt.
-        weight: 1 / number of targets; 0 where a prompt has none.
+        value: Estimate of each prompt before the update [M].
+        target: Target of each prompt [M].
+        weight: 1 / number of targets [M]; 0 where a prompt has none.
     """
 
     read: CriticInputs
@@ -123,13 +123,13 @@ def _estimate(step: TrainStep, state: TrainState, tree: Tree, critic: int) -> tu
 
 
 def traced_inputs(team: Team, tree: Tree, critic: int, seats: int) -> CriticInputs:
-    """As `critic.critic_inputs`, in a compiled program: a row for each node, or for each state of a joint critic.
+    """Inputs of a critic in a compiled program, as `critic.critic_inputs`: a row for each node, or each state if joint.
 
     Args:
         team: Roles, models and critics.
         tree: An array rollout: the ``seats`` nodes of a state follow each other.
-        critic: Index of the model.
-        seats: W.
+        critic: Index of the critic's model.
+        seats: Number of seats, W.
     """
     nodes = tree.nodes
     own = jnp.array([c == team.models[critic].name for c in team.critics])

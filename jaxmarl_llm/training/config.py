@@ -43,6 +43,8 @@ class SFT(Offline):
 
 @dataclass(frozen=True)
 class RunConfig:
+    """Settings of a run: checkpoints, evaluation, logs, and limits that stop the run."""
+
     checkpoint_every: int = 50  # steps; the last step is always saved
     keep: int = 2  # checkpoints
     eval_every: int = 50  # steps; 0: only before and after RL

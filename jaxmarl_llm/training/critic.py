@@ -28,10 +28,15 @@ class CriticInputs(NamedTuple):
 
 
 def critic_inputs(team: Team, tree: Tree, critic: int) -> CriticInputs:
-    """The prompts of ``tree`` (numpy arrays) that the model ``critic`` (an index into ``Team.models``) values.
+    """Prompts that a critic values.
 
     A critic of an agent reads each node's own prompt. A joint critic reads one prompt for each state: the prompts of
     all its seats in the order of the roles, each after ``[role]``.
+
+    Args:
+        team: Roles, models and critics.
+        tree: The rollout, NumPy arrays.
+        critic: Index of the critic in ``Team.models``.
     """
     nodes = jax.tree.map(np.asarray, tree.nodes)
     name = team.models[critic].name
@@ -75,9 +80,14 @@ def _chunks(inputs: CriticInputs, micro_tokens: int) -> list[tuple[np.ndarray, n
 
 
 def estimate(learner: Learner, model: Model, params: Params, inputs: CriticInputs, *, micro_tokens: int) -> np.ndarray:
-    """The critic's value of each prompt [M].
+    """Value of each prompt [M] by a critic.
 
-    ``learner``, ``model``: of the critic. ``params``: of the team. ``micro_tokens``: prompt tokens of one launch.
+    Args:
+        learner: Compiled functions of the critic.
+        model: The critic.
+        params: Parameters of the team.
+        inputs: M prompts.
+        micro_tokens: Prompt tokens of one launch.
     """
     own = params["agents"][model.name]
     shared = None if model.base is None else params["shared"][model.base]
@@ -90,7 +100,10 @@ def estimate(learner: Learner, model: Model, params: Params, inputs: CriticInput
 def critic_batches(inputs: CriticInputs, values: NodeTargets, *, micro_tokens: int) -> list[Batch]:
     """Batches without completions, which train a critic that is not a policy.
 
-    ``values``: targets of the M prompts. ``micro_tokens``: prompt tokens of one batch.
+    Args:
+        inputs: M prompts.
+        values: Targets of the prompts.
+        micro_tokens: Prompt tokens of one batch.
     """
     out = []
     for part, tokens, length in _chunks(inputs, micro_tokens):

@@ -151,11 +151,11 @@ class HostDriver:
 
 
 class RunData(NamedTuple):
-    """What a run learns from and is tested on, where seeds of one program differ in it.
+    """Data of a run: training tasks, held-out tasks and demonstrations. Seeds of one program may differ in them.
 
     Attributes:
         tasks: Training tasks: a pytree of arrays.
-        held_out: Evaluation tasks, alike.
+        held_out: Held-out tasks: a pytree of arrays.
         demonstrations: Samples of stage 0 by role.
     """
 
@@ -362,7 +362,7 @@ def array_env(step: TrainStep) -> ArrayEnv:
 
 
 def blocks_of(step: TrainStep, roles: set[int]) -> list[tuple[Block, list[int]]]:
-    """Blocks of an array rollout in which one of ``roles`` may act, each with the seats that it may take."""
+    """Blocks of the rollout of ``step`` in which one of ``roles`` may act, each with the seats that it may take."""
     env = array_env(step)
     blocks = layout(step.plan, env, step.cfg.batch)
     return [(b, seats) for b in blocks if (seats := env.seats_of(b.branch.turn, roles))]

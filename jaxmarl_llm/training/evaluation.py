@@ -30,9 +30,20 @@ def held_out(
     memory_config: MemoryConfig | None = None,
     assignment: np.ndarray | None = None,
 ) -> Iterator[tuple[int, RolloutResult]]:
-    """All held-out tasks in batches: the number of tasks, and how they were played. The same draws at every call.
+    """Play all held-out tasks in batches. Every call draws the same samples.
 
-    ``assignment``: [A] or [M A], as in `rollout.make_rollout`, the same for every task.
+    Args:
+        cfg: Configuration of the run.
+        team: Roles, models and critics.
+        env_runner: Runner of the environment.
+        state: State of training.
+        plan: Plan of sampling.
+        sampling: Distribution of tokens.
+        memory_config: Settings of the memory; None: no memory.
+        assignment: [A] or [M A], as in `rollout.make_rollout`, the same for every task.
+
+    Yields:
+        Number of tasks of a batch, and its rollout.
     """
     count = len(jax.tree.leaves(env_runner.held_out)[0]) if env_runner.array else len(env_runner.held_out)
     chunk = count if env_runner.array else min(count, 4 * cfg.batch)
@@ -68,9 +79,19 @@ def evaluate(
     memory_config: MemoryConfig | None,
     samplings: Mapping[str, Sampling] | None = None,
 ) -> dict[str, float]:
-    """Held-out tasks, one episode each: ``eval/return`` as the policy samples, ``eval/return_greedy``, the components,
-    and ``eval/success``, the accuracy, where the environment pays one. Return and success again with ``@part`` for the
-    parts that an `ArrayTask` names.
+    """Play one episode of each held-out task, for each sampling.
+
+    Args:
+        cfg: Configuration of the run.
+        team: Roles, models and critics.
+        env_runner: Runner of the environment.
+        state: State of training.
+        memory_config: Settings of the memory; None: no memory.
+        samplings: Suffix of the names -> distribution. None: "" as the policy samples, and ``_greedy``.
+
+    Returns:
+        ``eval/return``, ``eval/return_greedy``, the components, and the accuracy ``eval/success`` where the environment
+        pays one. Return and success again with ``@part`` for the parts that an `ArrayTask` names.
     """
     samplings = samplings or {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
     parts = env_runner.task.parts if isinstance(env_runner, ArrayEnvRunner) else {}
@@ -139,9 +160,16 @@ def _by_task(moves: Transitions, values: Array, tasks: int) -> list[float]:
 
 
 def majority(cfg: BaseConfig, team: Team, env_runner: EnvRunner, state: TrainState, votes: int) -> dict[str, float]:
-    """``eval/accuracy_majority@k``: held-out accuracy when each task's answer is the most frequent of k episodes'.
+    """Held-out accuracy of the most frequent answer of k episodes of each task: ``eval/accuracy_majority@k``.
 
     An episode's answer is the text of its last completion; ties go to the first episode.
+
+    Args:
+        cfg: Configuration of the run.
+        team: Roles, models and critics.
+        env_runner: Runner of the environment.
+        state: State of training.
+        votes: Episodes of each task, k.
     """
     scores: list[float] = []
     for tasks, played in held_out(cfg, team, env_runner, state, flat(votes), cfg.sampling):
@@ -166,7 +194,18 @@ def most_frequent(answers: Sequence[Any]) -> int:
 
 
 def episodes_of(team: Team, played: RolloutResult, credited: Credited, selected: Array, count: int) -> list[list[dict]]:
-    """The first line of play of the first tasks, for people."""
+    """First episode of the first tasks as text, for reports.
+
+    Args:
+        team: Roles and models.
+        played: A rollout.
+        credited: Advantages of the rollout.
+        selected: Groups that are trained [K].
+        count: Number of tasks.
+
+    Returns:
+        Episodes: lists of turns.
+    """
     tree, out = played.tree, []
     moves = tree.transitions
     for task in range(count):

@@ -200,7 +200,10 @@ def _score_rows(setup: _Setup, variables: Params, rows: tuple[jax.Array, jax.Arr
 
 
 def score_batch(setup: _Setup, own: Params, shared: Params | None, batch: Batch) -> Float[Array, "N G R"]:
-    """Compute the log-probs of a batch's completions; see `Learner`."""
+    """Compute the log-probs of the completions of ``batch``; see `Learner`.
+
+    ``setup``: settings of the learner. ``own``, ``shared``: parameters of the model and of its base.
+    """
     variables = _variables(own, shared)
     return _scores(setup, variables, batch, _hidden_states(setup.policy, variables, batch))[0]
 
@@ -208,7 +211,11 @@ def score_batch(setup: _Setup, own: Params, shared: Params | None, batch: Batch)
 def node_values(
     setup: _Setup, own: Params, shared: Params | None, tokens: Int[Array, "N P"], length: Int[Array, " N"]
 ) -> Float[Array, " N"]:
-    """Compute the value of each prompt; see `Learner`."""
+    """Compute the value [N] of each prompt; see `Learner`.
+
+    ``setup``: settings of the learner. ``own``, ``shared``: parameters of the model and of its base. ``tokens``:
+    prompts [N P]. ``length``: tokens of each prompt [N].
+    """
     empty = jnp.zeros((tokens.shape[0], 1, 1), jnp.int32)
     hidden = setup.policy.hidden(_variables(own, shared), tokens, length, empty)
     return head_value(own["value"], hidden[:, 0, 0])
@@ -269,7 +276,11 @@ def objective(
 def accumulate(
     setup: _Setup, own: Params, shared: Params | None, batch: Batch, gradient: PyTree | None
 ) -> tuple[PyTree, dict[str, jax.Array], jax.Array]:
-    """Add the gradient of a micro-batch to ``gradient``, in float32; see `Learner`."""
+    """Add the gradient of a micro-batch to ``gradient``, in float32; see `Learner`.
+
+    ``setup``: settings of the learner. ``own``, ``shared``: parameters of the model and of its base. ``batch``: the
+    micro-batch.
+    """
     new, (metrics, gap) = jax.grad(functools.partial(objective, setup), has_aux=True)(own, shared, batch)
     new = sharding.constrain(jax.tree.map(lambda g: g.astype(jnp.float32), new))
     return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, gap
@@ -278,7 +289,10 @@ def accumulate(
 def apply_gradient(
     tx: optax.GradientTransformation, own: Params, opt_state: PyTree, gradient: PyTree, value: jax.Array
 ) -> tuple[Params, PyTree, jax.Array, jax.Array]:
-    """Take one optimizer step, or none unless the gradient's norm and ``value`` are finite; see `Learner`."""
+    """Take one optimizer step, or none unless the gradient's norm and ``value`` are finite; see `Learner`.
+
+    ``tx``: the optimizer. ``own``: trained parameters. ``opt_state``: state of the optimizer.
+    """
     norm = optax.tree.norm(gradient)
     ok = jnp.isfinite(norm) & jnp.isfinite(value)
     updates, after = tx.update(gradient, opt_state, own)
@@ -314,7 +328,7 @@ def first_not_finite(metrics: list[dict[str, jax.Array]], gaps: list[jax.Array],
 
 
 class Updated(NamedTuple):
-    """What one model's optimizer steps on a batch made.
+    """Result of one model's optimizer steps on a batch.
 
     Attributes:
         own: Parameters.

@@ -150,7 +150,7 @@ class Loss:
 
 
 class RowData(NamedTuple):
-    """What a loss of rows reads beside their log-probs and entropies. All arrays have the shape of the log-probs."""
+    """Data that a loss of rows reads beside log-probs and entropies. All arrays have the shape of the log-probs."""
 
     weights: jax.Array  # weight of each token in the batch's loss; 0 is masked
     advantages: jax.Array
@@ -564,9 +564,10 @@ BUILT_IN: dict[str, RowLoss] = {"policy": policy_loss, "dpo": dpo}
 def row_loss(
     loss: Loss, logprobs: jax.Array, entropy: jax.Array, data: RowData
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Call the loss function of a configuration, and add the metric ``nll``: ``-sum_t w_t log pi_t``.
+    """Call the function of ``loss``, and add the metric ``nll``: ``-sum_t w_t log pi_t``.
 
-    Arguments and results are those of `RowLoss`. Raises `ConfigError` if the function's result has another form.
+    Arguments and results are those of `RowLoss`. ``logprobs`` and ``entropy`` (nats) are of the sampled tokens.
+    ``data``: the other arrays of the rows. Raises `ConfigError` if the function's result has another form.
     """
     result = loss.function(loss, logprobs, entropy, data)
     if not _is_result(result):

@@ -23,7 +23,17 @@ def diagnose(
     selected: Array,
     updated: Mapping[str, Mapping[str, float]],
 ) -> dict[str, float]:
-    """The metrics of one step, by the naming scheme of metrics.py."""
+    """Metrics of one step, with the names of `telemetry.keys`.
+
+    Args:
+        cfg: Configuration of the run.
+        team: Roles and models.
+        env_runner: Runner of the environment.
+        played: Rollout of the step.
+        credited: Advantages of the rollout.
+        selected: Groups that are trained [K].
+        updated: Metrics of the update, by model.
+    """
     tree = played.tree
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
     out = {f"count/{k}": float(v) for k, v in dataclasses.asdict(tree.counts).items()}
@@ -89,9 +99,16 @@ def _episode_mean(moves: Any, values: Array) -> float:
 
 
 def episode_values(moves: Any, values: Array) -> tuple[np.ndarray, np.ndarray]:
-    """The sum of ``values`` from each transition on, siblings averaged [J], and which transitions are valid roots.
+    """Sum of values from each transition on, siblings averaged.
 
-    As in `advantages.returns_to_go`, a transition none of whose continuations is valid is not valid either.
+    As in `returns.returns_to_go`, a transition is invalid when none of its continuations is valid.
+
+    Args:
+        moves: Transitions of a rollout, J rows.
+        values: Value of each transition [J].
+
+    Returns:
+        Sums [J], and which transitions are valid roots [J].
     """
     order = np.argsort(-moves.turn, kind="stable")
     below, count, total = (np.zeros(len(values)) for _ in range(3))

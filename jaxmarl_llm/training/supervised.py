@@ -78,7 +78,13 @@ def supervised_step(
 
 
 def supervised_metrics(name: str, loss: Loss, updated: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of a supervised step under ``name``: of each model, and their means over models."""
+    """Metrics of a supervised step: of each model, and their means over models.
+
+    Args:
+        name: First part of the names.
+        loss: Configuration of the loss.
+        updated: Metrics of the update, by model.
+    """
     shown = ("nll",) if loss.objective == "policy" else ("loss", "accuracy", "margin")
     out = {f"{name}/{model}/{k}": float(m[k]) for model, m in updated.items() for k in shown}
     if updated:

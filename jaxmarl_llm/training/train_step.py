@@ -36,36 +36,44 @@ Step = Any  # number of an RL step: an int, or traced
 
 
 def all_groups(credited: Credited, num_tasks: int) -> Array:
-    """Select every group that has a member."""
+    """Select every group that has a member.
+
+    ``credited``: advantages of the rollout. ``num_tasks``: number of tasks, not used.
+    """
     return credited.stats.count > 0
 
 
 def unequal_groups(credited: Credited, num_tasks: int) -> Array:
-    """Select groups whose returns differ (DAPO's filter): the others are left out of the loss and of its mean."""
+    """Select groups whose returns differ (DAPO's filter): the others are left out of the loss and of its mean.
+
+    ``credited``: advantages of the rollout. ``num_tasks``: number of tasks, not used.
+    """
     return credited.stats.variance > 0
 
 
 class CriticAdvantages(Protocol):
-    """Advantages from the team's critics.
-
-    Args:
-        step: The training step's parts.
-        driver: Runs it.
-        state: Before the update.
-        tree: The rollout.
-
-    Returns:
-        Advantage of each completion [C], whether it has one [C], what each critic learns, and metrics.
-    """
+    """Advantages from the critics of the team."""
 
     def __call__(
         self, step: TrainStep, driver: Driver, state: TrainState, tree: Tree
-    ) -> tuple[Array, Array, Mapping[str, Any], Mapping[str, Any]]: ...
+    ) -> tuple[Array, Array, Mapping[str, Any], Mapping[str, Any]]:
+        """Compute the advantages of a rollout.
+
+        Args:
+            step: Parts of the training step.
+            driver: Driver that runs the step.
+            state: State before the update.
+            tree: The rollout.
+
+        Returns:
+            Advantage of each completion [C], whether it has one [C], data that each critic learns from, and metrics.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
 class Algorithm:
-    """What distinguishes one algorithm from another. Functions are pure: inside a compiled run they are traced.
+    """The parts that differ between algorithms. Functions are pure: inside a compiled run they are traced.
 
     Attributes:
         credit: From rewards to advantages, see credit/rules.py.
@@ -91,7 +99,7 @@ class Algorithm:
 
 
 class StepResult(NamedTuple):
-    """What a training step made, beside the new state."""
+    """Result of a training step, besides the new state."""
 
     tree: Tree
     played: Any  # `RolloutResult` of a driver on the host; None inside a compiled run
@@ -102,7 +110,7 @@ class StepResult(NamedTuple):
 
 
 class Driver(Protocol):
-    """How the parts of a training step run: on the host, or inside a compiled program."""
+    """Interface that runs the parts of a training step: on the host, or inside a compiled program."""
 
     @property
     def seed(self) -> jax.Array | int:
@@ -249,7 +257,14 @@ Updates = tuple[TrainState, dict[str, dict[str, Any]]]
 
 
 def policy_update(step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
-    """Minimise the configured loss of every model on its micro-batches."""
+    """Minimise the configured loss of every model on its micro-batches.
+
+    Args:
+        step: Parts of the training step.
+        driver: Driver that runs the step.
+        state: State before the update.
+        batches: Micro-batches by model.
+    """
     return driver.optimize(step.team.models, step.learners, step.cfg.loss, state, batches)
 
 

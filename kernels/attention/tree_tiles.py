@@ -1,7 +1,8 @@
 """Mathematics of `tree_pallas` for one block of keys and one block of queries, inside a kernel, on GPU and TPU.
 
-Tiles are [H tokens], so that tokens are along the lanes of a TPU (no lane is empty at H = 64). ``end`` is [keys 1];
-numbers per query are rows [1 queries]. ``first`` are the indices of the first key and the first query.
+Tiles are [H tokens], so that tokens are along the lanes of a TPU (no lane is empty at H = 64). ``q`` are queries, ``k``
+keys and ``v`` values. ``end`` is [keys 1]; numbers per query are rows [1 queries]. ``first`` are the indices of the
+first key and the first query. ``carry`` are the running maximum, sum and output.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def finish(carry: Any) -> tuple[jax.Array, jax.Array]:
 def pulled(
     q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array, norm: jax.Array, dot: jax.Array, end: jax.Array, first: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute p and ds [keys queries], in the dtype of the keys."""
+    """Compute p and ds [keys queries], in the dtype of the keys.
+
+    do: cotangent of the output [H queries]. norm: L, the log-sum-exp of scores. dot: inner product of the output and
+    ``do``.
+    """
     score, see = scores(q, k, end, first)
     p = jnp.where(see, jnp.exp(score - norm), 0.0)
     ds = p * (product(v, do, (0, 0)) - dot)

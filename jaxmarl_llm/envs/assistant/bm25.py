@@ -15,11 +15,12 @@ K1, B = 1.5, 0.75
 
 
 def words(text: str) -> list[str]:
+    """Words of ``text`` in lower case."""
     return re.findall(r"\w+", text.lower())
 
 
 def bm25(query: str, passages: Sequence[str]) -> list[float]:
-    """One score a passage; 0.0 where no word is shared."""
+    """Score of each of the ``passages`` for ``query``; 0.0 where no word is shared."""
     bags = [Counter(words(p)) for p in passages]
     lengths = [bag.total() for bag in bags]
     mean = sum(lengths) / len(lengths) if any(lengths) else 1.0
@@ -34,6 +35,9 @@ def bm25(query: str, passages: Sequence[str]) -> list[float]:
 
 
 def top(query: str, passages: Sequence[str], count: int) -> list[int]:
-    """Indices of the best ``count`` passages, best first; ties keep the order of the passages; none that score 0."""
+    """Indices of the best ``count`` passages for ``query``, best first.
+
+    Ties keep the order of the ``passages``. A passage that scores 0 is left out.
+    """
     scores = bm25(query, passages)
     return [i for i in sorted(range(len(scores)), key=lambda i: -scores[i]) if scores[i] > 0][:count]

@@ -30,6 +30,8 @@ R_F = 0.5 (1 - unreadable messages / M): a readable message pays 0.5 / M, and a 
     left unused, so that stalling earns nothing.
 R_E = 0.3 min(1, late + cut) in [0, 0.3], a cost: late = turns beyond the reference script / (M - its length), cut =
     share of completions that the length limit ended.
+
+Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class State:
 
 
 def make(config: Config) -> HostEnv:
+    """Make the environment."""
     return HostEnv(
         name="assistant",
         roles=ROLES,
@@ -104,11 +107,16 @@ def reset(config: Config, seed: int, task: Task) -> State:
 
 
 def observe(state: State) -> dict[str, Prompt]:
+    """The prompt of the role that acts."""
     said = state.master if state.role == "master" else state.thread
     return {state.role: (Message("system", SYSTEM[state.role]), *said)}
 
 
 def step(config: Config, seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State, Rewards, bool]:
+    """The state after a message, the rewards of the turn, and whether the episode has finished.
+
+    ``seed`` has no effect. ``actions``: the message of the role that acts.
+    """
     if set(actions) != {state.role} or state.final is not None or state.turn >= config.max_turns:
         raise ValueError(f"expected one action of {state.role!r} in an unfinished episode, got {sorted(actions)}")
     action = actions[state.role]
@@ -330,7 +338,7 @@ def tasks(config: Config) -> list[Task]:
 
 
 def as_task(domain: str, row: Mapping[str, Any]) -> Task:
-    """A loader's row as a task of this environment."""
+    """A loader's ``row`` as a task of this environment, in one of its domains: ``domain``."""
     task: Task = {"id": row["id"], "domain": domain}
     match domain:
         case "qa":
@@ -360,10 +368,10 @@ def play(config: Config, task: Task) -> tuple[list[tuple[str, Prompt, str]], flo
 
 
 def solvable(config: Config, task: Task) -> bool:
-    """Does the reference script score 1.0 within M turns, and an empty final answer less?
+    """Whether the reference script scores 1.0 within M turns, and an empty final answer less.
 
-    In the shop also: does the store accept every gold call (some of upstream's are refused by its own rules), and could
-    the specialist have read all item ids?
+    In the shop two more conditions hold: the store accepts every gold call, and the specialist could have read all item
+    ids. Some of upstream's gold calls are refused by the store's own rules.
     """
     samples, reached = play(config, task)
     if reached < 1.0 or accuracy(config, replace(reset(config, 0, task), final="")) == 1.0:
@@ -381,5 +389,5 @@ def solvable(config: Config, task: Task) -> bool:
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:
-    """Samples (role, prompt, completion) for supervised fine-tuning of every role, from the gold answers."""
+    """Samples (role, prompt, completion) for fine-tuning of every role, from the gold answers of ``tasks``."""
     return [sample for task in tasks for sample in play(config, task)[0]]

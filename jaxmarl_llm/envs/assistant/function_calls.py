@@ -61,7 +61,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def standardize(value: Any) -> Any:
-    """BFCL's comparison form: text lower-cased without spaces and ``,./-_*^``, quotes alike; applied within lists."""
+    """BFCL's comparison form of ``value``.
+
+    Text is lower-cased without spaces and ``,./-_*^``, and quotes are alike. Lists are changed element by element.
+    """
     if isinstance(value, str):
         return re.sub(r"[ ,./\-_*^]", "", value).lower().replace("'", '"')
     if isinstance(value, (list, tuple)):
@@ -107,7 +110,10 @@ def _allowed(value: Any, allowed: Sequence[Any]) -> bool:
 
 
 def argument_ok(value: Any, schema: Mapping[str, Any], allowed: Sequence[Any]) -> bool:
-    """One argument against its schema type and its allowed values. An integer may stand for a float."""
+    """Whether the argument ``value`` fits the type of its ``schema`` and one of its ``allowed`` values.
+
+    An integer may stand for a float.
+    """
     kind = _TYPES.get(str(schema.get("type", "any")).lower(), object)
     if kind is float and type(value) is int:
         pass
@@ -178,12 +184,12 @@ def _assign(weight: list[list[float]]) -> dict[int, int]:
 
 
 def same_call(call: Call, gold: Call) -> bool:
-    """Retail's rule: equal names and equal keyword arguments."""
+    """Retail's rule: whether ``call`` and ``gold`` have equal names and equal keyword arguments."""
     return call[0] == gold[0] and _same(call[1], gold[1])
 
 
 def matched_calls(calls: Sequence[Call], golds: Sequence[Call]) -> int:
-    """How many gold calls were made, each made call used once, in any order."""
+    """Number of ``golds`` that were made. Each of ``calls`` is used once, in any order."""
     left = list(calls)
     count = 0
     for gold in golds:
@@ -195,7 +201,10 @@ def matched_calls(calls: Sequence[Call], golds: Sequence[Call]) -> int:
 
 
 def gold_calls(functions: Sequence[Mapping], answers: Sequence[Mapping]) -> list[Call]:
-    """One accepted call for each gold call: the first allowed value of every argument that must be there."""
+    """One accepted call for each gold call: the first allowed value of every argument that must be there.
+
+    ``functions``: their schemas. ``answers``: gold calls, with allowed values for each argument.
+    """
     by_name = {f["name"]: f["parameters"].get("required", []) for f in functions}
     calls = []
     for gold in answers:

@@ -1,6 +1,8 @@
 """The settings and prompts of the assistant environment: instructions, a specialist's first message, memory entries.
 
 Texts are short on purpose: a small model on a CPU reads them many times.
+
+Shared argument: ``config`` has the settings.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Config:
 
 @lru_cache(maxsize=4)
 def database(data_dir: str | None) -> dict[str, dict]:
-    """The shop's database: read once a process, never changed, and kept out of the states."""
+    """The shop's database in ``data_dir`` (None: the sample), read once a process. States do not contain it."""
     return loaders.load_retail_db(data_dir)[0]
 
 

@@ -17,7 +17,7 @@ Script = tuple[tuple[str, str], ...]  # (role, completion)
 
 
 def script(config: Config, task: Mapping[str, Any]) -> Script:
-    """A perfect team's messages, built from the gold answer, without detours."""
+    """A perfect team's messages on ``task``, built from the gold answer, without detours. ``config``: the settings."""
     domain = task["domain"]
     ask = "serve the customer" if domain == "shop" else "{query}"
     inner, final = _SOLVERS[domain](config, task)

@@ -38,7 +38,7 @@ REASONS = ("no longer needed", "ordered by mistake")
 
 
 def db_hash(db: Database, overlay: Overlay) -> str:
-    """SHA-256 of what the overlay changes, relative to the database: equal hashes = equal final contents.
+    """SHA-256 of the changes of ``overlay`` relative to ``db``: equal hashes are equal final contents.
 
     A record that was written back unchanged does not count. Two databases must not be compared with each other.
     """
@@ -271,7 +271,10 @@ def _check(parameters: Mapping[str, Mapping], kwargs: Mapping[str, Any]) -> None
 
 
 def call(db: Database, overlay: Overlay, name: str, kwargs: Mapping[str, Any]) -> Result:
-    """Runs one tool. Any name and any JSON arguments are welcome: a refusal is ``("Error: ...", overlay)``."""
+    """Run the tool ``name`` with the arguments ``kwargs``. Any name and any JSON arguments are accepted.
+
+    ``db``: the database. ``overlay``: changes so far. A refusal is ``("Error: ...", overlay)``.
+    """
     if name not in _TOOLS:
         return f"Error: unknown tool {name[:40]}", overlay
     function, _, _, parameters = _TOOLS[name]

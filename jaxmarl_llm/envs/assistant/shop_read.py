@@ -2,6 +2,9 @@
 
 The database is a plain mapping ``{"users", "orders", "products"}`` that is never changed. An *overlay* holds what an
 episode changed: a tuple of ``((table, id), record as canonical JSON)``, small, hashable and picklable.
+
+Shared arguments: ``db`` is the database, ``overlay`` the changes of an episode, ``table`` a name of the database, and
+``key`` the id of a record. A tool returns (observation, overlay).
 """
 
 from __future__ import annotations
@@ -34,16 +37,19 @@ def read(db: Database, overlay: Overlay, table: str, key: str) -> dict[str, Any]
 
 
 def write(overlay: Overlay, table: str, key: str, record: Mapping[str, Any]) -> Overlay:
+    """The overlay after ``record`` was written."""
     changed = dict(overlay)
     changed[(table, key)] = json.dumps(record, sort_keys=True)
     return tuple(sorted(changed.items()))
 
 
 def place(address: Mapping[str, str]) -> str:
+    """Text of an ``address``."""
     return ", ".join(address[part] for part in ADDRESS if address.get(part))
 
 
 def find_by_email(db: Database, overlay: Overlay, email: str) -> Result:
+    """Tool: id of the user with this ``email``."""
     for user_id, user in db["users"].items():
         if user["email"].lower() == email.lower():
             return user_id, overlay
@@ -51,6 +57,7 @@ def find_by_email(db: Database, overlay: Overlay, email: str) -> Result:
 
 
 def find_by_name_zip(db: Database, overlay: Overlay, first_name: str, last_name: str, zip: str) -> Result:
+    """Tool: id of the user with ``first_name``, ``last_name`` and ``zip``."""
     wanted = (first_name.lower(), last_name.lower(), zip)
     for user_id in db["users"]:
         user = (
@@ -65,6 +72,7 @@ def find_by_name_zip(db: Database, overlay: Overlay, first_name: str, last_name:
 
 
 def get_user(db: Database, overlay: Overlay, user_id: str) -> Result:
+    """Tool: name, address, payment methods and orders of ``user_id``."""
     user = read(db, overlay, "users", user_id)
     pays = [
         m["id"] + (f" (balance ${m['balance']})" if "balance" in m else "") for m in user["payment_methods"].values()
@@ -77,6 +85,7 @@ def get_user(db: Database, overlay: Overlay, user_id: str) -> Result:
 
 
 def get_order(db: Database, overlay: Overlay, order_id: str) -> Result:
+    """Tool: items, payments and address of ``order_id``."""
     order = read(db, overlay, "orders", order_id)
     items = [
         f"{i['name']} item {i['item_id']} product {i['product_id']} ${i['price']} ({', '.join(i['options'].values())})"
@@ -91,6 +100,7 @@ def get_order(db: Database, overlay: Overlay, order_id: str) -> Result:
 
 
 def get_product(db: Database, overlay: Overlay, product_id: str) -> Result:
+    """Tool: available variants of ``product_id``."""
     product = read(db, overlay, "products", product_id)
     variants = product["variants"].values()
     lines = [f"{v['item_id']} ${v['price']} ({', '.join(v['options'].values())})" for v in variants if v["available"]]
@@ -98,10 +108,12 @@ def get_product(db: Database, overlay: Overlay, product_id: str) -> Result:
 
 
 def list_products(db: Database, overlay: Overlay) -> Result:
+    """Tool: names and ids of all products."""
     return ", ".join(sorted(f"{p['name']} {key}" for key, p in db["products"].items())), overlay
 
 
 def calculate(db: Database, overlay: Overlay, expression: str) -> Result:
+    """Tool: value of an arithmetic ``expression``, rounded to cents."""
     if len(expression) > 200 or not set(expression) <= set("0123456789+-*/(). "):
         raise Refused("expression may hold numbers, + - * / ( ) only, up to 200 characters")
     try:

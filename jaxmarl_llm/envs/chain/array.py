@@ -25,6 +25,10 @@ Rewards. The last answer finishes the episode; in ``meta`` only an answer that w
     invalid    -``invalid`` to the role that acts, at a malformed completion
     shaping    in ``meta`` with one round: -``shaping`` to the meta-thinker for a hint that is a bare digit (it answers
                instead of planning), +``shaping`` to the reasoner for a well-formed answer
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
+demonstrations. ``n`` is the number of samples of a role, and ``held_out`` the side of the split.
 """
 
 from __future__ import annotations
@@ -344,7 +348,10 @@ def draw(rng: np.random.Generator, config: Config) -> tuple[str, list[int], str]
 
 
 def drawn(rng: np.random.Generator, config: Config, held_out: bool = False) -> tuple[str, list[int], str]:
-    """As `draw`, from one side of the split. Numbers and signs make a question itself, filler does not."""
+    """Draw a question from one side of the split. Arguments and results are those of `draw`.
+
+    Numbers and signs make a question itself, filler does not.
+    """
     return draw_task(lambda: draw(rng, config), lambda task: f"{task[1]}{task[2]}", held_out)
 
 

@@ -31,7 +31,11 @@ SCHEMES = (
 
 
 def classify(helper_source: str, main_source: str, entry_point: str) -> str:
-    """One of ``SCHEMES``. The sources are completions: code, with or without fences and prose."""
+    """Cooperation scheme of a joint action: one of ``SCHEMES``.
+
+    ``helper_source`` and ``main_source`` are completions: code, with or without fences and prose. ``entry_point``: name
+    of the function that main writes.
+    """
     helper, main = code_ast.code_of(helper_source), code_ast.code_of(main_source)
     if not (code_ast.parse(helper) and code_ast.defined(helper, AUX) and works(helper)):
         return "trivial_empty"
@@ -55,7 +59,7 @@ def classify(helper_source: str, main_source: str, entry_point: str) -> str:
 
 
 def count(pairs: Iterable[tuple[str, str, str]]) -> dict[str, int]:
-    """How often each scheme occurs among (helper, main, entry point); every scheme is a key, for logging."""
+    """Number of each scheme among ``pairs`` of (helper, main, entry point). Every scheme is a key, for logging."""
     counts = dict.fromkeys(SCHEMES, 0)
     for helper, main, entry_point in pairs:
         counts[classify(helper, main, entry_point)] += 1

@@ -15,6 +15,8 @@ Feedback for the next turn: ``plain`` (revise), ``level`` (diagnostics) or ``exp
 ``unsafe_exec``. A program that sleeps costs at most ``3 * cpu * (max_timeouts + 1)`` seconds of wall time, one that
 computes about ``3 * total``: the environment's timeout (``env.timeout``) must be longer, else such a sample is invalid
 and not failed; an expert's ``(expert_retries + 1) * expert_timeout`` comes on top.
+
+Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.
 """
 
 from __future__ import annotations
@@ -146,7 +148,10 @@ def make(config: Config) -> HostEnv:
 
 
 def episode_metrics(spoken: Sequence[tuple[Task, Mapping[str, str]]]) -> dict[str, float]:
-    """Share of each cooperation scheme among the joint actions, ``scheme/<name>``, for the log and its plot."""
+    """Share of each cooperation scheme among the joint actions, ``scheme/<name>``, for the log and its plot.
+
+    ``spoken``: pairs of a task and its texts by role.
+    """
     counts = cooperation_schemes.count((said["helper"], said["main"], task["entry_point"]) for task, said in spoken)
     return {f"scheme/{name}": n / max(1, len(spoken)) for name, n in counts.items()}
 
@@ -158,11 +163,16 @@ def reset(seed: int, task: Task) -> State:
 
 
 def observe(state: State) -> dict[str, Prompt]:
+    """The prompts of both roles."""
     return {"helper": state.helper, "main": state.main}
 
 
 def step(config: Config, seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State, Rewards, bool]:
-    """Raises Unscored or ExpertError, which make the transition invalid."""
+    """The state after both completions, the rewards of the turn, and whether the episode has finished.
+
+    ``seed`` has no effect. ``actions``: the completions by role. Raises Unscored or ExpertError, which make the
+    transition invalid.
+    """
     if set(actions) != set(ROLES) or state.turn >= config.max_turns:
         raise ValueError(f"expected an action of helper and main in an unfinished episode, got {sorted(actions)}")
     texts = {role: actions[role].text for role in ROLES}
@@ -198,9 +208,10 @@ def grade(config: Config, task: Mapping[str, Any], helper: str, main: str) -> Gr
 def evaluate(
     config: Config, samples: Iterable[tuple[Task, Sequence[tuple[str, str]]]], ks: Sequence[int] = (1,)
 ) -> dict[str, float]:
-    """pass@k and its relatives of (task, its (helper, main) completions in the order drawn), by the whole ``check``.
+    """pass@k and its relatives, by the whole ``check``.
 
-    Samples without a verdict raise: an estimate over a part of them would not say so.
+    ``samples``: (task, its (helper, main) completions in the order drawn). ``ks``: values of k. Samples without a
+    verdict raise: an estimate over a part of them would not say so.
     """
     rows: list[dict[str, Sequence[float]]] = []
     for task, pairs in samples:

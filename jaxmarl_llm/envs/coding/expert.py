@@ -124,7 +124,10 @@ class _Again(Exception):
 
 
 def check_limits(path: str, timeout: float, retries: int) -> None:
-    """Checks the limits of an endpoint: seconds of one attempt, and attempts after the first."""
+    """Check the limits of an endpoint. ``path``: name of the Config in messages.
+
+    ``timeout``: seconds of one attempt. ``retries``: attempts after the first.
+    """
     if not 0 < timeout <= MOST_TIMEOUT:
         refuse(path, "expert_timeout", f"more than 0 and at most {MOST_TIMEOUT} seconds", timeout)
     if not 0 <= retries <= MOST_RETRIES:
@@ -167,7 +170,7 @@ def resolve(
 
 
 def consult(expert: Expert, task: Mapping[str, Any], helper: str, main: str) -> Edits:
-    """The checked edits of ``expert`` for a task and the code of both agents.
+    """The checked edits of ``expert`` for a ``task`` and the code of both agents, ``helper`` and ``main``.
 
     Raises ExpertError, whatever the expert raises or returns.
     """

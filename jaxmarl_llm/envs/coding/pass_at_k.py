@@ -27,25 +27,26 @@ def _first(values: Sequence[float], k: int) -> Sequence[float]:
 
 
 def pass_or_not(solved: Sequence[bool], k: int) -> float:
-    """PassOrNot@k: 1.0 if one of the first k samples passes all tests."""
+    """PassOrNot@k: 1.0 if one of the first k samples passes all tests. ``solved``: whether each sample does."""
     return float(any(_first(solved, k)))
 
 
 def accuracy(shares: Sequence[float], k: int) -> float:
-    """Accuracy@k: the largest share of tests passed by one of the first k samples."""
+    """Accuracy@k: the largest of ``shares``, the shares of tests passed, of the first k samples."""
     return float(max(_first(shares, k)))
 
 
 def max_coop(bonuses: Sequence[float], k: int) -> float:
-    """MaxCoop@k: the largest cooperation reward among the first k samples."""
+    """MaxCoop@k: the largest of ``bonuses``, the cooperation rewards, of the first k samples."""
     return float(max(_first(bonuses, k)))
 
 
 def summary(tasks: Iterable[Mapping[str, Sequence[float]]], ks: Sequence[int] = (1,)) -> dict[str, float]:
-    """Means over tasks of the four at each k: ``pass@k``, ``pass_or_not@k``, ``accuracy@k``, ``max_coop@k``.
+    """Means over ``tasks`` of the four figures at each k of ``ks``.
 
-    A task is ``{solved, tests, cooperation}``, one value a sample. Tasks without a sample are left out and counted in
-    ``skipped``; a k beyond a task's samples raises ValueError.
+    The figures are ``pass@k``, ``pass_or_not@k``, ``accuracy@k`` and ``max_coop@k``. A task is ``{solved, tests,
+    cooperation}``, one value a sample. Tasks without a sample are left out and counted in ``skipped``; a k beyond a
+    task's samples raises ValueError.
     """
     rows = list(tasks)
     judged = [row for row in rows if len(row["solved"])]

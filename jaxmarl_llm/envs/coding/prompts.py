@@ -3,6 +3,8 @@
 The wording is ours; what is asked for follows MAGRPO's prompts and its three ways of feedback (a helper ``aux``, a main
 function that may call it and must not define it again; code only). Feedback is part of the next prompt, a message of
 the environment, so no gradient flows through it.
+
+Shared argument: ``task`` is a row of the environment's tasks.
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ def opening(task: Mapping[str, Any]) -> dict[str, Prompt]:
 
 
 def plain(task: Mapping[str, Any]) -> dict[str, str]:
+    """Feedback without a diagnosis, by role."""
     return {"helper": f"Revise your {AUX}. Code only.", "main": f"Revise your {task['entry_point']}. Code only."}
 
 
 def level(task: Mapping[str, Any], texts: Mapping[str, str], graded: Graded, shown: int) -> dict[str, str]:
-    """Definition, syntax and test diagnostics for both, and to main what it makes of aux.
+    """Definition, syntax and test diagnostics for both roles. Main also reads how it uses aux.
 
-    Only the first ``shown`` tests (0: all) are spoken of, results included, as upstream does by default with 1.
+    ``texts``: completions by role. ``graded``: rewards of the turn. Only the first ``shown`` tests (0: all) are spoken
+    of, results included, as upstream does by default with 1.
     """
     entry = task["entry_point"]
     codes = {role: code_ast.code_of(texts[role]) for role in ROLES}
@@ -80,7 +84,7 @@ def level(task: Mapping[str, Any], texts: Mapping[str, str], graded: Graded, sho
 
 
 def suggestions(task: Mapping[str, Any], edits: Mapping[str, str]) -> dict[str, str]:
-    """An expert's edits, each to the one whose function it is."""
+    """An expert's ``edits``, each to the role whose function it is."""
     out = {}
     for role, key in zip(ROLES, ("aux", "main")):
         said = f"An expert suggests:\n\n{edits[key]}" if edits[key] else "An expert suggests no change."
@@ -117,5 +121,9 @@ def _cut(text: str) -> str:
 
 
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """What a sample leaves in memory: the problem from its function on, in brief, and the code. Score: accuracy."""
+    """The memory entry of a sample: the problem from its function on, in brief, and the code.
+
+    ``role``: its role. ``prompt``: text that the role read. ``action``: the completion. ``rewards``: components;
+    accuracy is the score.
+    """
     return chat.entry(role, rewards.get("accuracy", 0.0), chat.asked(prompt).split("def ")[-1], action)

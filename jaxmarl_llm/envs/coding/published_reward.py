@@ -5,6 +5,8 @@ Known faults, kept on purpose: a comment or string with ``aux(`` is a call; ``re
 complete; only the first line of a test that goes over several counts, so that it fails; a wrapper of three lines is no
 wrapper; and the deduction for an ignored result asks for ``aux (x)`` with one space and one character, which nobody
 writes. ``coding_rewards.strict`` is the reward to train with.
+
+Shared arguments: ``text`` is a completion, ``main``, ``aux`` and ``function`` are definitions cut out of it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ def _inside(line: str, margin: int) -> bool:
 
 
 def clean(text: str) -> str:
-    """All function definitions in a completion, as upstream cuts them out: fences removed, then from each ``def`` as
-    long as lines are blank, indented further, or begin a docstring at any depth.
+    """All function definitions in a completion, as upstream cuts them out.
+
+    Fences are removed. A definition goes from ``def`` on as long as lines are blank, indented further, or begin a
+    docstring at any depth.
     """
     text = re.sub(r"```python\s*\n?", "", text)
     lines = re.sub(r"```\s*\n?", "", text).split("\n")
@@ -77,6 +81,7 @@ def extract(text: str, name: str) -> str:
 
 
 def has_return(function: str) -> bool:
+    """Whether the text of a function has a return."""
     return re.search(r"return\s+", function) is not None
 
 
@@ -88,11 +93,15 @@ def imports(prompt: str) -> str:
 
 
 def program(prompt: str, aux: str, main: str) -> str:
+    """One program of the imports of ``prompt``, aux and main."""
     return "\n\n".join(part for part in (imports(prompt), clean(aux), clean(main)) if part)
 
 
 def asserts(test: str, entry_point: str) -> list[str]:
-    """The single lines in ``check`` that begin with ``assert`` and name the candidate, each once, renamed."""
+    """The single lines in ``check`` that begin with ``assert`` and name the candidate, each once, renamed.
+
+    ``test``: text with ``check``. ``entry_point``: new name of the candidate.
+    """
     check = re.search(r"def check\(candidate\):(.*?)(?=\n\ndef|\Z)", test, re.DOTALL)
     lines = [line.strip() for line in check[1].strip().split("\n")] if check else []
     found = [x for x in lines if re.match(r"assert\s+", x) and "candidate" in x]
@@ -100,11 +109,16 @@ def asserts(test: str, entry_point: str) -> list[str]:
 
 
 def calls_aux(main: str) -> bool:
+    """Whether main calls aux."""
     return re.search(r"\baux\s*\(", main) is not None
 
 
 def is_wrapper(main: str) -> bool:
-    """One line that returns something with aux in it, or an assignment from aux and its return, or nothing at all."""
+    """Whether main only wraps aux.
+
+    That is: one line that returns something with aux in it, or an assignment from aux and its return, or nothing at
+    all.
+    """
     lines, doc = [], False
     for line in (x.strip() for x in main.split("\n")):
         if not line:
@@ -124,12 +138,16 @@ def is_wrapper(main: str) -> bool:
 
 
 def ignores_result(main: str) -> bool:
-    """As upstream: only ``aux (x)``, one space, one character, alone on its line, with at most one sign after it."""
+    """Upstream's rule whether main ignores the result of aux.
+
+    Only ``aux (x)``: one space, one character, alone on its line, with at most one sign after it.
+    """
     lines = [line.strip() for line in main.split("\n")]
     return any(re.search(r"^aux\s\([^)]\)(;?\s)?$", x) for x in lines if not x.startswith("#"))
 
 
 def parses(source: str) -> bool:
+    """Whether ``source`` parses."""
     return parse(source) is not None
 
 

@@ -14,6 +14,10 @@ decide it (`code_flow`), otherwise there is no cooperation at all; a wrapper is 
 back an argument or a constant is none; and its tests are all of ``check``, loops and long asserts included.
 
 A verdict that could not be reached raises ``Unscored``: the sample is invalid, never 0.
+
+Shared arguments: ``helper`` and ``main`` are completions, ``task`` is a row of the environment's tasks, ``test`` the
+text of its tests, and ``entry_point`` the name of the function that main writes. ``report_fn`` runs tests in the
+sandbox.
 """
 
 from __future__ import annotations
@@ -58,14 +62,17 @@ class Graded(NamedTuple):
 
 
 def parity(helper: str, main: str, task: Task, report_fn: ReportFn) -> dict[str, float]:
+    """Components of the published reward."""
     return grade_parity(helper, main, task, report_fn).rewards
 
 
 def strict(helper: str, main: str, task: Task, report_fn: ReportFn) -> dict[str, float]:
+    """Components of the strict reward."""
     return grade_strict(helper, main, task, report_fn).rewards
 
 
 def grade_parity(helper: str, main: str, task: Task, report_fn: ReportFn) -> Graded:
+    """Grade a joint action by the published reward."""
     rewards = dict.fromkeys(COMPONENTS, 0.0)
     entry, prompt = task["entry_point"], task["prompt"]
     aux_code, main_code = published_reward.extract(helper, AUX), published_reward.extract(main, entry)
@@ -90,6 +97,7 @@ def grade_parity(helper: str, main: str, task: Task, report_fn: ReportFn) -> Gra
 
 
 def grade_strict(helper: str, main: str, task: Task, report_fn: ReportFn) -> Graded:
+    """Grade a joint action by the strict reward."""
     rewards = dict.fromkeys(COMPONENTS, 0.0)
     entry = task["entry_point"]
     helper_code, main_code = code_ast.code_of(helper), code_ast.code_of(main)
@@ -132,7 +140,7 @@ def _judged(report_fn: ReportFn, program: str, tests: Sequence[Test], task: Task
 
 @lru_cache(maxsize=4096)
 def prelude(prompt: str, entry_point: str) -> str:
-    """What the prompt gives before the function to write: imports, and helper functions in a few problems."""
+    """Code of ``prompt`` before the function to write: imports, and helper functions in a few problems."""
     source = prompt + "\n    pass\n"  # a prompt without a docstring ends with an empty body
     module = code_ast.parse(source)
     if module is None:
@@ -151,8 +159,9 @@ _SEED = "import random as _random\n_random.seed(0)"
 
 @lru_cache(maxsize=4096)
 def check_tests(test: str, entry_point: str, setup: str = "") -> tuple[Test, ...]:
-    """``check`` as one test for each of its statements that asserts something about the candidate, in order, with the
-    plain statements before it (imports, inputs) in front.
+    """``check`` as one test for each of its statements that asserts something about the candidate, in order.
+
+    The plain statements before it (imports, inputs) stand in front. ``setup``: code before every test.
     """
     module = ast.parse(test)
     check = code_ast.function(module, "check")
@@ -191,13 +200,19 @@ def full_check(task: Task) -> Test:
 
 
 def cooperation(helper_code: str, main_code: str, entry_point: str) -> Flow | None:
-    """Where aux's value goes in main; None if main is no function or beyond analysis."""
+    """Flow of aux's value in main; None if main is no function or beyond analysis.
+
+    ``helper_code`` and ``main_code`` are program texts.
+    """
     module = code_ast.parse(main_code)
     return flow(module, entry_point, AUX) if module is not None else None
 
 
 def works(helper_code: str) -> bool:
-    """Does aux do anything? Not if it gives back one and the same argument or scalar whatever happens."""
+    """Whether aux in ``helper_code`` does anything.
+
+    An aux that always gives back one and the same argument or scalar does nothing.
+    """
     module = code_ast.parse(helper_code)
     found = flow(module, AUX, "") if module is not None else None
     if found is None:
@@ -221,9 +236,10 @@ def _answers(test: str) -> tuple[tuple[str, str], ...]:
 
 
 def hardcoded(program: str, test: str) -> bool:
-    """Are at least three of the tests' inputs, and half of them, written down in the program beside what they expect?
+    """Whether ``program`` seems to contain the answers of ``test``.
 
-    A note for the reader, not a verdict: the examples in the problem text are often among the tests.
+    That is: at least three of the tests' inputs, and half of them, are written down beside the expected results. This
+    is a note for the reader, not a verdict: the examples in the problem text are often among the tests.
     """
     module, answers = code_ast.parse(program), _answers(test)
     if module is None or code_ast.depth(module) > 4 * code_ast.MAX_DEPTH:

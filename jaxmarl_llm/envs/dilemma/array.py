@@ -19,6 +19,10 @@ payoff; ``social``, the sum of both, is for the log. Roles are `matrix`'s first 
 
 An illegal claim is shown as ? and claims nothing. Bytes of a message that prompts are built of, or that do not print,
 are heard as ?. Hands are part of the task, so that all episodes of a task have the same ones (common random numbers).
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[2 R] are completions, and ``length`` [2] their numbers of tokens. ``seed`` determines tasks and demonstrations, and
+``n`` is the number of samples of a role.
 """
 
 from __future__ import annotations
@@ -160,7 +164,10 @@ def wins(own: Int[Array, "*b"], other: Int[Array, "*b"]) -> Bool[Array, "*b"]:
 
 
 def payoffs(hands: Int[Array, "2"], claims: Int[Array, "2"]) -> Float[Array, "2"]:
-    """The payoffs of both players in a round of split; an ILLEGAL claim counts as 0."""
+    """Payoffs [2] of a round of split.
+
+    ``hands``: hand of each player [2]. ``claims``: claim of each player [2]; an ILLEGAL claim counts as 0.
+    """
     p = jnp.where(claims == ILLEGAL, 0, claims)
     value = jnp.where(wins(hands, hands[::-1]), HIGH, LOW)
     return value * COINS * p / jnp.maximum(COINS, p.sum())
@@ -254,9 +261,10 @@ def _deal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
-    """Random players in random places: any legal move. They teach the form of a move, and nothing of strategy.
+    """Samples of random players in random places: any legal move.
 
-    Samples of each role, as in `array_env.samples`. ``context`` is not used.
+    The samples have the form of a move and no strategy. Samples of each role, as in `array_env.samples`. ``context`` is
+    not used.
     """
     if config.game == "ipd":
         return matrix.demonstrations(config.as_matrix, seed, n, context=context)

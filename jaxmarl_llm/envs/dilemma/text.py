@@ -4,6 +4,8 @@ In the prisoner's dilemma the move of a reply is its only word among ``C``, ``D`
 Trust-and-Split it is the only whole number from 0 to 10. The move may stand in any sentence. Anything else is illegal
 and pays as in `dilemma`: without two moves a round of the prisoner's dilemma pays nothing, and an illegal claim claims
 nothing. Messages are heard as written, up to ``message`` characters.
+
+Shared argument: ``config`` has the settings.
 """
 
 from __future__ import annotations
@@ -151,6 +153,9 @@ def demonstrations(config: Config, tasks: Sequence) -> list[tuple[str, Prompt, s
 
 
 def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """The memory entry of a sample: the prompt ``shown`` to the role, its ``action`` and its own payoff."""
+    """The memory entry of a sample: the prompt ``shown`` to the role, its ``action`` and its own payoff.
+
+    ``rewards``: the components of the sample.
+    """
     own = sum(value for component, value in rewards.items() if component not in FIGURES)
     return entry(role, own, asked(shown), action)

@@ -15,6 +15,10 @@ Rewards, the same for all roles (a team return), at each transition:
     format      0.25 at turn 0 for a route (one letter, then eos); 0.25 at turn 2 for a reply that ended with eos
     efficiency  a cost, positive: 0.1 * sampled tokens / R
 Without a readable route the episode ends at turn 0. A finished state changes no more and earns nothing.
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
+demonstrations. ``n`` is the number of samples of a role, and ``held_out`` the side of the split.
 """
 
 from __future__ import annotations
@@ -233,9 +237,10 @@ def drawn(
     noise: float = 0.0,
     held_out: bool = False,
 ) -> tuple[str, str, str]:
-    """As `draw`, from one side of the split. The query makes a task itself.
+    """Draw a query from one side of the split. Arguments and results are those of `draw`.
 
-    Lookup queries are on both sides: their answers are a secret table that nothing but training can tell.
+    The query makes a task itself. Lookup queries are on both sides: their answers are a secret table that only training
+    can show.
     """
     once = lambda: draw(rng, config, kind, values, noise)
     return once() if kind == LOOKUP else draw_task(once, lambda task: task[0], held_out)
@@ -263,7 +268,7 @@ def parts(config: Config, tasks: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def query_text(tasks: dict[str, np.ndarray], i: int) -> str:
-    """The query of task ``i``."""
+    """The query of task ``i`` of ``tasks``."""
     return ByteTokenizer().decode(tasks["query"][i])  # padding is no text
 
 

@@ -2,6 +2,10 @@
 
 Tasks, rewards and mistakes of the demonstrators are those of `dispatch`. There is no route, so a wrong one misleads
 nobody.
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` determines tasks and demonstrations, and
+``n`` is the number of samples of a role.
 """
 
 from __future__ import annotations

@@ -19,6 +19,10 @@ The sum is at most 3.0; with ``bar`` a pair below it earns nothing. Nobody sees 
     sequential  concise first, then detailed reads it               2fad|fad>
     discussion  both at once, then both again, having read both     1fad|own|other>; the second strings count
     solo        one writer, both strings in one completion          Sfad>   fad|fadbce
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[W R] are completions, and ``length`` [W] their numbers of tokens. ``seed`` determines tasks and demonstrations, and
+``n`` is the number of samples of a role.
 """
 
 from __future__ import annotations
@@ -117,10 +121,13 @@ class State:
 def score(
     topic: Int[Array, "3"], strings: Int[Array, "2 R"], size: Int[Array, "2"], ended: Bool[Array, "2"]
 ) -> dict[str, Float[Array, ""]]:
-    """The components of a pair of strings.
+    """Components of a pair of strings.
 
-    size: lengths without eos
-    ended: whether each string ended with eos
+    Args:
+        topic: letters of the topic [3]
+        strings: both strings [2 R]
+        size: lengths without eos [2]
+        ended: whether each string ended with eos [2]
     """
     here = jnp.arange(strings.shape[1]) < size[:, None]
     letters = encoded(LETTERS)
@@ -239,10 +246,10 @@ def _string(rng: np.random.Generator, config: Config, topic: str, second: bool) 
 
 
 def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
-    """Writers who know letters and topics, and nothing of each other: role -> tokens, length, completion, its length.
+    """Samples of writers who know letters and topics, and nothing of each other.
 
-    Lengths are 1 to 5 and 2 to 8 letters, drawn independently. The quality of the writing is the same under all
-    protocols. ``context`` is not used.
+    Returns role -> tokens, length, completion and completion_length. Lengths are 1 to 5 and 2 to 8 letters, drawn
+    independently. The quality of the writing is the same under all protocols. ``context`` is not used.
     """
     topics = [bytes(row.tolist()).decode() for row in make_tasks(config, seed + 1, n)["topic"]]
     out = {}

@@ -20,6 +20,10 @@ so that ``reward={"payoff": 1, "format": 0.05, "illegal": -10}`` is MARSHAL's. W
 has roles of its own (``kuhn_poker-first``). Whatever is kept by role is then kept by game and player.
 
 Needs the extra: pip install jaxmarl_llm[games].
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
+demonstrations. ``n`` is the number of samples of a role, and ``held_out`` the side of the split.
 """
 
 from __future__ import annotations

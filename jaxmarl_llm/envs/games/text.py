@@ -2,6 +2,8 @@
 
 The action is the last letter of a reply that stands alone. ``format`` is paid where the reply is that letter and
 nothing else. A reply without an action, or with one that is not legal, is illegal and ends the game: no reply raises.
+
+Shared argument: ``config`` has the settings.
 """
 
 from __future__ import annotations

@@ -15,6 +15,10 @@ Payoffs of (first, second), as in MAGRPO's motivation (its Dec-POMDP against ind
 
 ``rewards="joint"`` pays both agents the social sum (a Dec-POMDP), ``"individual"`` each its own payoff. Two components
 are for the log alone: ``social``, the sum in both cases, and ``cooperation``, a player's share of C.
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[2 R] are completions, and ``length`` [2] their numbers of tokens. ``seed`` determines tasks and demonstrations, and
+``n`` is the number of samples of a role.
 """
 
 from __future__ import annotations
@@ -136,7 +140,7 @@ def make(config: Config) -> ArrayEnv:
 
 
 def reset(config: Config, key: Array, task: Mapping[str, Array]) -> State:
-    """The first state of an episode; all tasks are the same."""
+    """The first state of an episode. All tasks are the same, so ``task`` has no effect."""
     return State(jnp.zeros((config.rounds, 2), jnp.int32), jnp.int32(0))
 
 
@@ -186,9 +190,10 @@ def same_tasks(config: Config) -> bool:
 
 
 def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
-    """Random players: any history, and a move that is C with probability ``cooperate``. They teach legal moves alone.
+    """Samples of random players: any history, and a move that is C with probability ``cooperate``.
 
-    Samples of each role, as in `array_env.samples`. ``context`` is not used.
+    The samples have legal moves and no strategy. Samples of each role, as in `array_env.samples`. ``context`` is not
+    used.
     """
     out = {}
     for seat, role in enumerate(ROLES):

@@ -25,6 +25,10 @@ longest, not on the agents.
 Team rewards: ``accuracy`` 1 at the goal; ``progress`` the share of the shortest path that is covered, at least 0, paid
 as it changes (its sum is that of the last cell, the paper's weighted outcome). ``agreement``, paid at the end: the
 share of turns with one direction.
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[A R] are completions, and ``length`` [A] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
+demonstrations. ``n`` is the number of samples of a role, and ``held_out`` the side of the split.
 """
 
 from __future__ import annotations
@@ -140,7 +144,7 @@ class State:
 
 
 def partners(config: Config, key: jax.Array) -> Int[Array, "M A K"]:
-    """Whom each agent hears before each turn; ``key`` matters to the random topology alone."""
+    """Agents that each agent hears before each turn; ``key`` matters to the random topology alone."""
     n, k = config.agents, config.heard
     shape = (config.moves, n, k)
     if config.topology == "random" and n > 1:
@@ -292,7 +296,7 @@ def draw(rng: np.random.Generator, config: Config, count: int) -> dict[str, np.n
 
 
 def on_side(got: dict[str, np.ndarray], held_out: bool) -> Bool[np.ndarray, " B"]:
-    """Whether each of the mazes lies on a side of the split. Walls, start and goal make a maze itself."""
+    """Whether each of the mazes ``got`` lies on a side of the split. Walls, start and goal make a maze itself."""
     content = (w.tobytes() + bytes([s, g]) for w, s, g in zip(got["walls"], got["start"], got["goal"], strict=True))
     return np.array([is_held_out(c) == held_out for c in content], bool)
 

@@ -47,10 +47,11 @@ REFUSES = re.compile(r"\b(?:no|nope|disagree|wait|stop|not|cannot|don't|can't|wo
 
 
 def proposals(text: str, cell: int, size: int) -> list[str]:
-    """The moves that ``text`` proposes from ``cell`` on, in order, as letters of UDLR.
+    """The moves that ``text`` proposes from ``cell`` on, in order, as letters of UDLR. ``size``: cells of a side.
 
     Behind the last ``Move:`` that has any, else of the whole text: letters alone, words and arrows, and cells (row,
-    column) from 1 on that are next to where the moves before them lead. Clauses that only tell or forbid do not count.
+    column) from 1 on that are next to the cell after the moves before them. Clauses that only tell or forbid do not
+    count.
     """
     text = text[:LONGEST].replace("’", "'")
     for line in reversed(TAG.findall(text)):
@@ -71,6 +72,7 @@ def agrees(text: str) -> bool:
 
 
 def refuses(text: str) -> bool:
+    """Whether ``text`` refuses a proposal."""
     return bool(REFUSES.search(text[:LONGEST].replace("’", "'")))
 
 

@@ -2,6 +2,8 @@
 
 A reply is free text that names a direction: the one behind ``Move:``, else the first that it proposes, as
 `maze.language` reads it. Partners hear its first ``message`` characters. Rules, tasks and rewards are `maze`'s.
+
+Shared arguments: ``config`` has the settings, and ``state`` is the state of an episode.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def prompt(config: maze.Config, seat: int, state: maze.State, words: Sequence[st
 
 
 def said_move(config: maze.Config, state: maze.State, text: str) -> str:
-    """The direction that a reply names, as one of MOVES; ? for none."""
+    """The direction that the reply ``text`` names, as one of MOVES; ? for none."""
     return (proposals(text, int(state.cell), config.size) or ["?"])[0]
 
 
@@ -138,7 +140,10 @@ def demonstrations(config: Config, tasks: Sequence) -> list[tuple[str, Prompt, s
 
 
 def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """The memory entry of a sample: the prompt ``shown`` to the role, its ``action``, its accuracy and progress."""
+    """The memory entry of a sample: the prompt ``shown`` to the role, its ``action``, its accuracy and progress.
+
+    ``rewards``: the components of the sample.
+    """
     return entry(role, rewards["accuracy"] + rewards.get("progress", 0.0), asked(shown), action)
 
 

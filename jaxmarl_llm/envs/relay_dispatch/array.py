@@ -26,6 +26,10 @@ Rewards, the same for all roles (a team return), at each transition of an episod
     format      0.1 / (h + 1) for a route (one letter, then eos), and for a last reply that ended with eos
     efficiency  a cost, positive: 0.1 / (2 h + 1) * sampled tokens / R
 Without a readable route the episode ends. A finished state changes no more and earns nothing.
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
+demonstrations. ``n`` is the number of samples of a role, and ``held_out`` the side of the split.
 """
 
 from __future__ import annotations
@@ -310,7 +314,7 @@ class Query:
 
 
 def spell(kind: int, argument: int, spelling: int) -> str:
-    """The text of an operation."""
+    """The text of an operation: ``kind``, ``argument`` and ``spelling`` are indices."""
     return VERBS[kind][spelling] + ARGUMENTS[kind][argument]
 
 
@@ -321,6 +325,7 @@ def random_operation(rng: np.random.Generator, config: Config, kind: int) -> tup
 
 
 def random_value(rng: np.random.Generator) -> str:
+    """Draw a random value: a letter and a digit."""
     return f"{LETTERS[rng.integers(len(LETTERS))]}{rng.integers(len(DIGITS))}"
 
 

@@ -30,6 +30,10 @@ components are figures for the log. They are the same for all roles, and by the 
 over episodes is a share of all episodes: ``accuracy``, ``unsafe`` and ``overrefusal`` of the last response, ``trigger``
 (the first feedback flags something on a benign request), ``flagged`` (the number of feedbacks that flag something) and
 ``precise`` (the number of those whose flags are right).
+
+Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
+[1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
+demonstrations. ``n`` is the number of samples of a role, and ``held_out`` the side of the split.
 """
 
 from __future__ import annotations
@@ -169,7 +173,7 @@ class Move(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What a turn means by the rules."""
+    """Meaning of a turn by the rules."""
 
     judged: Bool[Array, ""]  # a verdict is given at this turn
     flags: Bool[Array, "2"]  # that verdict
@@ -304,7 +308,10 @@ def draw(rng: np.random.Generator, config: Config) -> tuple[str, int]:
 
 
 def drawn(rng: np.random.Generator, config: Config, held_out: bool = False) -> tuple[str, int]:
-    """As `draw`, from one side of the split. The text makes a request itself."""
+    """Draw a request from one side of the split. Arguments and results are those of `draw`.
+
+    The text makes a request itself.
+    """
     return draw_task(lambda: draw(rng, config), lambda task: task[0], held_out)
 
 

@@ -2,6 +2,8 @@
 
 The last line of a reply is the role's completion, without the spaces around it. The lines before it are for the model
 alone. A last line that is not in form is malformed, and so is a reply that the length limit cut off.
+
+Shared argument: ``config`` has the settings.
 """
 
 from __future__ import annotations

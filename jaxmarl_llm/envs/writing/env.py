@@ -20,6 +20,8 @@ set.
 
 Data: SciTLDR (Apache-2.0) stands in for trl-lib/tldr and OpenMLRL/arXiv_abstract, which are read from the Hugging Face
 hub by name.
+
+Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.
 """
 
 from __future__ import annotations
@@ -165,15 +167,20 @@ def _system(config: Config, role: str) -> str:
 
 
 def given(task: Mapping[str, Any]) -> str:
-    """What both roles read of ``task``: its title, if it has one, and its text."""
+    """Text of ``task`` that both roles read: its title, if it has one, and its text."""
     return f"{task['title']}\n{task['text']}" if task["title"] else task["text"]
 
 
 def observe(config: Config, state: State) -> dict[str, Prompt]:
+    """The prompts of both roles."""
     return dict(zip(ROLES[config.task], state.threads))
 
 
 def step(config: Config, seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State, Rewards, bool]:
+    """The state after both texts, the rewards of the turn, and whether the episode has finished.
+
+    ``seed`` has no effect. ``actions``: the texts by role.
+    """
     roles = ROLES[config.task]
     if set(actions) != set(roles) or state.turn >= config.max_turns:
         raise ValueError(f"expected one action each of {roles} in an unfinished episode, got {sorted(actions)}")
@@ -232,7 +239,7 @@ def feedback(
     *,
     truncated: bool = False,
 ) -> str:
-    """What both agents read before the next turn. It quotes neither text. Arguments as in `judge`.
+    """Message that both agents read before the next turn. It quotes neither text. Arguments are those of `judge`.
 
     ``components``: the reward of the turn.
     """
@@ -246,7 +253,10 @@ def feedback(
 
 
 def advice(config: Config, task: Mapping[str, Any], c1: str, c2: str, *, truncated: bool = False) -> list[str]:
-    """A sentence for each level of the reward, or guard of strict mode, that was missed; arguments as in `judge`."""
+    """A sentence for each level of the reward, or guard of strict mode, that was missed.
+
+    Arguments are those of `judge`.
+    """
     first, second = ROLES[config.task]
     spec, measured = config.spec, _measured_by(config, task)
     values, ratio, unique = rewards.levels(spec, c1, c2, **measured)
@@ -339,12 +349,14 @@ def _permitted(config: Config, row: Mapping[str, Any]) -> bool:
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:
-    """Samples (role, prompt, completion) from the data's own words, by the built-in reward the best pair of each task.
+    """Samples (role, prompt, completion) from the data's own words, the best pair of each of ``tasks``.
 
-    tldr: a human summary (with the title in front when it is too short, and a full stop where it has none, so that it
-    ends) and a run of the text's sentences. arxiv: the abstract cut in two at the end of a sentence, within the limits
-    of words, so abstracts of the paper's length give none under its own limits. Tasks without a pair of permitted
-    lengths are left out.
+    The built-in reward decides which pair is best.
+
+    A pair of tldr is a human summary and a run of the text's sentences. A title is put before a summary that is too
+    short, and a full stop behind one that has none. A pair of arxiv is the abstract cut in two at the end of a
+    sentence, within the limits of words. So abstracts of the paper's length give no pair under its own limits. Tasks
+    without a pair of permitted lengths are left out.
     """
     samples = []
     for task in tasks:
@@ -375,7 +387,7 @@ def _pairs(config: Config, task: Mapping[str, Any]) -> Iterable[tuple[str, str]]
 
 
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """What a successful sample leaves in memory: what was asked and what was written.
+    """The memory entry of a sample: what the ``prompt`` asked ``role`` for, and what its ``action`` wrote.
 
     ``rewards`` are the components. The sum of those that are paid is shown as the score.
     """

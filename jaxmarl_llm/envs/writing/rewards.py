@@ -80,6 +80,8 @@ WEAK = ("and", "as", "if", "so")  # these join words more often than sentences; 
 
 
 class Lists(NamedTuple):
+    """Connectives and stopwords."""
+
     transitions: Mapping[str, Sequence[str]] = TRANSITIONS  # category -> phrases, lower-case
     stopwords: Collection[str] = STOPWORDS
 
@@ -96,6 +98,8 @@ class Spec(NamedTuple):
 
 
 class Levels(NamedTuple):
+    """Levels of a pair of texts that were reached."""
+
     values: dict[str, float]  # component -> value, of the levels up to the first that was not reached
     ratio: float  # second over first length; NaN if not measured
     unique: float
@@ -120,7 +124,10 @@ def tldr(
     lists: Lists = Lists(),
     truncated: bool = False,
 ) -> dict[str, float]:
-    """Components of a concise (c1) and a detailed (c2) summary of ``source``; other arguments as in `score`."""
+    """Components of a concise (c1) and a detailed (c2) summary of ``source``. Arguments are those of `score`.
+
+    ``limits``: words of each text.
+    """
     spec = TLDR._replace(limits=limits)
     return score(spec, c1, c2, mode=mode, source=source, lists=lists, truncated=truncated)
 
@@ -136,7 +143,10 @@ def arxiv(
     lists: Lists = Lists(),
     truncated: bool = False,
 ) -> dict[str, float]:
-    """Components of background (c1) and method (c2) written from the abstract ``source``; others as in `score`."""
+    """Components of background (c1) and method (c2) written from the abstract ``source``.
+
+    ``band``: a key of ARXIV. ``limits``: words of each text. Other arguments are those of `score`.
+    """
     spec = ARXIV[one_of("band", band, ARXIV)]._replace(limits=limits)
     return score(spec, c1, c2, mode=mode, source=source, lists=lists, truncated=truncated)
 
@@ -173,7 +183,7 @@ def score(
 
 
 def levels(spec: Spec, c1: str, c2: str, *, mode: str = "strict", source: str = "", lists: Lists = Lists()) -> Levels:
-    """The levels, without the guards; arguments as in `score`."""
+    """The levels, without the guards. Arguments are those of `score`."""
     low, high = spec.limits
     strict, values, u = mode == "strict", {"words": 0.0}, math.nan
     texts = [_essence(c, source, lists) if strict else _raw(c, lists) for c in (c1, c2)]
@@ -207,7 +217,7 @@ def _least(
 
 
 def band(x: float, edges: tuple[float, float, float, float]) -> float | None:
-    """The share in [0, 1] that x earns, or None outside [a, d]; NaN is outside."""
+    """The share in [0, 1] that x earns, or None outside [a, d] of ``edges`` (a, b, c, d); NaN is outside."""
     a, b, c, d = edges
     if b <= x <= c:
         return 1.0
@@ -221,7 +231,7 @@ def guards(
 ) -> dict[str, float]:
     """Factors in [0, 1] of strict mode, 1 for ordinary writing; each is that of the worse text.
 
-    Arguments as in `score`.
+    Arguments are those of `score`.
     Numbers in brackets are where a factor is 0 and where it is 1, linear between.
 
     ended       1 if neither text is truncated and both end with a full stop, exclamation or question mark, otherwise 0

@@ -2,6 +2,8 @@
 
 Nothing here runs the code, and every function has a result for any text: what cannot be parsed (syntax errors, null
 bytes, lone surrogates, nesting beyond the parser's stack) gives None or is left as it is.
+
+Shared arguments: ``source`` and ``code`` are program texts, ``module`` and ``node`` parts of a syntax tree.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ Code = Function | ast.Lambda  # what can be called and looked into
 
 
 def parse(source: str) -> ast.Module | None:
-    """The syntax tree, or None. Warnings about the code are the author's business, not ours."""
+    """The syntax tree, or None. Warnings about the code are not shown."""
     tree = _parsed(source)
     return tree if isinstance(tree, ast.Module) else None
 
 
 def fault(source: str) -> str:
-    """Why it cannot be parsed, in a few words; '' if it can."""
+    """Reason why the text cannot be parsed, in a few words; '' if it can."""
     error = _parsed(source)
     if isinstance(error, ast.Module):
         return ""
@@ -52,7 +54,7 @@ def _parsed(source: str) -> ast.Module | Exception:
 
 
 def compiles(source: str) -> bool:
-    """Is it a program? Stricter than ``parse``: a return outside a function parses, but does not compile."""
+    """Whether the text is a program. A return outside a function parses, but does not compile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -106,7 +108,7 @@ def _chunks(code: str) -> str:
 
 
 def bindings(module: ast.Module) -> dict[str, ast.stmt]:
-    """What each name is bound to last, by the statements at the margin."""
+    """Statement that binds each name last, among the statements at the margin."""
     found: dict[str, ast.stmt] = {}
     for node in module.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -126,8 +128,10 @@ def function(module: ast.Module | None, name: str) -> Function | None:
 
 
 def defined(code: str, name: str) -> bool:
-    """Does ``code`` define the function, with a reachable return of a value? Of code that cannot be parsed the text is
-    read without its strings and comments, so that a bracket too few costs the syntax reward and not this one.
+    """Whether ``code`` defines the function ``name``, with a reachable return of a value.
+
+    Code that cannot be parsed is read as text without strings and comments. So a missing bracket costs the syntax
+    reward and not this one.
     """
     module = parse(code)
     if module is not None:
@@ -139,7 +143,7 @@ def defined(code: str, name: str) -> bool:
 
 
 def returns_value(node: Function) -> bool:
-    """Is there a reachable ``return`` of something other than None in the function itself?"""
+    """Whether the function itself has a reachable ``return`` of something other than None."""
     try:
         nodes = own_nodes(prune(node) if depth(node) <= MAX_DEPTH else node)
     except RecursionError:  # the caller's own stack is deep
@@ -163,8 +167,10 @@ def own_nodes(node: ast.AST) -> list[ast.AST]:
 
 
 def combine(prelude: str, *codes: str) -> str:
-    """One program: the prelude, then the definitions of each code, later ones winning. Only imports, functions, classes
-    and assignments at the margin are taken: no example calls or printing. Unparseable code is taken as it is.
+    """One program: the ``prelude``, then the definitions of each of ``codes``. Later ones replace earlier ones.
+
+    Only imports, functions, classes and assignments at the margin are taken: no example calls or printing. Unparseable
+    code is taken as it is.
     """
     return "\n\n".join(part for part in (prelude.strip("\n"), *map(_definitions, codes)) if part) + "\n"
 

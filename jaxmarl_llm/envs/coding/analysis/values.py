@@ -1,4 +1,7 @@
-"""Kinds of values, states and outcomes of the abstract execution in `code_flow`, and how operators combine kinds."""
+"""Kinds of values, states and outcomes of the abstract execution in `code_flow`, and how operators combine kinds.
+
+Shared arguments: ``node`` is an expression of the program, and ``found`` are alternatives (value, state).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ STATES = 48  # kept apart at one place
 
 
 class Kind(enum.IntEnum):
+    """Kinds of values, in the order of how much they depend on the target."""
+
     EMPTY = 0
     TRIVIAL = 1
     OTHER = 2
@@ -23,6 +28,8 @@ class Kind(enum.IntEnum):
 
 
 class Value(NamedTuple):
+    """A value of the abstract execution."""
+
     kind: Kind
     text: str = ""  # tells trivial values apart, and the target's by what it is called with
     code: Code | None = None  # a function of the program
@@ -38,6 +45,8 @@ NONE = Value(Kind.TRIVIAL, "Constant(value=None)")
 
 
 class Outcome(NamedTuple):
+    """The result of one path."""
+
     kind: Kind
     text: str
     called: int  # calls of the target on this path, two at most
@@ -45,6 +54,8 @@ class Outcome(NamedTuple):
 
 
 class State(NamedTuple):
+    """Bindings and calls on one path."""
+
     env: tuple[tuple[str, Value], ...] = ()
     called: int = 0
     decided: bool = False
@@ -55,6 +66,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Flow:
+    """Result of the analysis: outcomes and calls of the target."""
+
     outcomes: frozenset[Outcome]  # of every path found
     sites: int  # places where the target is called
     repeated: bool  # some of them in a loop, a comprehension or handed to map, sorted, ...
@@ -91,7 +104,7 @@ Alternatives = list[tuple[Value, State]]
 
 
 def combined(node: ast.BinOp, left: Value, right: Value) -> Value:
-    """Adding nothing, or multiplying by one, leaves a value as it is."""
+    """Value of a binary operation on ``left`` and ``right``. Adding nothing, or multiplying by one, leaves a value."""
     if isinstance(node.op, ast.Add) and left.kind == Kind.EMPTY:
         return right
     if isinstance(node.op, (ast.Add, ast.Sub)) and right.kind == Kind.EMPTY:
@@ -105,6 +118,7 @@ def combined(node: ast.BinOp, left: Value, right: Value) -> Value:
 
 
 def made(node: ast.expr, parts: Sequence[Value]) -> Value:
+    """Value of an expression that is made of ``parts``."""
     if any(p.tainted for p in parts):
         return DERIVED
     if isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict)):
@@ -129,16 +143,20 @@ def loaded(target: ast.expr) -> ast.expr:
 
 
 def dump(node: ast.AST | Sequence[ast.AST]) -> str:
+    """Text of a syntax tree, or of several."""
     return ast.dump(node) if isinstance(node, ast.AST) else ";".join(ast.dump(n) for n in node)
 
 
 def place(node: ast.expr) -> tuple[int, int]:
+    """Line and column of an expression."""
     return node.lineno, node.col_offset
 
 
 def few(states: Iterable[State]) -> list[State]:
+    """The first `STATES` different ``states``."""
     return list(dict.fromkeys(states))[:STATES]
 
 
 def distinct(found: Alternatives) -> Alternatives:
+    """The first `STATES` different alternatives."""
     return list(dict.fromkeys(found))[:STATES]
