@@ -32,7 +32,6 @@ def returns_to_go(
     *,
     max_turns: int,
     discount: float = 1.0,
-    backup: str = "mean",
     acts: Bool[Array, "J A"] | None = None,
 ) -> tuple[Float[Array, "J A"], Bool[Array, " J"] | Bool[Array, "J A"]]:
     """Return of every transition: ``R_j = r_j + discount * mean_{valid children i} R_i``, and r_j at a leaf.
@@ -48,15 +47,12 @@ def returns_to_go(
         valid: transitions whose reward is known [J].
         max_turns: number of turns of the longest episode.
         discount: discount per turn.
-        backup: ``mean``, the only one.
         acts: transitions where each role acts [J A]. A role's return then runs until just before the role acts again. A
             child where the role acts adds 0, valid or not. So WaltzRL pays each round of feedback for itself.
 
     Returns:
         Returns [J A], and whether they are known: [J], or with ``acts`` [J A].
     """
-    if backup != "mean":
-        raise ValueError(f"backup is 'mean', not {backup!r}")
     num = parent.shape[0]
     ends = jnp.zeros((num, 1), bool) if acts is None else acts  # what was earned before a role acts is not passed on
 

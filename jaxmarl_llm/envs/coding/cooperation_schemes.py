@@ -39,7 +39,7 @@ def classify(helper_source: str, main_source: str, entry_point: str) -> str:
     helper, main = code_ast.code_of(helper_source), code_ast.code_of(main_source)
     if not (code_ast.parse(helper) and code_ast.defined(helper, AUX) and works(helper)):
         return "trivial_empty"
-    found = cooperation(helper, main, entry_point)
+    found = cooperation(main, entry_point)
     if found is None:
         return "other"
     if not found.used:

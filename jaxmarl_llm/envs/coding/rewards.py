@@ -114,7 +114,7 @@ def grade_strict(helper: str, main: str, task: Task, report_fn: ReportFn) -> Gra
     rewards["tests"] = report.passed / len(tests)
     copied = hardcoded(program, task["test"])
     notes = ["answers of the tests stand in the code"] if copied else []
-    found = cooperation(helper_code, main_code, entry)
+    found = cooperation(main_code, entry)
     if found is None:
         notes.append("too complex to analyse")
     elif report.passed and has_aux and found.used and works(helper_code):
@@ -199,10 +199,12 @@ def full_check(task: Task) -> Test:
 # -- cooperation -------------------------------------------------------------------------------------------------------
 
 
-def cooperation(helper_code: str, main_code: str, entry_point: str) -> Flow | None:
+def cooperation(main_code: str, entry_point: str) -> Flow | None:
     """Flow of aux's value in main; None if main is no function or beyond analysis.
 
-    ``helper_code`` and ``main_code`` are program texts.
+    Args:
+        main_code: Program text of the second role.
+        entry_point: Name of the function that it defines.
     """
     module = code_ast.parse(main_code)
     return flow(module, entry_point, AUX) if module is not None else None
