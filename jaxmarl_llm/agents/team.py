@@ -204,7 +204,7 @@ def players_of(cfg: TeamConfig, roles: tuple[str, ...]) -> dict[str, tuple[str, 
 
     Args:
         cfg: Sharing, and the map from roles to models.
-        roles: Of the environment.
+        roles: Names of the roles of the environment.
 
     Raises:
         ConfigError: An unknown role, or a model that is neither a role's own one nor given by a second role.

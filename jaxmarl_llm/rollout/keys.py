@@ -30,7 +30,7 @@ def stream(seed: jax.Array | int, purpose: int) -> jax.Array:
     """Key of one random stream of a run.
 
     Args:
-        seed: Of the run; may be traced.
+        seed: Seed of the run; may be traced.
         purpose: INIT, STEPS, TASKS, DEMONSTRATIONS or EVALUATION.
     """
     return jax.random.fold_in(jax.random.key(seed), purpose)

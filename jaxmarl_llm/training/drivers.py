@@ -38,7 +38,7 @@ class HostDriver:
     Only trained completions are sent to the learner, packed into micro-batches of few shapes.
 
     Attributes:
-        seed: Of the run.
+        seed: Seed of the run.
         logger: Times the stages.
     """
 
@@ -171,7 +171,7 @@ class TracedDriver:
     Every completion that a model may have made is sent to the learner; those that are not trained weigh 0.
 
     Attributes:
-        seed: Of the run; may be traced, and mapped over by vmap.
+        seed: Seed of the run; may be traced, and mapped over by vmap.
         data: Training tasks and demonstrations in place of the recipe's own; may be traced.
     """
 

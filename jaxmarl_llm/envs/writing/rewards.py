@@ -168,7 +168,7 @@ def score(
         c1: Text of the first role.
         c2: Text of the second role.
         mode: ``strict``, or ``parity`` for the official rule.
-        source: What both roles read, title included. Only strict mode uses it.
+        source: Text that both roles read, title included. Only strict mode uses it.
         lists: Connectives and stopwords.
         truncated: Whether the length limit ended one of the texts. Strict mode then pays nothing.
     """

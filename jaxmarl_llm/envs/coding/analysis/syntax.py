@@ -88,8 +88,8 @@ def code_of(text: str) -> str:
 
 
 def _chunks(code: str) -> str:
-    """The parts that begin like a definition, import or assignment at the margin. One that cannot be parsed is kept
-    only if it is a function's, so that a broken function stays a syntax error and a line of prose does not become one.
+    """The parts that begin like a definition, import or assignment at the margin. A part that cannot be parsed is kept
+    only if it is a function's. So a broken function stays a syntax error, and a line of prose does not become one.
     """
     lines = code.split("\n")
     margins = [i for i, line in enumerate(lines) if line[:1].strip()] + [len(lines)]
