@@ -77,7 +77,7 @@ def test_a_module_keeps_its_name(name):
     """An import of a module also sets the name in its package, so no function or class may have that name."""
     package = importlib.import_module(name)
     for export in {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__):
-        assert getattr(package, export) is importlib.import_module(f"{name}.{export}")
+        assert package.__getattr__(export) is importlib.import_module(f"{name}.{export}")
 
 
 @pytest.mark.parametrize("name", ["jaxmarl_llm", *PACKAGES])
