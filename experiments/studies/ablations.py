@@ -6,8 +6,11 @@ For each seed, stage 0 runs once, and every variant starts from its parameters. 
 equal length. A variant trains until it has decoded as many tokens as the reference in ``--steps`` steps. Both are
 evaluated on the same 256 held-out tasks.
 
-The command prints a table of means with 95 % intervals (Student's t over seeds) and writes every figure. A second call
-runs only the variants that are not in the file.
+Unseen queries and lookups are evaluated apart; the primary figure is success on unseen queries. A row's difference from
+the reference is paired by seed, with a 95 % interval (Student's t). Its p-value has Holm's correction over all rows.
+Detectable: the smallest distance from delta = 0.02 that the seeds find with probability 0.8 at level 0.05 / rows.
+
+The command prints the table and writes every figure. A second call runs only the variants that are not in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
+from experiments.claims import minus
 from experiments.studies.common import interval, origin, train
+from experiments.studies.paired import LEVEL, detectable, holm, p_value
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out", "docs/results/ablations.json", "Where the figures go.")
@@ -41,33 +46,81 @@ SOLO: dict[str, dict[str, Any]] = {
     "single agent, GRPO without / std": {"credit.normalise": "none"},
 }
 REFERENCE = next(iter(VARIANTS))
+DELTA = 0.02  # the smallest difference worth having, of success
+FIGURE = "eval/success@unseen"  # the primary figure: held-out queries that no seed trains on
+SHOWN = (FIGURE, "eval/success@seen", "eval/success_greedy@unseen")
 
 
 def figures(got: dict) -> dict:
-    """Figures of a variant's training: counts, seconds of RL, and success before and after RL."""
+    """Figures of a variant's training: counts, seconds of RL, and success before and after RL.
+
+    Args:
+        got: The result of `common.train`.
+    """
     row = {k: got[k] for k in ("tokens", "steps", "sequences", "model_updates", "seconds")}
-    success = ("eval/success", "eval/success_greedy")
-    return row | {f"{k}/{when}": got[when][k] for when in ("before", "after") for k in success}
+    return row | {f"{k}/{when}": got[when][k] for when in ("before", "after") for k in SHOWN}
+
+
+def columns(results: dict, name: str, key: str, seeds: list[str]) -> list[float]:
+    """One figure of a variant, by seed."""
+    return [results[name][seed][key] for seed in seeds]
+
+
+def contrasts(results: dict) -> dict[str, dict]:
+    """Every other variant minus the reference, paired by seed, with Holm's correction over all of them.
+
+    Args:
+        results: Variant -> seed -> figures.
+
+    Returns:
+        Variant -> effect by seed, p after correction, and the difference that the seeds could have found. ``verdict``
+        is the sign of a difference that is at least `DELTA`, that none is, or that nothing is decided.
+    """
+    effects = {}
+    for name in results:
+        seeds = sorted(set(results[name]) & set(results[REFERENCE]), key=int)
+        if name != REFERENCE and seeds:
+            key = f"{FIGURE}/after"
+            effects[name] = minus(columns(results, name, key, seeds), columns(results, REFERENCE, key, seeds))
+    # Whether a difference is larger than delta: two one-sided questions, of which the nearer one is asked.
+    sides = {name: DELTA * (1 if np.mean(x) > 0 else -1) for name, x in effects.items()}
+    adjusted = holm({name: p_value(x, sides[name]) for name, x in effects.items()})
+    out = {}
+    for name, x in effects.items():
+        beyond = abs(np.mean(x)) > DELTA
+        sure = "better" if np.mean(x) > 0 else "worse"
+        verdict = "not decided" if adjusted[name] > LEVEL else (sure if beyond else "no difference of 0.02")
+        spread = float(np.std(x, ddof=1)) if len(x) > 1 else float("nan")
+        found = detectable(spread, len(x), LEVEL / len(effects))
+        out[name] = {"effect": x, "holm": adjusted[name], "verdict": verdict, "detectable": found}
+    return out
 
 
 def table(results: dict) -> str:
+    """The page's table: a row for each variant, with its paired difference from the reference."""
     lines = [
-        "| variant | success, sampled | success, greedy | RL steps | tokens decoded | model updates |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| variant | unseen, sampled | minus the first row | | detectable | unseen, greedy | lookups, sampled | "
+        "RL steps | tokens decoded | model updates |",
+        "|" + " --- |" * 10,
     ]
+    against = contrasts(results)
     for name, seeds in results.items():
         rows = list(seeds.values())
         mean = lambda key, rows=rows: f"{np.mean([r[key] for r in rows]):,.0f}"
+        cells = ["", "", ""]
+        if name in against:
+            c = against[name]
+            cells = [interval(c["effect"]), f"{c['verdict']} (p {c['holm']:.2g})", f"{c['detectable']:.3f}"]
+        of = lambda key, rows=rows: interval([r[f"{key}/after"] for r in rows])
         lines.append(
-            f"| {name} | {interval([r['eval/success/after'] for r in rows])} | "
-            f"{interval([r['eval/success_greedy/after'] for r in rows])} | {mean('steps')} | {mean('tokens')} | "
-            f"{mean('model_updates')} |"
+            f"| {name} | {of(FIGURE)} | {' | '.join(cells)} | {of(SHOWN[2])} | {of(SHOWN[1])} | {mean('steps')} | "
+            f"{mean('tokens')} | {mean('model_updates')} |"
         )
     first = list(results[REFERENCE].values())
     lines += [
         "",
-        f"After stage 0 (all team variants): sampled {interval([r['eval/success/before'] for r in first])}, "
-        f"greedy {interval([r['eval/success_greedy/before'] for r in first])}; {len(first)} seeds.",
+        f"After stage 0 (all team variants): unseen {interval([r[f'{FIGURE}/before'] for r in first])}, lookups "
+        f"{interval([r[f'{SHOWN[1]}/before'] for r in first])}; {len(first)} seeds.",
     ]
     return "\n".join(lines)
 
@@ -104,7 +157,7 @@ def main(argv) -> None:
             got["recipe"].env_runner.close()
             row = results.setdefault(name, {})[str(seed)] = figures(got)
             print(
-                f"seed {seed} {name}: {row['eval/success/before']:.3f} -> {row['eval/success/after']:.3f} "
+                f"seed {seed} {name}: {row[f'{FIGURE}/before']:.3f} -> {row[f'{FIGURE}/after']:.3f} "
                 f"({row['steps']} steps, {row['seconds']:.0f} s)",
                 flush=True,
             )

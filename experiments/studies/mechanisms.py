@@ -1,7 +1,7 @@
 """JoyAgents-R1's mechanisms on `relay_dispatch`, where each can win or lose:
 
     python -m experiments.studies.mechanisms                       the page, from the recorded arms
-    python -m experiments.studies.mechanisms --run=all --seeds=20  run what is not recorded yet
+    python -m experiments.studies.mechanisms --run=all --seeds=20  run what is not recorded yet, the pilot first
     python -m experiments.studies.mechanisms --run=pilot           group sizes of both plans, on seeds 100 and 101
 
 An arm is the configuration `joyagents_r1.py:harder` with one mechanism changed. All arms of a seed start from the same
@@ -201,8 +201,8 @@ class Driver(TracedDriver):
         for name, some in batches.items():
             alike: dict[tuple[int, ...], list[Batch]] = {}
             for batch in some:
-                alike.setdefault((batch.tokens.shape[1], *batch.completions.shape[1:]), []).append(batch)
-            joined[name] = [jax.tree.map(lambda *rows: jnp.concatenate(rows), *rows) for rows in alike.values()]
+                alike.setdefault((batch.tokens.shape[2], *batch.completions.shape[2:]), []).append(batch)
+            joined[name] = [jax.tree.map(lambda *rows: jnp.concatenate(rows, 1), *some) for some in alike.values()]
         return super().optimize(models, learners, loss, state, joined)
 
 
@@ -551,7 +551,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     seeds = list(range(flag_values.seeds))
     if flag_values.run:
         records["claims_commit"] = stated()
-    if "pilot" in flag_values.run:
+    if {"pilot", "all"} & set(flag_values.run):
         run(pilot_arms(), PILOT_SEEDS, len(PILOT_SEEDS), base(), records.setdefault("pilot", {}), save)
     run({name: ARMS[name] for name in names}, seeds, flag_values.together, base(), records.setdefault("arms", {}), save)
     Path(flag_values.page).write_text(page(records))
@@ -559,7 +559,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_list("run", [], "Arms to run; all: every one; pilot: the group sizes.")
+    flags.DEFINE_list("run", [], "Arms to run; all: the pilot and every one; pilot: the group sizes.")
     flags.DEFINE_integer("seeds", 20, "Seeds 0 to N-1.", lower_bound=2)
     flags.DEFINE_integer("together", 5, "Seeds of one program: more take more memory.", lower_bound=1)
     flags.DEFINE_string("records", "docs/results/mechanisms.json", "JSON file of the records.")

@@ -85,6 +85,30 @@ GENERIC = (
 )
 
 STOPPED = sorted(STOPWORDS)
+# Function words and what a strategy writes instead of them.
+EXCHANGED = {
+    **{
+        "the": "a",
+        "a": "the",
+        "an": "the",
+        "of": "for",
+        "for": "of",
+        "and": "or",
+        "in": "at",
+        "is": "was",
+        "are": "were",
+    },
+    **{
+        "we": "they",
+        "our": "their",
+        "that": "which",
+        "which": "that",
+        "with": "by",
+        "by": "with",
+        "can": "may",
+        "to": "for",
+    },
+}
 
 
 class Text(NamedTuple):
@@ -146,6 +170,15 @@ class Text(NamedTuple):
         words = self.lead(self.sentences).rstrip(".").split()[:150]
         chunks = [words[i : i + every] for i in range(0, len(words), every)]
         return closed([w for chunk in chunks for w in (next(invented), *chunk[instead:])])
+
+    def exchanged(self, text: str) -> str:
+        """``text`` with its function words exchanged by a fixed table."""
+        return closed([EXCHANGED.get(w.lower(), w) for w in text.split()])
+
+    def halves(self) -> str:
+        """The first half of one sentence and the second half of the next."""
+        one, two = (self.sentences * 2)[:2]
+        return f"{cut(one, len(one.split()) // 2).rstrip('.')} {' '.join(two.split()[len(two.split()) // 2 :])}"
 
     def keyword_list(self, start: int, count: int) -> str:
         return closed(", ".join(self.keywords[start : start + count]))
@@ -217,6 +250,16 @@ WRITING: dict[str, Callable[[Text], Pair]] = {
     "last sentence beside the best run": lambda t: t.beside(t.lead(t.sentences[::-1])),
     "lead sentence with invented words between, beside the best run": lambda t: t.beside(t.salted(4, 0)),
     "lead sentence with invented words instead, beside the best run": lambda t: t.beside(t.salted(4, 1)),
+    "lead sentence with exchanged function words, beside the best run": lambda t: t.beside(
+        t.exchanged(t.lead(t.sentences))
+    ),
+    "first words with exchanged function words, beside the best run": lambda t: t.beside(
+        t.exchanged(t.words(0, t.short))
+    ),
+    "halves of two sentences, beside the best run": lambda t: t.beside(closed(t.halves())),
+    "halves of two sentences with exchanged function words, beside the best run": lambda t: t.beside(
+        t.exchanged(t.halves())
+    ),
     "short prefix beside a copy": lambda t: (closed(t.words(0, t.short * 3 // 5)), t.source, False),
     "short prefix beside the best run": lambda t: t.beside(closed(t.words(0, t.short * 3 // 5))),
     "prefix and longer prefix": lambda t: (closed(t.words(0, t.short)), closed(t.words(0, t.long)), False),

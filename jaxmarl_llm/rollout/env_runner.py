@@ -60,6 +60,7 @@ class EnvRunner(ABC):
     env: ArrayEnv | HostEnv
     size: int  # training tasks
     held_out: Any  # evaluation tasks: a pytree of arrays, or a list
+    given: bool = False  # the environment was handed in as an object, and is not made from the configuration
 
     @abstractmethod
     def play(
@@ -330,9 +331,15 @@ def make_env_runner(cfg: EnvConfig, task: Environment | None = None, *, seed: in
         ConfigError: The environment lacks something, or does not go with ``cfg``.
     """
     if task is None:
-        task = cfg.environment(seed)
-    else:
-        check(task, "env")
+        return _runner_of(cfg, cfg.environment(seed))
+    check(task, "env")
+    runner = _runner_of(cfg, task)
+    runner.given = True
+    return runner
+
+
+def _runner_of(cfg: EnvConfig, task: Environment) -> EnvRunner:
+    """The runner of a checked environment."""
     if isinstance(task, HostTask):
         return HostEnvRunner(task, cfg)
     if cfg.protocol != "together":

@@ -17,6 +17,7 @@ from jaxmarl_llm.agents.memory import MemoryConfig
 from jaxmarl_llm.agents.team import make_team
 from jaxmarl_llm.credit.returns import returns_to_go
 from jaxmarl_llm.distributed.meshes import MeshConfig
+from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.array import layout, make_rollout
@@ -89,11 +90,17 @@ def make_program(recipe: Recipe) -> Program:
 def task_data(recipe: Recipe, seeds: Sequence[int]) -> RunData:
     """Tasks, held-out tasks and demonstrations of runs that differ in the seed, with a leading axis of seeds.
 
-    ``vmap(program.run)(seeds, task_data(recipe, seeds))`` are the runs that `fit` does with each seed.
+    ``vmap(program.run)(seeds, task_data(recipe, seeds))`` are the runs that `fit` does with each seed. A recipe that
+    was made with an environment object keeps the object's tasks for every seed. Its demonstrations are drawn by seed.
+
+    Args:
+        recipe: On an array environment.
+        seeds: Of the runs.
     """
     cfg, rows = recipe.cfg, []
+    own = recipe.env_runner
     for seed in seeds:
-        runner = make_env_runner(cfg.env, seed=seed)
+        runner = own if own.given else make_env_runner(cfg.env, seed=seed)
         assert isinstance(runner, ArrayEnvRunner)
         taught = runner.demonstrations(recipe.team, cfg.sft.samples, seed, recipe.context) if cfg.sft.steps else {}
         rows.append(RunData(runner.tasks, runner.held_out, taught))
@@ -101,17 +108,27 @@ def task_data(recipe: Recipe, seeds: Sequence[int]) -> RunData:
 
 
 def make_evaluation(
-    cfg: BaseConfig, sampling: Sampling | None = None, memory: MemoryConfig | None = None
+    cfg: BaseConfig,
+    sampling: Sampling | None = None,
+    memory: MemoryConfig | None = None,
+    env: Environment | None = None,
 ) -> Callable[..., dict[str, jax.Array]]:
     """(params, seed [], held_out=None, stores=None, of=None) -> {name: []}: mean returns, named as in `Program`.
 
     The held-out tasks are those of ``cfg``, or ``held_out``; ``of`` [n] bool: the mean of these tasks alone. One
-    episode a task, drawn as in training unless ``sampling`` says otherwise; with ``memory``, prompts have entries of
-    ``stores``. Pure: jit it, vmap it over seeds.
-    ConfigError for batch-invariant generation, as `make_program`.
+    episode is played for each task. The function is pure: jit it, vmap it over seeds.
+
+    Args:
+        cfg: Configuration of the run.
+        sampling: How episodes are drawn; None: as in training.
+        memory: Prompts have entries of ``stores``; None: no entries.
+        env: The environment object that the recipe was made with; None: the environment of ``cfg``.
+
+    Raises:
+        ConfigError: Generation is batch-invariant, as in `make_program`.
     """
     _refuse({"team.batch_invariant": cfg.team.batch_invariant})
-    env_runner = make_env_runner(cfg.env, seed=cfg.seed)
+    env_runner = make_env_runner(cfg.env, env, seed=cfg.seed)
     assert isinstance(env_runner, ArrayEnvRunner)
     team = make_team(cfg.team, env_runner.env.roles)
     rollout = make_rollout(team, env_runner.env, single(), sampling or cfg.sampling, memory)
@@ -129,7 +146,7 @@ def make_evaluation(
 def _refuse(beyond: dict[str, bool]) -> None:
     for name, asked in beyond.items():
         if asked:
-            raise ConfigError(f"config.{name}: a run compiled as a whole has none; use experiments.train")
+            raise ConfigError(f"config.{name}: a run compiled as a whole has none; use fit, or jaxmarl-llm train")
 
 
 def _figures(step: TrainStep, result: StepResult) -> dict[str, jax.Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -168,7 +168,8 @@ class RunData(NamedTuple):
 class TracedDriver:
     """Runs the parts of a step inside one compiled program, on an array environment.
 
-    Every completion that a model may have made is sent to the learner; those that are not trained weigh 0.
+    Every completion that a model may have made is sent to the learner; those that are not trained weigh 0. Batches
+    are stacks [K ...] of K micro-batches of one shape, see `scanned`.
 
     Attributes:
         seed: Seed of the run; may be traced, and mapped over by vmap.
@@ -221,7 +222,7 @@ class TracedDriver:
             roles = {r for r, role in enumerate(team.roles) if model.name in role.players}
             target = targets.get(model.name)
             if target is not None and not roles:
-                out[model.name] = target.batches(cfg.micro_tokens)
+                out[model.name] = stacked(target.batches(cfg.micro_tokens))
                 continue
             mine = trained & (tree.nodes.model[tree.steps.node] == m)
             counted = mine.astype(jnp.float32)
@@ -249,10 +250,10 @@ class TracedDriver:
                 continue
             name, shared = model.name, params["shared"].get(model.base)
             reference = params.get("reference", {}).get(name)
-            before = agents[name], states[name]
-            own, opt_state, seen = optimize(learners[name], loss, *_between(before, shared), batches[name], reference)
+            before, stacks = (agents[name], states[name]), stacked(batches[name])
+            own, opt_state, seen = optimize(scanned(learners[name]), loss, *_between(before, shared), stacks, reference)
             # A model without a trained token stays as it is, optimizer state included.
-            learns = functools.reduce(jnp.logical_or, [_weighs(b) for b in batches[name]])
+            learns = functools.reduce(jnp.logical_or, [_weighs(b) for b in stacks])
             agents[name], states[name] = _where(learns, (own, opt_state), before)
             metrics[name] = seen
         return state.replace(params={**params, "agents": agents}, opt_state=states), metrics
@@ -283,6 +284,44 @@ class TracedDriver:
 
 
 Driver = HostDriver | TracedDriver
+
+
+def stacked(batches: Sequence[Batch]) -> list[Batch]:
+    """Micro-batches with a leading axis [K ...]: those of one shape are one stack, in their order.
+
+    Batches that are stacks already stay as they are.
+    """
+    stacks = [batch for batch in batches if jnp.ndim(batch.length) == 2]
+    alike: dict[tuple, list[Batch]] = {}
+    for batch in batches:
+        if jnp.ndim(batch.length) == 2:
+            continue
+        alike.setdefault(tuple(jnp.shape(x) for x in jax.tree.leaves(batch)), []).append(batch)
+    return stacks + [jax.tree.map(lambda *rows: jnp.stack(rows), *some) for some in alike.values()]
+
+
+def scanned(learner: Learner) -> Learner:
+    """A learner whose functions take stacks of micro-batches, as `stacked` makes them.
+
+    A stack is one loop of the program. So the size of a program does not depend on the number of micro-batches.
+    Metrics are sums over a stack, and gaps are its largest, as for one micro-batch.
+    """
+
+    def score(own: Params, shared: Params | None, stack: Batch) -> jax.Array:
+        return jax.lax.map(lambda batch: learner.score(own, shared, batch), stack)
+
+    def accumulate(own: Params, shared: Params | None, stack: Batch, gradient: PyTree | None) -> tuple:
+        if gradient is None:
+            gradient = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), own)
+
+        def add(gradient: PyTree, batch: Batch) -> tuple[PyTree, tuple]:
+            gradient, seen, gap = learner.accumulate(own, shared, batch, gradient)
+            return gradient, (seen, gap)
+
+        gradient, (seen, gaps) = jax.lax.scan(add, gradient, stack)
+        return gradient, jax.tree.map(lambda x: x.sum(0), seen), gaps.max()
+
+    return learner._replace(score=score, accumulate=accumulate)
 
 
 def _between(before: tuple[Params, Any], shared: Params | None) -> tuple[Params, Params | None, Any]:
@@ -338,12 +377,18 @@ def _rectangle(
     values: Any,
     micro_tokens: int,
 ) -> list[Batch]:
-    """Micro-batches of the nodes of ``seats`` of a block, at most ``micro_tokens`` trunk tokens each where possible."""
+    """Stacks [K ...] of micro-batches of the nodes of ``seats`` of a block, see `scanned`.
+
+    A micro-batch has at most ``micro_tokens`` trunk tokens where possible.
+    """
     nodes, steps = block.rows(seats)
     size = tree.nodes.tokens.shape[1] + block.group * tree.steps.tokens.shape[1]
-    parts = -(-len(nodes) // max(1, micro_tokens // size))
+    fewest = -(-len(nodes) // max(1, micro_tokens // size))
+    even = (n for n in range(fewest, 2 * fewest) if len(nodes) % n == 0)  # one number of rows: one loop
+    parts = np.array_split(np.arange(len(nodes)), next(even, fewest))
     out = []
-    for some in np.array_split(np.arange(len(nodes)), parts):
+    for rows in sorted({len(part) for part in parts}, reverse=True):  # two numbers of rows, at most
+        some = np.stack([part for part in parts if len(part) == rows])
         grid = lambda x, at=steps[some]: x[at].reshape(*at.shape, -1)
         w, own = grid(weights), nodes[some]
         out.append(

@@ -242,7 +242,8 @@ SOURCE = numbered("source", 10, 50)
         ("order", "source10 source11 y", "source10 source11", 1.0),
         ("reworded", numbered("source", 10, 30), "x", 0.5),
         ("reworded", "source10 x source11 y source12", "x", 0.5),  # invented words are no words of one's own
-        ("reworded", "source10 the source11", "x", 1.0),
+        ("reworded", "source10 the source11", "x", 0.5),  # neither are function words between the source's
+        ("reworded", "source10 source20 source11", "x", 1.0),  # another order is
         ("reworded", "y", numbered("source", 10, 30), 1.0),  # of the second text nothing is asked
         ("repetition", "", SOURCE, 0.0),
         ("partner", SOURCE, numbered("source", 10, 40), 0.0),

@@ -257,6 +257,27 @@ def test_the_program_does_not_grow_with_the_turns(name):
     assert abs(long - short) <= 0.05 * short
 
 
+def test_a_whole_run_does_not_grow_with_turns_or_tasks():
+    """Rollout, credit and update of a compiled run, with as many micro-batches as the update then has."""
+
+    def lines(rounds, batch):
+        cfg = magrpo.Config(
+            group=2,
+            steps=2,
+            batch=batch,
+            micro_tokens=1024,
+            team=TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=1, remat=False),
+            env=EnvConfig("dilemma", {"tasks": 32, "rounds": rounds}),
+            sft=SFT(steps=2, batch=4, samples=8),
+            reward={"payoff": 1.0},
+        )
+        return len(jax.jit(make_program(magrpo.make(cfg)).run).lower(jnp.int32(0)).as_text().splitlines())
+
+    short = lines(8, 4)
+    for rounds, batch in ((128, 4), (8, 32)):
+        assert abs(lines(rounds, batch) - short) <= 0.05 * short
+
+
 def test_an_episode_of_a_hundred_turns():
     """A hundred turns of the relay: prompts show what was really sampled at the turn before."""
     rollout = jax.jit(array.make_rollout(toys.team(), toys.relay(100), flat(2), Sampling()))

@@ -6,6 +6,7 @@ import importlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxmarl_llm.agents.memory import MemoryConfig
@@ -14,10 +15,12 @@ from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_evaluation, make_program, task_data
 from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import SFT
+from jaxmarl_llm.training.drivers import HostDriver, TracedDriver, scanned, stacked
 from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.types import TrainState
 
@@ -151,6 +154,95 @@ def test_fit_and_a_compiled_run_take_the_same_steps(name, tmp_path):
     assert apart(stepped.opt_state, whole.opt_state) < 1e-4
     assert apart(stepped.memory, whole.memory) < 1e-3
     assert jnp.array_equal(jax.random.key_data(stepped.key), jax.random.key_data(whole.key))
+
+
+class SameLayout(HostDriver):
+    """A host driver that lays updates out as a compiled run does: every completion takes part."""
+
+    def lay_out(self, step, tree, played, advantage, trained, targets):
+        arrays = jax.tree.map(jnp.asarray, (tree, advantage, trained))
+        stacks = TracedDriver(self.seed).lay_out(step, arrays[0], None, *arrays[1:], targets)
+        return {name: [part for stack in some for part in apart_again(stack)] for name, some in stacks.items()}
+
+
+def apart_again(stack):
+    """The micro-batches of a stack."""
+    return [jax.tree.map(lambda x, k=k: x[k], stack) for k in range(len(stack.length))]
+
+
+@pytest.mark.parametrize("name", ["grpo", "magrpo, crossed tree", "rema, two epochs", "joyagents_r1, memory"])
+def test_with_one_layout_both_agree_to_rounding(name, tmp_path, monkeypatch):
+    """What `test_fit_and_a_compiled_run_take_the_same_steps` allows beyond this is the order of sums.
+
+    Not to the bit: parts of a program are fused otherwise than programs of their own.
+    """
+    monkeypatch.setattr(phases, "HostDriver", SameLayout)
+    cfg = make(name).cfg
+    recipe = importlib.import_module(f"jaxmarl_llm.recipes.{cfg.recipe}").make(
+        dataclasses.replace(cfg, micro_tokens=200)  # several micro-batches
+    )
+    stepped, taught = from_the_host(recipe, tmp_path)
+    whole, _ = jax.jit(make_program(recipe).run)(jnp.int32(SEED))
+    assert apart(stepped.params["agents"], taught) > 1e-2, "RL trained nothing"
+    assert apart(stepped.params, whole.params) < 1e-6
+    assert apart(stepped.memory, whole.memory) < 1e-5
+
+
+def test_stacks_of_micro_batches_add_up_to_the_micro_batches():
+    """Score, gradient, metrics and gap, of two shapes; in one loop for each shape."""
+    recipe = make("grpo")
+    step = recipe.phases[-1].step
+    state, model = recipe.init(0), recipe.team.models[0]
+    driver = TracedDriver(SEED)
+    tree, _ = driver.play(step, state, state.params, jnp.arange(4), jax.random.key(0), None)
+    gain = jax.random.normal(jax.random.key(1), tree.steps.valid.shape)
+    small = dataclasses.replace(step, cfg=dataclasses.replace(step.cfg, micro_tokens=30))
+    stacks = driver.lay_out(small, tree, None, gain, tree.steps.valid, {})[model.name]
+    batches = [batch for stack in stacks for batch in apart_again(stack)]
+    assert len(stacks) < len(batches) and sum(len(s.length) for s in stacked(batches)) == len(batches)
+    learner, own = step.learners[model.name], state.params["agents"][model.name]
+    gradient, totals, gaps = None, [], []
+    for batch in batches:
+        gradient, seen, gap = learner.accumulate(own, None, batch, gradient)
+        totals.append(seen)
+        gaps.append(gap)
+    scan, after, sums, most = scanned(learner), None, [], []
+    for stack in stacks:
+        after, seen, gap = scan.accumulate(own, None, stack, after)
+        sums.append(seen)
+        most.append(gap)
+    assert apart(gradient, after) < 1e-6 and float(optax.tree.norm(gradient)) > 1e-2
+    for key in totals[0]:
+        assert abs(float(sum(t[key] for t in totals)) - float(sum(s[key] for s in sums))) < 1e-5, key
+    assert abs(float(max(gaps)) - float(max(most))) < 1e-6
+    scores = {tuple(np.asarray(b.completions).ravel()): learner.score(own, None, b) for b in batches}
+    for stack in stacks:
+        for batch, row in zip(stack.completions, scan.score(own, None, stack), strict=True):
+            assert apart(scores[tuple(np.asarray(batch).ravel())], row) < 1e-6
+
+
+def test_an_environment_object_reaches_compiled_runs_and_evaluations():
+    """Its tasks are those of every seed; nothing is built from the name in the configuration."""
+    task = EnvConfig("chain", {"tasks": 16}, eval_tasks=32).environment(5)
+    grpo = importlib.import_module("jaxmarl_llm.recipes.grpo")
+    cfg = grpo.Config(
+        steps=1,
+        batch=4,
+        group=4,
+        env=EnvConfig("matrix"),
+        team=team(max_new_tokens=2),
+        sft=SFT(2, 8, samples=16),
+        reward={"accuracy": 1.0},
+    )
+    recipe = grpo.make(cfg, env=task)
+    data = task_data(recipe, [0, 1])
+    for side in ("tasks", "held_out"):
+        np.testing.assert_array_equal(getattr(data, side)["question"], np.stack([getattr(task, side)["question"]] * 2))
+    drawn = next(iter(data.demonstrations.values()))
+    assert not np.array_equal(drawn.completions[0], drawn.completions[1])
+    params = recipe.init(0).params
+    got = jax.jit(make_evaluation(cfg, env=task))(params, jnp.int32(0))
+    assert set(got) >= {f"accuracy/{role}" for role in task.env.roles}
 
 
 def test_a_host_environment_and_a_data_set_on_disk_are_refused_in_one_line():

@@ -244,8 +244,9 @@ def guards(
                 may be quoted. 1 without a source
     faithful    share of the text's content words that are backed (0.5 to 0.7). 1 without a source
     order       pairs of adjacent words that are adjacent in the source (0.02 to 0.12). 1 without a source
-    reworded    0.5 to 1, of the first text where ``spec.reworded``: share of those pairs when invented words are left
-                out (0.8 to 0.5), since a short summary in the source's own words is half of what was asked for. 1
+    reworded    0.5 to 1, of the first text where ``spec.reworded``: share of such pairs among its backed content
+                words (0.8 to 0.5), since a short summary in the source's own words is half of what was asked for.
+                Function words and invented words are left out of both texts, so exchanging them changes nothing. 1
                 without a source
     """
     texts = (c1, c2)
@@ -278,8 +279,9 @@ def guards(
         out["faithful"] = _ramp(min(backed(c, begins, lists) for c in texts), 0.5, 0.7)
         out["order"] = _ramp(min(prose.neighbours(c, source) for c in texts), 0.02, 0.12)
         if spec.reworded:
-            own = " ".join(w for w in words[0] if w in functions or w[:STEM] in begins)
-            out["reworded"] = 1.0 - 0.5 * _ramp(prose.neighbours(own, source), 0.5, 0.8)
+            own, theirs = ([w for w in x if w not in functions] for x in (words[0], WORD.findall(source.lower())))
+            backed_words = " ".join(w for w in own if w[:STEM] in begins)
+            out["reworded"] = 1.0 - 0.5 * _ramp(prose.neighbours(backed_words, " ".join(theirs)), 0.5, 0.8)
     return out
 
 
