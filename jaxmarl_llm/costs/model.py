@@ -114,7 +114,7 @@ def layer_bytes(weights: ModelSize) -> int:
 
 
 def logits_bytes(launch: Launch, cfg: Config) -> int:
-    """Bytes of the float32 logits of one decoding step of a launch."""
+    """Bytes of the float32 logits of one decoding step of ``launch``."""
     return 4 * launch.rows * launch.group * cfg.vocab_size
 
 

@@ -320,7 +320,7 @@ def play_segment(
 
 
 def finish(tables: Tables, launches: int) -> Tree:
-    """The tree of a rollout: its tables, and what can be counted in them. ``launches``: generation programs started."""
+    """Make the tree of a rollout from its ``tables``, and count. ``launches``: generation programs started."""
     nodes, steps, moves = cut_rows((tables.nodes, tables.steps, tables.transitions))
     counts = Counts(
         sequences=steps.valid.sum(),

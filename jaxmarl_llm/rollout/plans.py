@@ -97,6 +97,10 @@ def product(group: int, joint: str = "aligned") -> Plan:
     """Every state branches: G^k leaves for k turns (G^(W k) when joint actions are crossed).
 
     MAGRPO's tree (the later library): a group is the samples of one agent at one state.
+
+    Args:
+        group: samples of each seat, G.
+        joint: ``aligned`` or ``cross``.
     """
     if joint not in JOINT:
         raise ConfigError(f"plan.joint: expected one of {', '.join(JOINT)}, got {joint!r}")

@@ -292,7 +292,7 @@ def advice(config: Config, task: Mapping[str, Any], c1: str, c2: str, *, truncat
 
 @lru_cache(maxsize=8)
 def reward_function(name: str, path: str = checks.ARGS) -> tuple[Callable[..., Any], bool]:
-    """The callable called ``module:function``, and whether it takes the task.
+    """The callable that ``name``, ``module:function``, stands for, and whether it takes the task.
 
     Raises ConfigError for one that cannot be called with two texts. ``path`` is the Config's name in the message.
     """

@@ -298,7 +298,7 @@ def backed(text: str, begins: Collection[str], lists: Lists = Lists()) -> float:
 
 
 def jaccard(a: set[str], b: set[str]) -> float:
-    """|a & b| / |a | b|; 1.0 if both are empty, as officially."""
+    """Jaccard index |a & b| / |a | b| of the sets ``a`` and ``b``; 1.0 if both are empty, as officially."""
     return len(a & b) / len(a | b) if a | b else 1.0
 
 

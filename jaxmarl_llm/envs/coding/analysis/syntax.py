@@ -65,7 +65,7 @@ def compiles(source: str) -> bool:
 
 
 def depth(tree: ast.AST) -> int:
-    """Levels of the tree; iterative, so that any tree can be measured."""
+    """Levels of ``tree``; iterative, so that any tree can be measured."""
     levels, layer = 0, [tree]
     while layer and levels <= MAX_DEPTH:
         levels += 1
@@ -74,8 +74,9 @@ def depth(tree: ast.AST) -> int:
 
 
 def code_of(text: str) -> str:
-    """The code in a completion: the fenced blocks, else everything, else (prose around it) the chunks that look like
-    definitions. '' for a text of more than ``MAX_CODE`` characters.
+    """Code in the completion ``text``; '' for a text of more than ``MAX_CODE`` characters.
+
+    That is: the fenced blocks, else everything, else (prose around it) the chunks that look like definitions.
     """
     if len(text) > MAX_CODE:
         return ""
@@ -236,7 +237,7 @@ def _compare(op: ast.cmpop, a: Any, b: Any) -> bool | None:
 
 
 def ends(block: list[ast.stmt]) -> bool:
-    """Does control never reach what follows the block?"""
+    """Whether control never reaches what follows the statements ``block``."""
     if not block:
         return False
     last = block[-1]
