@@ -98,7 +98,7 @@ def from_dict(cls: type[T], mapping: Any, prefix: str = "config") -> T:
 def override(cls: type, mapping: Mapping[str, Any], path: str, text: str, prefix: str = "config") -> dict[str, Any]:
     """Copy ``mapping`` with the key at ``path`` ("rollout.sizes", "agents[0].lr") set to what ``text`` says.
 
-    The annotation of ``cls`` decides how the text is read, so ``None`` is the absent value of ``float | None`` and an
+    The annotation of ``cls`` decides how the text is read. ``None`` is the absent value of ``float | None``, and an
     ordinary string for ``str``. A tuple is written ``(4,4)``, ``4,4`` or ``a,b``. ``prefix``: first part of keys in
     messages.
     """

@@ -8,11 +8,11 @@ Dimension letters, used in shape annotations, einsums and comments:
     Q query heads      K key/value heads               H head size             V vocabulary
     E memory entries   X retrieved entries
 
-Everything the learner sees is a forest in three flat tables. A *node* is a decision point: one role, one prompt, at
-one place of an episode. A *step* is one completion sampled at a node; the steps of a node are siblings, share its
-prompt and form the group of every group-relative estimator. A *transition* is a joint action: one step for each seat
-(each role that acts at once) of one environment state. Rewards live on transitions, one value per role and component,
-because a move of one agent may pay another, and because a completion may take part in several joint actions.
+Everything the learner sees is a forest in three flat tables. A *node* is a decision point: one role, one prompt, at one
+place of an episode. A *step* is one completion sampled at a node; the steps of a node are siblings, share its prompt
+and form the group of every group-relative estimator. A *transition* is a joint action: one step for each seat (each
+role that acts at once) of one environment state. Rewards belong to transitions, one value per role and component. A
+move of one agent may pay another, and a completion may take part in several joint actions.
 
 Tables are padded to a bucket; ``valid`` is False on padding and on everything that must stay out of statistics.
 """
@@ -214,8 +214,8 @@ class Role:
 class Team:
     """Roles and the models that play them. Integer columns of the tree index these tuples.
 
-    ``critics``: by role, the model that estimates its values; empty without critics. It may be the role's own model
-    (a value head), one that plays no role, or with ``joint_critic`` one that reads the prompts of all seats.
+    ``critics``: by role, the model that estimates its values; empty without critics. It may be the role's own model (a
+    value head) or one that plays no role. With ``joint_critic`` it reads the prompts of all seats.
     """
 
     roles: tuple[Role, ...]

@@ -19,7 +19,7 @@ EVERYWHERE = {
     "self": "the object itself",
     "cls": "the class itself",
 }
-BEGINS_BADLY = re.compile(r"(What|How|Where|Of|As|With|On|In|Is|Are|It|They|This|Those|These)\b")
+BEGINS_BADLY = re.compile(r"(What|How|Where|Of|As|With|On|In|Is|Are|Does|Do|Can|Has|None|It|They|This|Those|These)\b")
 # A docstring may refer to the arguments of another function.
 SAME = re.compile(r"[Aa]rguments(?: and results)? are those of `([\w.]+)`")
 

@@ -1,5 +1,6 @@
 """Lazy exports of the package: what `import jaxmarl_llm` gives, and what it does not import."""
 
+import ast
 import importlib
 import pkgutil
 import subprocess
@@ -76,7 +77,16 @@ def test_a_module_keeps_its_name(name):
     """An import of a module also sets the name in its package, so no function or class may have that name."""
     package = importlib.import_module(name)
     for export in {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__):
-        assert getattr(package, export) is importlib.import_module(f"{name}.{export}")
+        assert package.__getattr__(export) is importlib.import_module(f"{name}.{export}")
+
+
+@pytest.mark.parametrize("name", ["jaxmarl_llm", *PACKAGES])
+def test_type_checkers_see_every_export(name):
+    package = importlib.import_module(name)
+    tree = ast.parse(Path(package.__file__).read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    seen = {alias.name for node in block.body for alias in node.names}
+    assert seen == set(package.__all__) - {"__version__"}
 
 
 def test_every_recipe_is_exported():

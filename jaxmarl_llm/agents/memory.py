@@ -250,8 +250,8 @@ def entries(memory: Memory, decode: Callable[[list[int]], str] | None = None) ->
     """Entries for reports, heaviest first.
 
     Args:
-        memory: Of one role.
-        decode: Token ids -> text, for entries that were stored without text (array environments).
+        memory: memory of one role.
+        decode: token ids -> text, for entries that were stored without text (array environments).
     """
     names = ("weight", "reward", "uses", "last_used")
     fields = ("ids", "length", "text", "used", *names)

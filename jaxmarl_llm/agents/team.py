@@ -204,7 +204,7 @@ def players_of(cfg: TeamConfig, roles: tuple[str, ...]) -> dict[str, tuple[str, 
 
     Args:
         cfg: Sharing, and the map from roles to models.
-        roles: Of the environment.
+        roles: Names of the roles of the environment.
 
     Raises:
         ConfigError: An unknown role, or a model that is neither a role's own one nor given by a second role.
@@ -291,16 +291,16 @@ def make_team(cfg: TeamConfig, roles: tuple[str, ...]) -> Team:
 
 
 def with_past(team: Team) -> Team:
-    """The team with an opponent model for each model that plays a role; see snapshots.py for its parameters."""
+    """Add to ``team`` an opponent model for each model that plays a role; see snapshots.py for its parameters."""
     return with_opponent_models(
         team, {r.name: _renamed(team.model_of(i), opponent_model(r.model)) for i, r in enumerate(team.roles)}
     )
 
 
 def with_opponent_models(team: Team, others: Mapping[str, Model]) -> Team:
-    """The team with one more model for each role in ``others`` (by role), its opponent model in a rollout's assignment.
+    """Add to ``team`` one more model for each role in ``others``: its opponent model in a rollout's assignment.
 
-    Raises ConfigError where names or tokenizers do not go together.
+    ``others``: role -> model. Raises ConfigError where names or tokenizers do not go together.
     """
     models = {m.name: m for m in others.values()}
     taken = sorted(set(models) & {m.name for m in team.models})

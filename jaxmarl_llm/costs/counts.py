@@ -206,7 +206,7 @@ def joint_actions(plan: Plan, group: int, seats: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def branch_counts(plan: Plan, branch: Branch, actions: int) -> dict[Branch, int]:
-    """Number of a state's joint actions that lead to each next branch.
+    """Number of a state's joint actions that lead to each next branch of ``plan``.
 
     branch: the branch of the state. actions: number of its joint actions. After the first 4,096, all actions must lead
     to the branch of the last one; otherwise ConfigError. Every plan of `rollout.plans` does so, because these plans

@@ -92,7 +92,7 @@ class Counts(NamedTuple):
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """Arrays of a type in HLO text. A tuple gives its arrays in order."""
+    """Arrays of the type in the HLO ``text``. A tuple gives its arrays in order."""
     return tuple(
         Array(dtype, tuple(int(d) for d in dims.split(",") if d), "S(1)" in layout or "S(2)" in layout)
         for dtype, dims, layout in ARRAY.findall(text)
@@ -110,7 +110,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Computations by name, and the name of the entry computation, from the text of a compiled program."""
+    """Computations by name, and the name of the entry computation, from the ``text`` of a compiled program."""
     found: dict[str, Computation] = {}
     entry, now = "", None
     for line in text.splitlines():

@@ -91,9 +91,9 @@ def attention_flops(cfg: Config) -> int:
 def cache_bytes(launch: Launch, cfg: Config, *, shared: bool = True) -> int:
     """Bytes of the keys and values of a launch.
 
-    A slot holds 2 L K H numbers. There are N P slots for prompts and N G S slots for completions, S = max(R - 1, 1),
-    because the last token is not read again. launch: the allocated shape. cfg: architecture. shared: False counts
-    N G (P + S) slots, as if every sample had a prompt of its own.
+    A slot holds 2 L K H numbers. There are N P slots for prompts and N G S slots for completions. S = max(R - 1, 1),
+    because the last token is not read again. launch: the allocated shape. cfg: architecture. shared: False counts N G
+    (P + S) slots, as if every sample had a prompt of its own.
     """
     own = launch.group * max(launch.response - 1, 1)
     slots = launch.rows * ((launch.prompt if shared else launch.group * launch.prompt) + own)
@@ -114,7 +114,7 @@ def layer_bytes(weights: ModelSize) -> int:
 
 
 def logits_bytes(launch: Launch, cfg: Config) -> int:
-    """Bytes of the float32 logits of one decoding step of a launch."""
+    """Bytes of the float32 logits of one decoding step of ``launch``."""
     return 4 * launch.rows * launch.group * cfg.vocab_size
 
 
@@ -177,10 +177,10 @@ def least_work(launch: Launch, weights: ModelSize) -> LeastWork:
 
     launch: its parts count every node once, in the launch of the model that plays it. weights: the model.
 
-    A prompt of p tokens takes p tokens and p (p + 1) / 2 pairs of attention, or one token and p pairs where all but its
-    last token may be cached. A completion of r tokens takes the head r times and the layers r - 1 times, with
-    (r - 1) p + r (r - 1) / 2 pairs. Weights are read at least once, and once in each step until the last completion
-    ends (`least_steps`).
+    A prompt of p tokens takes p tokens and p (p + 1) / 2 pairs of attention. Where all but its last token may be
+    cached, it takes one token and p pairs. A completion of r tokens takes the head r times and the layers r - 1 times.
+    Its pairs are (r - 1) p + r (r - 1) / 2. Weights are read at least once, and once in each step until the last
+    completion ends (`least_steps`).
     """
     c, g = weights.config, launch.group
     per, pair, head = token_flops(weights), attention_flops(c), head_flops(c)
@@ -204,8 +204,9 @@ def least_work(launch: Launch, weights: ModelSize) -> LeastWork:
 def least_steps(launch: Launch) -> float:
     """Lower bound of the expected number of decoding steps of a launch: the tokens of its longest completion.
 
-    Parts whose number of nodes is certain count together. Of a part that has n of at most N nodes in expectation, the
-    bound is n / N times the longest of N G completions, because the longest is concave in the number of completions.
+    Parts whose number of nodes is certain count together. For a part that has n of at most N nodes in expectation, the
+    bound is n / N times the longest of N G completions. The reason: the longest is concave in the number of
+    completions.
     """
     g = launch.group
     certain = [(part.nodes * g, part.response) for part in launch.parts if part.nodes == part.most]
@@ -504,8 +505,8 @@ def update_size(
     (None: all of every role).
 
     FLOPs are a lower bound. They leave out the padding of micro-batches. An update of a host rollout may hold the
-    prompts of a task once (`training.packing`), so the prompts of a host rollout count once for each task and model,
-    and not at all where some nodes are left out. Completions of one node are taken to differ from the first token on.
+    prompts of a task once (`training.packing`). So they count once for each task and model, and not at all where some
+    nodes are left out. Completions of one node are taken to differ from the first token on.
     """
     rows: list[tuple[float, float, float, float, float]] = []
     costs: list[tuple[float, float]] = []  # (nodes, FLOPs of a node)

@@ -42,24 +42,31 @@ def group_advantage(
 ) -> tuple[Float[Array, " C"], GroupStats]:
     """Group-relative advantage ``A_i = (x_i - centre_k) / (std_k + eps)``, over the valid members of each group k.
 
-    baseline: ``mean`` (GRPO; MAGRPO eq. 2), ``unique`` the mean of the distinct values, each counted once (MARSHAL's
-        code), ``loo`` the mean of the others, equal to n/(n-1) (x - mean) (RLOO, MARLOO), ``max`` (MAREMAX), ``none``
-        (MAREINFORCE).
-    normalise: ``std`` (GRPO, JoyAgents-R1: mean 0 and std 1 whatever the baseline; ``ddof=1`` is torch's sample std, as
-        in Dr. MAS) or ``none`` (MAGRPO).
-    singleton: what a centred group of one gets, having nobody to be compared with: ``zero``, or ``raw`` its value
-        (Dr. MAS: mean 0 and std 1). With baseline ``none`` nothing is compared, and one member is like any other.
-
-    With normalise ``std`` the advantage is standardised, so the baseline has no effect: MAGRPO, MAREINFORCE, MARLOO and
+    With normalise ``std`` the advantage is standardised, so the baseline has no effect. MAGRPO, MAREINFORCE, MARLOO and
     MAREMAX are then one algorithm (CoMLRL's ``advantage_normalization``). The std is the group's own, never that of the
     others, which vanishes for rewards [0, .95, ..., .95].
 
-    counted: the members that make the statistics (None: all); the others are compared with those and are in no
-        statistic themselves (Dr. MAS: one step for each trajectory).
+    Members that are all equal (high == low) get exactly 0 when centred. Finite values give finite advantages, at most
+    sqrt(n - 1) for mean and std. Invalid members get 0 and are in no statistic.
 
-    Members that are all equal (high == low) get exactly 0 when centred.
-    Finite values give finite advantages, at most sqrt(n - 1) for mean and std. Invalid members get 0 and are in no
-    statistic. Ids of valid members are in [0, num_groups), in any order; groups may be empty.
+    Args:
+        values: return of each completion [C]; x above.
+        group: group of each completion [C], for valid members in [0, num_groups), in any order.
+        valid: completions that have a return [C].
+        num_groups: number of groups, K. Groups may be empty.
+        baseline: ``mean`` (GRPO; MAGRPO eq. 2). ``unique``: the mean of the distinct values, each counted once
+            (MARSHAL's code). ``loo``: the mean of the others, equal to n/(n-1) (x - mean) (RLOO, MARLOO). ``max``
+            (MAREMAX). ``none`` (MAREINFORCE).
+        normalise: ``std`` (GRPO, JoyAgents-R1: mean 0 and std 1 whatever the baseline) or ``none`` (MAGRPO).
+        ddof: 0, or 1 for torch's sample std, as in Dr. MAS.
+        eps: term added to the std.
+        singleton: advantage of a centred group of one, which has no other member. ``zero``, or ``raw``: its value (Dr.
+            MAS: mean 0 and std 1). With baseline ``none`` nothing is compared, and one member is like any other.
+        counted: members that make the statistics [C]; None: all. The others are compared with those and are in no
+            statistic themselves (Dr. MAS: one step for each trajectory).
+
+    Returns:
+        Advantages [C], and statistics of the groups [K].
     """
     if baseline not in ("mean", "unique", "loo", "max", "none"):
         raise ValueError(f"baseline is 'mean', 'unique', 'loo', 'max' or 'none', not {baseline!r}")
@@ -197,7 +204,10 @@ def group_ids(*columns: Int[Array, " C"], sizes: tuple[int, ...]) -> tuple[Int[A
     """Mixed-radix key of several columns, and the number of keys: ``((c0 * size1) + c1) * size2 + c2 ...``.
 
     The group of an estimator: task x role (Dr. MAS), task x role x turn, or a node id alone (JoyAgents-R1, MAGRPO).
-    Values of column i are in [0, sizes[i]).
+
+    Args:
+        *columns: ids, one array [C] or several. Values of column i are in [0, sizes[i]).
+        sizes: number of values of each column.
     """
     if not columns or len(columns) != len(sizes):
         raise ValueError(f"{len(columns)} columns for {len(sizes)} sizes: give one size for each column")

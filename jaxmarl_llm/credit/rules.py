@@ -133,7 +133,7 @@ class ReturnToGo:
     """Back rewards up: ``R = r + discount * mean over valid continuations of R`` (`returns.returns_to_go`).
 
     Attributes:
-        discount: Of a continuation, in [0, 1].
+        discount: Discount of a continuation, in [0, 1].
         until_next_turn: A role's return ends just before the role acts again (WaltzRL); else at the episode's end.
     """
 
@@ -182,7 +182,7 @@ class GroupRelative:
         normalise: ``std`` or ``none``.
         ddof: 0 for the population's standard deviation, 1 for the sample's.
         singleton: Advantage of a group of one: ``zero``, or ``raw``, its value (Dr. MAS).
-        over: What the statistics count: ``steps``, or ``episodes``, the first completion of each in the group.
+        over: Members that the statistics count: ``steps``, or ``episodes``, the first completion of each in the group.
     """
 
     group: str | Grouping = "node"
@@ -237,7 +237,7 @@ class AlignAdvantages:
 
     Attributes:
         beta: Weight of the product; 0 leaves the advantages as they are.
-        discount: Of past advantages, by turn.
+        discount: Discount of past advantages, by turn.
         fade: Multiply the whole by ``discount ** turn``.
     """
 

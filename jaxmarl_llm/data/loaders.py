@@ -12,8 +12,8 @@ folder for each data set, with the upstream file names:
 A name with a slash, such as ``openai/gsm8k``, is an id on the Hugging Face hub and is read by ``datasets``. Wrong data
 raises ConfigError with one line that names file, line and field. No row is skipped silently. Data sets without an
 upstream train split (BFCL, HotpotQA) are split 80/20 by a hash of the question. So a question never changes its split,
-and is in one split alone. Upstream splits keep their rows, but a row of train or dev whose text is also in test is left
-out, and ``source`` counts such rows.
+and is in one split alone. Upstream splits keep their rows, except rows of train or dev whose text is also in test.
+``source`` counts such rows.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def spec(*axes: str | None) -> PartitionSpec:
 
 
 def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Keys, field names and indices of a path of ``jax.tree_util``, as strings."""
+    """Keys, field names and indices of a ``path`` of ``jax.tree_util``, as strings."""
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
@@ -104,7 +104,7 @@ def param_specs(tree: PyTree) -> PyTree:
 
 
 def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
-    """Raise ConfigError when a mesh axis does not divide a dimension that it splits.
+    """Raise ConfigError when an axis of ``mesh`` does not divide a dimension that it splits.
 
     tree: arrays or ShapeDtypeStructs. specs: their PartitionSpecs. The message names the leaf, its shape and the axis.
     """
@@ -139,7 +139,7 @@ def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
 
 
 def rows(mesh: Mesh) -> NamedSharding:
-    """Sharding that splits axis 0 over the data and fsdp mesh axes."""
+    """Sharding that splits axis 0 over the data and fsdp axes of ``mesh``."""
     return NamedSharding(mesh, spec("rows"))
 
 
@@ -177,7 +177,7 @@ def put(tree: PyTree, where: Any) -> PyTree:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Fetch arrays like ``jax.device_get``, also from devices of other processes.
+    """Fetch the arrays of ``tree`` like ``jax.device_get``, also from devices of other processes.
 
     A collective: every process must call it with the same tree.
     """

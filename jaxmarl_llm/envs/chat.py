@@ -33,9 +33,14 @@ def asked(prompt: Prompt) -> str:
 
 
 def entry(role: str, score: float, about: str, action: Action, *, shown: int = 80) -> str:
-    """The memory entry of a sample, on one line: role, score, what it was about, and the text of its action.
+    """The memory entry of a sample, on one line.
 
-    about: the text of the query; only its first ``shown`` characters are kept
+    Args:
+        role: name of the role
+        score: number that is shown
+        about: the text of the query; only its first ``shown`` characters are kept
+        action: the sample
+        shown: characters of the query
     """
     about, wrote = " ".join(about.split()), " ".join(action.text.split())
     return f"{role} ({score:.1f}) on '{about[:shown]}': {wrote}"[:MAX_ENTRY]

@@ -1,7 +1,7 @@
 """Which tasks are held out: a rule on the content of a task, the same for every seed.
 
-A generated task belongs to the training side or to the held-out side by a hash of what makes the task itself, such as
-the question. So no held-out task is a training task of any seed, and no demonstration shows one.
+A generated task belongs to the training side or to the held-out side by a hash of its content, such as the question. So
+no held-out task is a training task of any seed, and no demonstration shows one.
 
 Shared argument: ``held_out`` is the side of the split, True for held-out tasks.
 """
@@ -34,7 +34,7 @@ def draw_task(draw: Callable[[], T], content: Callable[[T], str | bytes], held_o
 
     Args:
         draw: Draws a task at random.
-        content: What makes a task itself.
+        content: Task -> content that decides the side.
         held_out: The side: held-out tasks, or training tasks.
 
     Raises:

@@ -83,8 +83,8 @@ def score(
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
     """Compute the log-prob of tokens, and the entropy (nats) of the distribution that `sample` draws from.
 
-    The set of kept tokens changes with the policy. The scored token is always kept: an old sample that the new policy
-    would filter out has a finite log-prob, and the ratio is exact while the policy is the one that sampled.
+    The set of kept tokens changes with the policy. The scored token is always kept. So an old sample that the new
+    policy would filter out has a finite log-prob. The ratio is exact while the policy is the one that sampled.
 
     Args:
         logits: logits of the model.

@@ -14,8 +14,8 @@ The configurations that the authors ship multiply the sum by one more discount: 
 discount^(t-k) A_k^i). ``extra_discount`` does that. It is off by default: the formula above is the one that the paper
 and the docstring of the authors' code state, and the difference equals a beta of ``credit.discount`` times its value.
 
-One model plays both seats (self-play). With ``past.size`` a share of the tasks has one seat played by an earlier
-snapshot of it, whose moves are not trained on but count as the other's advantages (agents/snapshots.py).
+One model plays both seats (self-play). With ``past.size``, an earlier snapshot of the model plays one seat in a share
+of the tasks (agents/snapshots.py). Moves of a snapshot are not trained on, but count as the other's advantages.
 
 Kept: the above, G = 8, KL 1e-3, a ratio of 1. Discount 0.96 and beta 2 are the authors' values for Trust-and-Split and
 the defaults for every game. Their prisoner's dilemma has discount 0.9, beta 0.5 and an entropy bonus of 0.01 (variant

@@ -1,8 +1,8 @@
 """MAAC: decentralised actors with one centralised critic (CoLLM-CC of arXiv 2601.21972; CoMLRL's MAAC trainer).
 
-As IAC, but one critic V(h_1, ..., h_n) reads the prompts of all agents at a state, each behind the name of its role,
-and its TD error is every agent's advantage (CTDE: the critic is used in training alone). It is a copy of the backbone
-with a value head on its last token, with an optimizer of its own. All agents must share one tokenizer.
+As IAC, but one critic V(h_1, ..., h_n) reads the prompts of all agents at a state, each behind the name of its role.
+Its TD error is every agent's advantage (CTDE: the critic is used in training alone). It is a copy of the backbone with
+a value head on its last token, with an optimizer of its own. All agents must share one tokenizer.
 
 Kept: TD(0) target for actor and critic, advantages whitened over the batch, gradients clipped at 0.5. Changed: GAE with
 ``decay`` above 0 is offered; many tasks in a batch. Not here: the library's Q-critic.

@@ -11,9 +11,9 @@ times the KL to the starting policy (k3), every token alike. With several games 
 
 The code's form differs from the text and is ``form="code"``, after the configurations for self-play that the authors
 ship. Turn rewards are centred by game and player (plain mean). Their sums from a turn on are centred by the mean of the
-player's *distinct* values, and whitened over the batch with the sample's standard deviation. The authors also whiten
-the centred turn rewards. That changes nothing for actions of one token: their mean is 0, and the last step divides by
-any scale.
+player's *distinct* values. The sums are then whitened over the batch with the sample's standard deviation. The authors
+also whiten the centred turn rewards. That changes nothing for actions of one token: their mean is 0, and the last step
+divides by any scale.
 
 Kept: the above; +-1 and chips as payoffs, +0.05 for the form, -10 and the end for an illegal action, as components with
 weights. Chosen where the sources are silent: the episodes of a batch have different deals (``group=1``), and "turn

@@ -110,8 +110,8 @@ def mean_over_turns(
 ) -> Float[jax.Array, " C R"]:
     """Weigh tokens for the mean over a turn, then over the turns of a trajectory, then over trajectories.
 
-    A token of a turn of n tokens, in a trajectory of m counted turns, has the weight 1 / (n m K), for K trajectories.
-    A `losses.Aggregation`.
+    The weight of a token is 1 / (n m K): n tokens of the turn, m counted turns of the trajectory, K trajectories. A
+    `losses.Aggregation`.
 
     Args:
         mask: True at the tokens that the policy sampled.

@@ -2,9 +2,9 @@
 
 The frontier is a static dictionary from plan branches to stacked states; which states are already done is data. Turns
 whose frontiers are alike are one `jax.lax.scan`, so that a program does not grow with the length of an episode. Keys
-are folded along the path (task, joint actions, role, sample, position), never split by batch position, so that a sample
-depends on where it is in the tree and on nothing else: `rollout_host` plays the same environment with the same keys
-to the same tokens.
+are folded along the path (task, joint actions, role, sample, position), never split by batch position. So a sample
+depends on its place in the tree and on nothing else. `rollout.host` plays the same environment with the same keys to
+the same tokens.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def play_segment(
 
 
 def finish(tables: Tables, launches: int) -> Tree:
-    """The tree of a rollout: its tables, and what can be counted in them. ``launches``: generation programs started."""
+    """Make the tree of a rollout from its ``tables``, and count. ``launches``: generation programs started."""
     nodes, steps, moves = cut_rows((tables.nodes, tables.steps, tables.transitions))
     counts = Counts(
         sequences=steps.valid.sum(),

@@ -12,7 +12,7 @@ ENV, PLAY, CHILD, RESET = range(4)
 
 
 def fold(key: jax.Array, *data: Any) -> jax.Array:
-    """fold_in along a path; ``key`` and data may be arrays of equal shape."""
+    """Fold each of ``data`` into ``key`` in turn, along a path. ``key`` and data may be arrays of equal shape."""
     for d in data:
         d = jnp.broadcast_to(jnp.asarray(d, jnp.uint32), key.shape)
         flat = jax.vmap(jax.random.fold_in)(key.reshape(-1), d.reshape(-1))
@@ -30,7 +30,7 @@ def stream(seed: jax.Array | int, purpose: int) -> jax.Array:
     """Key of one random stream of a run.
 
     Args:
-        seed: Of the run; may be traced.
+        seed: Seed of the run; may be traced.
         purpose: INIT, STEPS, TASKS, DEMONSTRATIONS or EVALUATION.
     """
     return jax.random.fold_in(jax.random.key(seed), purpose)

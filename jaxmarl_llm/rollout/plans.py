@@ -1,9 +1,9 @@
 """Sampling plans: where a rollout branches, how often, and which joint actions are played on.
 
 A plan is a few pure functions of a place in the tree. It knows nothing of models or environments, and the engines know
-no plan by name. What it decides is static (independent of what is sampled), so that array rollouts compile and the
-number of samples can be told before anything runs; only *which* sample goes on (``rank``) and whether any does
-(``stop_above``) may depend on rewards. Equal arguments give equal plans: what was compiled for one is found again.
+no plan by name. Its decisions are static (independent of samples). So array rollouts compile, and the number of samples
+is known before anything runs. Only *which* sample continues (``rank``) and whether any does (``stop_above``) may depend
+on rewards. Equal arguments give equal plans: what was compiled for one is found again.
 
 Samples of one agent for a trajectory of k turns with G per branching node:
 
@@ -12,8 +12,8 @@ Samples of one agent for a trajectory of k turns with G per branching node:
     handoff    G at each node, one goes on                   k G
     product    G at every node                               G + ... + G^k  (the naive joint search: G^k leaves)
 
-With W seats acting at once, G samples a seat make G ``aligned`` joint actions (the g-th of every seat) or G^W ``cross``
-ones (each with each); a tree of crossed actions has G^(W t) states at turn t.
+With W seats acting at once, G samples a seat make G ``aligned`` joint actions (the g-th of every seat). Or they make
+G^W ``cross`` ones (each with each). A tree of crossed actions has G^(W t) states at turn t.
 """
 
 from __future__ import annotations
@@ -97,6 +97,10 @@ def product(group: int, joint: str = "aligned") -> Plan:
     """Every state branches: G^k leaves for k turns (G^(W k) when joint actions are crossed).
 
     MAGRPO's tree (the later library): a group is the samples of one agent at one state.
+
+    Args:
+        group: samples of each seat, G.
+        joint: ``aligned`` or ``cross``.
     """
     if joint not in JOINT:
         raise ConfigError(f"plan.joint: expected one of {', '.join(JOINT)}, got {joint!r}")

@@ -1,8 +1,8 @@
 """Critics: a value head on a language model's last prompt token, the prompts that it values, and its targets.
 
-The critic of a role is the model named in ``Team.critics``. It is the policy itself with a head on its backbone, a
-separate copy of the backbone, or one copy for the team that reads the prompts of all seats of a state (CTDE). A head is
-trained by the same update as a policy. Where it shares the backbone, it is trained on the same micro-batches.
+The critic of a role is the model named in ``Team.critics``. It is the policy itself with a head on its backbone, or a
+separate copy of the backbone. Or it is one copy for the team, which reads the prompts of all seats of a state (CTDE). A
+head is trained by the same update as a policy. Where it shares the backbone, it is trained on the same micro-batches.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class HostDriver:
     Only trained completions are sent to the learner, packed into micro-batches of few shapes.
 
     Attributes:
-        seed: Of the run.
+        seed: Seed of the run.
         logger: Times the stages.
     """
 
@@ -172,7 +172,7 @@ class TracedDriver:
     are stacks [K ...] of K micro-batches of one shape, see `scanned`.
 
     Attributes:
-        seed: Of the run; may be traced, and mapped over by vmap.
+        seed: Seed of the run; may be traced, and mapped over by vmap.
         data: Training tasks and demonstrations in place of the recipe's own; may be traced.
     """
 
@@ -287,7 +287,7 @@ Driver = HostDriver | TracedDriver
 
 
 def stacked(batches: Sequence[Batch]) -> list[Batch]:
-    """Micro-batches with a leading axis [K ...]: those of one shape are one stack, in their order.
+    """Stack ``batches``, micro-batches, with a leading axis [K ...]: those of one shape are one stack, in their order.
 
     Batches that are stacks already stay as they are.
     """
@@ -301,10 +301,10 @@ def stacked(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def scanned(learner: Learner) -> Learner:
-    """A learner whose functions take stacks of micro-batches, as `stacked` makes them.
+    """Make from ``learner`` one whose functions take stacks of micro-batches, as `stacked` makes them.
 
-    A stack is one loop of the program. So the size of a program does not depend on the number of micro-batches.
-    Metrics are sums over a stack, and gaps are its largest, as for one micro-batch.
+    A stack is one loop of the program. So the size of a program does not depend on the number of micro-batches. Metrics
+    are sums over a stack, and gaps are its largest, as for one micro-batch.
     """
 
     def score(own: Params, shared: Params | None, stack: Batch) -> jax.Array:
@@ -356,7 +356,7 @@ def _samples(
 
 
 def array_env(step: TrainStep) -> ArrayEnv:
-    """The environment of a step whose rollouts are programs."""
+    """The environment of ``step``, whose rollouts are programs."""
     assert isinstance(step.env_runner.env, ArrayEnv)
     return step.env_runner.env
 

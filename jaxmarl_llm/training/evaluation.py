@@ -188,7 +188,7 @@ def majority(cfg: BaseConfig, team: Team, env_runner: EnvRunner, state: TrainSta
 
 
 def most_frequent(answers: Sequence[Any]) -> int:
-    """Index of the first of the most frequent answers."""
+    """Index of the first of the most frequent ``answers``."""
     counts = collections.Counter(answers)
     return max(range(len(answers)), key=lambda i: (counts[answers[i]], -i))
 

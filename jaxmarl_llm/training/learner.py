@@ -358,7 +358,7 @@ def optimize(
 
     Args:
         learner: Functions of the model.
-        loss: What is minimised.
+        loss: Configuration of the loss.
         own: Trained parameters; donated when called from the host.
         shared: Parameters of the frozen backbone, or None.
         opt_state: Optimizer state; donated when called from the host.

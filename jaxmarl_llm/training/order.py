@@ -14,7 +14,7 @@ def shuffled(key: jax.Array, size: int, start: Int[Array, ""] | int, count: int)
     """Indices at ``count`` positions of the stream from ``start`` on. Pure, so resuming needs the position alone.
 
     Args:
-        key: Of the stream; epoch e is the permutation drawn with ``fold_in(key, e)``.
+        key: PRNG key of the stream; epoch e is the permutation drawn with ``fold_in(key, e)``.
         size: Items of an epoch.
         start: First position; may be traced.
         count: Positions.

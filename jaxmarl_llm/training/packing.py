@@ -222,9 +222,9 @@ class PackedSequences:
 
 
 def pack_sequences(sequences: Sequence[tuple[int, np.ndarray]], max_tokens: int) -> list[PackedSequences]:
-    """Sequences (task, ids) packed into forests. Only sequences of one task share their beginnings.
+    """Pack ``sequences`` (task, ids) into forests. Only sequences of one task share their beginnings.
 
-    ``max_tokens``: of a forest, unless a single sequence has more.
+    ``max_tokens``: largest number of tokens of a forest, unless a single sequence has more.
     """
     order = sorted(range(len(sequences)), key=lambda i: (sequences[i][0], sequences[i][1].tolist()))
     out: list[PackedSequences] = []

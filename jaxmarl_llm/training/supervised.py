@@ -42,13 +42,13 @@ def supervised_step(
     Args:
         team: Roles and models.
         learners: By model.
-        loss: What is minimised.
+        loss: Configuration of the loss.
         data: Samples by role; a role without samples is left out.
         cfg: Samples of each role in a step.
         driver: Runs the update.
         state: With the optimizers of ``learners``.
         step: Number of the step on these samples; may be traced.
-        advantages: Of the G completions of a sample.
+        advantages: Advantages of the G completions of a sample.
 
     Returns:
         The state, and metrics by model.

@@ -6,7 +6,7 @@ Every sample g of node n has the same P prompt keys and its own S keys:
 
 The portable form folds the G samples, and the query heads that share a key head, into the rows of one matrix product
 per node. It reads the prefix once per node instead of once per sample, and never copies it. It is for decoding (T = 1,
-own keys in a cache of S slots) and for training (T = S, all response tokens at once): own key s is visible to query t
+own keys in a cache of S slots) and for training (T = S, all response tokens at once). Own key s is visible to query t
 iff s <= t + offset. Scores and the softmax are float32. Gradients are autodiff's; that of the prefix is the sum over
 the group.
 

@@ -6,13 +6,12 @@ For rows q [M H] of a key head, and part j of its keys:
 
 GPU (Triton): a program takes one key head, up to 64 rows and a part of the keys. The keys are cut into as many parts as
 keep a large GPU busy, of at least 256 keys. Head sizes are rounded up to a power of two and rows to 16; the padding is
-masked. TPU (Mosaic): there is one part. A program takes a block of keys of several heads at once, and running m, l and
-o stay in on-chip memory from block to block. Blocks behind the last key are not fetched: the block index stays the
-same.
+masked. TPU (Mosaic): there is one part. A program takes a block of keys of several heads at once. Running m, l and o
+stay in on-chip memory from block to block. Blocks behind the last key are not fetched: the block index stays the same.
 
 On TPU keys are [K H L], with tokens along the 128 lanes. XLA chooses this layout for a prefix of small heads in its own
-programs. A decoding loop therefore copies nothing, and no lane is empty at H = 64 (a cache [.., L H] would leave half
-of them empty). Half of the depth of a matrix product is unused at H = 64, which does not slow decoding down.
+programs. A decoding loop therefore copies nothing, and no lane is empty at H = 64. A cache [.., L H] would leave half
+of the lanes empty. Half of the depth of a matrix product is unused at H = 64, which does not slow decoding down.
 
 Compiler parameters are always given, because the default backend of Pallas on GPU differs between releases of JAX.
 """

@@ -10,11 +10,11 @@ tokens in one row. Token i sees token j iff j is one of its ancestors or itself,
 A row may hold several trees. Padding has ``end`` 0: no token sees it, and its own output is finite and meaningless.
 [prompt | G responses] is the tree with one fork. Scores and the softmax are float32.
 
-The portable form takes ``chunk`` queries at a time and computes them again in the backward pass, so that at most
-[B Q chunk T] scores are in memory. Its gradients are autodiff's. The Pallas forms (`tree_pallas`) have no scores in
-memory, skip blocks that none of their queries sees, and have a backward pass of their own. In every form the gradient
-of a token's key and value is the sum over the sequences that contain the token. (Splash attention, JAX's own kernel for
-TPU, needs its mask at trace time, and cuDNN's has no such mask; here the trees are data.)
+The portable form takes ``chunk`` queries at a time and computes them again in the backward pass. So at most [B Q chunk
+T] scores are in memory. Its gradients are autodiff's. The Pallas forms (`tree_pallas`) have no scores in memory, skip
+blocks that none of their queries sees, and have a backward pass of their own. In every form the gradient of a token's
+key and value is the sum over the sequences that contain the token. (Splash attention, JAX's own kernel for TPU, needs
+its mask at trace time, and cuDNN's has no such mask; here the trees are data.)
 """
 
 from __future__ import annotations

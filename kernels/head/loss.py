@@ -8,10 +8,10 @@ With z = h W / temperature, y the target, s = sum_j exp(z_j) and p_j = exp(z_j) 
 `head_logprob` returns both for each token. Its backward pass gets one cotangent per token and output, and computes the
 logits of a chunk of tokens again: four matrix products in all.
 
-`head_loss` is for a loss that is a sum over rows, ``sum_i loss(logprob_i, entropy_i, data_i)``, where a row is a token,
-a completion or a group. The cotangents of a row are known once its own log-probs are. The gradient is therefore
-computed in the forward pass, while the row's logits are in memory: three products. The backward pass only scales it.
-(Liger's fused losses do so too, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009, is the form with four.)
+`head_loss` is for a loss that is a sum over rows, ``sum_i loss(logprob_i, entropy_i, data_i)``. A row is a token, a
+completion or a group. The cotangents of a row are known once its own log-probs are. The gradient is therefore computed
+in the forward pass, while the row's logits are in memory: three products. The backward pass only scales it. (Liger's
+fused losses do so too, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009, is the form with four.)
 
 A chunk holds 1/128 of the tokens, at least 128. All sums are float32, also those of the weight's gradient; its products
 take the logits' gradient in the dtype of the hidden states. A weight that is not differentiated (a frozen backbone

@@ -279,8 +279,10 @@ def efficiency(config: Config, state: State) -> float:
 
 
 def verify(config: Config, state: State) -> Rewards:
-    """A local verdict on the latest move: 1 for delegating to the right specialist, the accuracy of an answer as if it
-    were final, of the calls made so far, or for a search that finds the answer or a supporting passage. A readable move
+    """A local verdict on the latest move.
+
+    Delegating to the right specialist earns 1, and so does a search that finds the answer or a supporting passage. An
+    answer earns its accuracy as if it were final, and a call the accuracy of the calls made so far. A readable move
     earns its format: with ``gated`` in proportion to that verdict.
     """
     role, kind, text = state.last

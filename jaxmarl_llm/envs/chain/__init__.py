@@ -1,5 +1,5 @@
 """Teams work out the sum of a few small numbers, as an array environment and as text.
 
-The roles of a protocol (solver, verifier, refiner, meta-thinker, reasoner) act one after the other, and all of them
-are paid when the last answer is right.
+The roles of a protocol (solver, verifier, refiner, meta-thinker, reasoner) act one after the other. All of them are
+paid when the last answer is right.
 """

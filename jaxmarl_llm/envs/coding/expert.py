@@ -4,8 +4,8 @@ The expert gets the problem and both agents' code and answers with JSON ``{"aux"
 functions as text. Each agent gets its own part in its next prompt, so no gradient flows through it.
 
 An expert is given as ``module:function`` (or a callable) with the signature ``expert(task, helper, main) -> answer``.
-Or it is given as the base URL of an endpoint, such as ``http://localhost:8000/v1``, with a model's name and the name of
-the environment variable that holds the key. The key itself stands in no configuration and no message.
+Or it is the base URL of an endpoint, such as ``http://localhost:8000/v1``, with the name of a model. A field names the
+environment variable that holds the key. The key itself stands in no configuration and no message.
 
 Every failure raises `ExpertError`, which makes the transition invalid and is counted. No answer is invented.
 """

@@ -86,7 +86,7 @@ def has_return(function: str) -> bool:
 
 
 def imports(prompt: str) -> str:
-    """The import lines of a prompt, each once."""
+    """Import lines of ``prompt``, each once."""
     lines = [line.strip() for line in prompt.split("\n")]
     found = [x for x in lines if re.match(r"^from\s+[\w\.]+\s+import\s+.*$|^import\s+[\w\.,\s]+$", x)]
     return "\n".join(dict.fromkeys(found))
@@ -152,5 +152,8 @@ def parses(source: str) -> bool:
 
 
 def runnable(line: str) -> bool:
-    """Can the assert be run at all? The first line of a longer one cannot, which upstream counts as failed."""
+    """Whether the assert ``line`` can be run at all.
+
+    The first line of a longer one cannot, which upstream counts as failed.
+    """
     return compiles(line)

@@ -15,8 +15,8 @@ back an argument or a constant is none; and its tests are all of ``check``, loop
 
 A verdict that could not be reached raises ``Unscored``: the sample is invalid, never 0.
 
-Shared arguments: ``helper`` and ``main`` are completions, ``task`` is a row of the environment's tasks, ``test`` the
-text of its tests, and ``entry_point`` the name of the function that main writes. ``report_fn`` runs tests in the
+Shared arguments: ``helper`` and ``main`` are completions, and ``task`` is a row of the environment's tasks. ``test`` is
+the text of its tests, and ``entry_point`` the name of the function that main writes. ``report_fn`` runs tests in the
 sandbox.
 """
 

@@ -107,5 +107,5 @@ def demonstrations(config: Config, tasks: Sequence) -> list[tuple[str, Prompt, s
 
 
 def strategy(role: str, shown: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """The memory entry of a sample: the prompt ``shown`` to the role, its ``action`` and the sum of its rewards."""
+    """The memory entry of a sample: the prompt ``shown`` to ``role``, its ``action`` and the sum of its ``rewards``."""
     return entry(role, sum(rewards.values()), shown[1].text, action)

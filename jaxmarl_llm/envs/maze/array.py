@@ -346,7 +346,10 @@ def make_tasks(
 
 
 def ways(walls: Bool[np.ndarray, "B n n"], goal: Int[np.ndarray, " B"], cell: Int[np.ndarray, " B"]) -> np.ndarray:
-    """Whether each direction begins a shortest path from ``cell`` to the goal, [B 4]; all False without a path."""
+    """Whether each direction begins a shortest path from ``cell`` to ``goal``, [B 4]; all False without a path.
+
+    ``walls``: walls of each maze [B n n].
+    """
     n, rows = walls.shape[-1], np.arange(len(walls))
     padded = np.pad(distances(walls, goal), ((0, 0), (1, 1), (1, 1)), constant_values=-1)
     at = np.stack([cell // n, cell % n], 1)[:, None] + 1

@@ -13,9 +13,9 @@ stopwords of both, such as the authors' (`word_lists`).
 tldr has two components more, ``rouge1`` and ``rougeL`` of the concise text against the human summaries. They are there
 to be logged: no shipped configuration gives them a weight.
 
-A reward of your own is named by ``reward_fn``, ``"module:function"``, and called as f(c1, c2) or f(c1, c2, task) with
-the texts in the order of the roles; it returns a number, the first of ``reward_components``, or a dict of those. A task
-is ``{id, title, text, targets, source}``; ``text`` and ``targets`` (human summaries, maybe none) are words of the data
+``reward_fn``, ``"module:function"``, names a reward of your own. It is called as f(c1, c2) or f(c1, c2, task), with the
+texts in the order of the roles. It returns a number, the first of ``reward_components``, or a dict of those. A task is
+``{id, title, text, targets, source}``; ``text`` and ``targets`` (human summaries, maybe none) are words of the data
 set.
 
 Data: SciTLDR (Apache-2.0) stands in for trl-lib/tldr and OpenMLRL/arXiv_abstract, which are read from the Hugging Face
@@ -292,7 +292,7 @@ def advice(config: Config, task: Mapping[str, Any], c1: str, c2: str, *, truncat
 
 @lru_cache(maxsize=8)
 def reward_function(name: str, path: str = checks.ARGS) -> tuple[Callable[..., Any], bool]:
-    """The callable called ``module:function``, and whether it takes the task.
+    """The callable that ``name``, ``module:function``, stands for, and whether it takes the task.
 
     Raises ConfigError for one that cannot be called with two texts. ``path`` is the Config's name in the message.
     """

@@ -58,7 +58,7 @@ FUNCTION = frozenset(  # function words, beside the stopwords and connectives of
 
 
 def ended(text: str) -> bool:
-    """Does the last sentence of ``text`` end with a full stop, an exclamation mark or a question mark?
+    """Whether the last sentence of ``text`` ends with a full stop, an exclamation mark or a question mark.
 
     Closing brackets and quotation marks may follow the sign.
     """

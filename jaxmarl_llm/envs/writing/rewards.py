@@ -168,7 +168,7 @@ def score(
         c1: Text of the first role.
         c2: Text of the second role.
         mode: ``strict``, or ``parity`` for the official rule.
-        source: What both roles read, title included. Only strict mode uses it.
+        source: Text that both roles read, title included. Only strict mode uses it.
         lists: Connectives and stopwords.
         truncated: Whether the length limit ended one of the texts. Strict mode then pays nothing.
     """
@@ -298,7 +298,7 @@ def backed(text: str, begins: Collection[str], lists: Lists = Lists()) -> float:
 
 
 def jaccard(a: set[str], b: set[str]) -> float:
-    """|a & b| / |a | b|; 1.0 if both are empty, as officially."""
+    """Jaccard index |a & b| / |a | b| of the sets ``a`` and ``b``; 1.0 if both are empty, as officially."""
     return len(a & b) / len(a | b) if a | b else 1.0
 
 

@@ -56,7 +56,10 @@ BUDGET, CALLS = 30_000, 5  # evaluations in all; depth of inlining
 
 
 def flow(module: ast.Module, entry: str, target: str) -> Flow | None:
-    """None if ``entry`` is no plain function or beyond analysis. A module that binds ``target`` calls its own."""
+    """Follow the paths of the function ``entry`` of ``module``, and record what becomes of the values of ``target``.
+
+    Returns None if ``entry`` is no plain function or beyond analysis. A module that binds ``target`` calls its own.
+    """
     node = function(module, entry)
     if node is None or depth(node) > MAX_DEPTH:
         return None

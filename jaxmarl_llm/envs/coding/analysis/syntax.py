@@ -65,7 +65,7 @@ def compiles(source: str) -> bool:
 
 
 def depth(tree: ast.AST) -> int:
-    """Levels of the tree; iterative, so that any tree can be measured."""
+    """Levels of ``tree``; iterative, so that any tree can be measured."""
     levels, layer = 0, [tree]
     while layer and levels <= MAX_DEPTH:
         levels += 1
@@ -74,8 +74,9 @@ def depth(tree: ast.AST) -> int:
 
 
 def code_of(text: str) -> str:
-    """The code in a completion: the fenced blocks, else everything, else (prose around it) the chunks that look like
-    definitions. '' for a text of more than ``MAX_CODE`` characters.
+    """Code in the completion ``text``; '' for a text of more than ``MAX_CODE`` characters.
+
+    That is: the fenced blocks, else everything, else (prose around it) the chunks that look like definitions.
     """
     if len(text) > MAX_CODE:
         return ""
@@ -88,8 +89,8 @@ def code_of(text: str) -> str:
 
 
 def _chunks(code: str) -> str:
-    """The parts that begin like a definition, import or assignment at the margin. One that cannot be parsed is kept
-    only if it is a function's, so that a broken function stays a syntax error and a line of prose does not become one.
+    """The parts that begin like a definition, import or assignment at the margin. A part that cannot be parsed is kept
+    only if it is a function's. So a broken function stays a syntax error, and a line of prose does not become one.
     """
     lines = code.split("\n")
     margins = [i for i, line in enumerate(lines) if line[:1].strip()] + [len(lines)]
@@ -236,7 +237,7 @@ def _compare(op: ast.cmpop, a: Any, b: Any) -> bool | None:
 
 
 def ends(block: list[ast.stmt]) -> bool:
-    """Does control never reach what follows the block?"""
+    """Whether control never reaches what follows the statements ``block``."""
     if not block:
         return False
     last = block[-1]
