@@ -175,7 +175,7 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\
 WHOLE = {
     "no directory": (lambda p: shutil.rmtree(p), r"config\.json: file is missing"),
     "no config": (lambda p: (p / "config.json").unlink(), r"config\.json: file is missing"),
-    "config cut": (lambda p: cut(p / "config.json", 50), r"config\.json: not JSON"),
+    "config cut": (lambda p: cut(p / "config.json", 50), r"config\.json, line 4: not valid JSON"),
     "config a pointer": (lambda p: (p / "config.json").write_text(LFS), r"config\.json: a Git LFS pointer"),
     "config a list": (lambda p: (p / "config.json").write_text("[]"), r"expected a JSON object, found list"),
     "config without key": (
@@ -184,7 +184,7 @@ WHOLE = {
     ),
     "other family": (
         lambda p: edit_json(p / "config.json", lambda c: c.update(model_type="gpt2")),
-        r"'gpt2' is not supported",
+        r"\"gpt2\" is not supported",
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), r"expected model\.safetensors or .*found neither"),
     "pointer": (
@@ -196,9 +196,9 @@ WHOLE = {
     "empty": (lambda p: cut(p / "model.safetensors", 0), r"found 0 bytes without one"),
     "header garbage": (
         lambda p: (p / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{x"),
-        r"header is not JSON",
+        r"safetensors header: not valid JSON",
     ),
-    "float8": (float8, r"tensor x has dtype F8_E4M3"),
+    "float8": (float8, r"tensor 'x' has dtype \"F8_E4M3\""),
     "wrong shape": (
         lambda p: edit_tensors(p, lambda t: t.update({Q: t[Q][:-1]})),
         rf"model\.safetensors: tensor {Q}: expected shape \(32, 16\), found \(31, 16\)",
@@ -206,11 +206,11 @@ WHOLE = {
     "missing tensor": (lambda p: edit_tensors(p, lambda t: t.pop(Q)), rf"tensor {Q} is missing; expected .*\(32, 16\)"),
     "extra tensor": (
         lambda p: edit_tensors(p, lambda t: t.update({"visual.x": t[Q], "visual.y": t[Q]})),
-        r"unknown tensor visual\.x and 1 more; expected a qwen2 model",
+        r"unknown tensor 'visual\.x' and 1 more; expected a qwen2 model",
     ),
     "more layers than the config": (
         lambda p: edit_json(p / "config.json", lambda c: c.update(num_hidden_layers=2)),
-        r"tensor model\.layers\.2\.input_layernorm\.weight and 11 more",
+        r"tensor 'model\.layers\.2\.input_layernorm\.weight' and 11 more",
     ),
     "untied without head": (
         lambda p: edit_json(p / "config.json", lambda c: c.update(tie_word_embeddings=False)),
@@ -233,7 +233,7 @@ SHARDED = {
     "shard pointer": (lambda p, s: s.write_text(LFS), r"model-00002-of-\d+\.safetensors: a Git LFS pointer"),
     "shard cut": (lambda p, s: cut(s, s.stat().st_size - 1), r"model-00002-of-.*: expected \d+ bytes, found \d+"),
     "no index": (lambda p, s: (p / INDEX).unlink(), "found neither"),
-    "index cut": (lambda p, s: cut(p / INDEX, 100), r"index\.json: not JSON"),
+    "index cut": (lambda p, s: cut(p / INDEX, 100), r"index\.json, line 6: not valid JSON"),
     "index without map": (lambda p, s: (p / INDEX).write_text("{}"), "'weight_map' is missing"),
     "index outside": (
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x="../x.safetensors")),
@@ -241,7 +241,7 @@ SHARDED = {
     ),
     "index wrong": (
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x=s.name)),
-        rf"tensor x is missing; {INDEX} lists it there",
+        rf"tensor 'x' is missing; {INDEX} lists it there",
     ),
 }
 
@@ -305,7 +305,7 @@ def test_broken_gguf(tmp_path):
         writer.close()
 
     write("mamba")
-    assert_refused(file, "architecture 'mamba'; expected one of llama, qwen2, qwen3")
+    assert_refused(file, 'architecture "mamba"; expected one of llama, qwen2, qwen3')
     write("llama")
     assert_refused(file, r"metadata llama\.attention\.head_count is missing")
     sizes = dict(block_count=1, embedding_length=4, feed_forward_length=4, head_count=2, layer_norm_rms_eps=1e-6)
