@@ -23,8 +23,10 @@ from absl import flags
 
 from experiments import claims
 from experiments.claims import HOLDS, Claim, Finding, decide
-from experiments.studies.common import interval, origin
+from experiments.studies.common import interval, origin, read_record
+from jaxmarl_llm import json_files
 from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.errors import ConfigError
 
 INTRO = """# Systems
 
@@ -42,14 +44,20 @@ INTRO = """# Systems
 """
 
 
+# Types of a record's keys that the table reads.
+RECORD = {
+    "status": str, "golden": {"file": str, "holds": bool}, "claims_commit": str, "findings": list, "seeds": int,
+    "minutes": float, "date": str, "commit": str,
+}  # fmt: skip
+FINDING = {"kind": str, "text": str, "effect": str, "delta": float, "values": list, "figures": dict}
+
+
 def known() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(claims.__path__))
 
 
 def claimed_in(name: str) -> str:
     """The commit that last changed the claims of a system. ConfigError for claims that are not committed."""
-    from jaxmarl_llm.errors import ConfigError
-
     file = f"experiments/claims/{name}.py"
     git = lambda *words: subprocess.run(["git", *words, "--", file], capture_output=True, text=True).stdout.strip()
     if git("status", "--porcelain"):
@@ -109,8 +117,36 @@ def table(records: dict[str, dict]) -> str:
 
 def recorded(file: Path) -> dict[str, Any]:
     """Records of a file by system. Those without the commit of their claims were decided by medians: left out."""
-    found = json.loads(file.read_text()) if file.exists() else {}
-    return {name: r for name, r in found.items() if "claims_commit" in r}
+    kept = {}
+    for name, r in read_record(file).items():
+        where = f"{file}: {name!r:.80}"
+        _check_object(r, {}, where)
+        if "claims_commit" not in r:
+            continue
+        _check_object(r, RECORD, where)
+        for number, finding in enumerate(r["findings"]):
+            _check_finding(finding, f"{where}: finding {number}")
+        kept[name] = r
+    return kept
+
+
+def _check_finding(finding: Any, where: str) -> None:
+    _check_object(finding, FINDING, where)
+    for label, values in (("values", finding["values"]), *finding["figures"].items()):
+        if not isinstance(values, list) or not values or not all(type(v) in (int, float) for v in values):
+            raise ConfigError(f"{where}: {label!r:.80}: expected numbers, found {json_files.shown(values)}")
+        if not all(abs(v) <= 1e300 or v != v for v in values):
+            raise ConfigError(f"{where}: {label!r:.80}: expected numbers up to 1e300")
+    try:
+        Claim(finding["kind"], finding["text"], finding["effect"], finding["delta"])
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: {json_files.reason(error)}") from None
+
+
+def _check_object(value: Any, form: dict[str, Any], where: str) -> None:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected an object, found {json_files.shown(value)}")
+    json_files.check(value, form, where)
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxmarl_llm.errors import ConfigError
 
 MAX_BYTES = 64 * 2**20  # the largest published tokenizer.json has 33 MB
+MAX_LINE = 16 * 2**20  # bytes of a line of a file of rows
 MAX_VALUES = 2_000_000  # an upper bound of the values: commas and opening brackets; that tokenizer.json has 1.9 million
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -73,17 +74,36 @@ def read_text(path: Path, limit: int | None = MAX_BYTES) -> str:
     return decoded(read_bytes(path, limit), str(path))
 
 
-def decoded(raw: bytes, where: str) -> str:
+def lines(file: BinaryIO, where: str, most: int | None = None) -> Iterator[bytes]:
+    """Yield the lines of an open file, line ends included. At most one line is in memory.
+
+    Args:
+        file: the file.
+        where: its name, for errors.
+        most: largest number of bytes of the file; None permits every size.
+    """
+    number = total = 0
+    while line := file.readline(MAX_LINE + 1):
+        number, total = number + 1, total + len(line)
+        if len(line) > MAX_LINE:
+            raise ConfigError(f"{where}, line {number}: expected at most {MAX_LINE} bytes")
+        if most is not None and total > most:
+            raise ConfigError(f"{where}: expected at most {most} bytes of text")
+        yield line
+
+
+def decoded(raw: bytes, where: str, line: int = 1) -> str:
     """Decode UTF-8.
 
     Args:
         raw: the bytes.
         where: name of the file, for errors.
+        line: number of the first line of the bytes in the file.
     """
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
+        line += raw[: error.start].count(b"\n")
         raise ConfigError(f"{where}, line {line}: not UTF-8 (byte {raw[error.start]:#04x})") from None
 
 
@@ -103,7 +123,7 @@ def parse(text: str, where: str, *, nan: bool = False) -> Any:
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        line = f", line {error.lineno}" if "\n" in text.strip() else ""
+        line = f", line {error.lineno}" if "\n" in text else ""
         raise ConfigError(f"{where}{line}: not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeEncodeError:
         raise ConfigError(f"{where}: not valid JSON (half of a surrogate pair in a string)") from None

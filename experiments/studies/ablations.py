@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-from experiments.studies.common import interval, origin, train
+from experiments.studies.common import interval, origin, read_record, train
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out", "docs/results/ablations.json", "Where the figures go.")
@@ -82,7 +82,7 @@ def main(argv) -> None:
     from jaxmarl_llm.config import replace_path
 
     out = Path(FLAGS.out)
-    data = json.loads(out.read_text()) if out.exists() else {"results": {}}
+    data = {"results": {}, **read_record(out, {"results?": dict})}
     results = data["results"]
     for seed in range(FLAGS.seeds):
         base = config_flags.load("experiments/configs/joyagents_r1.py:tiny", [("seed", str(seed))])

@@ -245,7 +245,7 @@ class _Pay(jinja2.visitor.NodeTransformer):
             node.args = [_filter(x, "_value") for x in node.args]
         return node
 
-    def _valued(self, node: nodes.Expr) -> nodes.Node:
+    def _valued(self, node: nodes.Expr) -> nodes.Expr:
         self.generic_visit(node)
         return _filter(node, "_value")
 
