@@ -267,7 +267,7 @@ def mutate_code(rng: random.Random, files: Files) -> tuple[str, Files]:
         what, raw = mutations.binary_file(rng, files[name], len(files[name]))
         return what, {**files, name: raw}
     if rng.random() < 0.05:
-        return "gzip bomb", {**files, name: gzip.compress(bytes(10**9), 1)}
+        return "gzip bomb", {**files, name: gzip.compress(bytes(2 * 10**8), 1)}
     what, raw = as_rows(rng, gzip.decompress(files[name]))
     return what, {**files, name: gzip.compress(raw, 1)}
 
@@ -290,9 +290,9 @@ def mutate_stored(rng: random.Random, files: Files) -> tuple[str, Files]:
     if rng.random() < 0.5:
         return of_file("d/steps.npz", lambda rng, raw: mutations.binary_file(rng, raw, len(raw)))(rng, files)
     what, raw = as_json(rng, files["d/meta.json"])
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):
-        meta = json.loads(raw)
-        if rng.random() < 0.5:
+    if len(raw) < 10**5 and rng.random() < 0.5:
+        with contextlib.suppress(ValueError, RecursionError):
+            meta = json.loads(raw)
             raw = json.dumps({**meta, "seal": meta_checksum(meta)}).encode() if isinstance(meta, dict) else raw
     return f"d/meta.json: {what}", {**files, "d/meta.json": raw}
 

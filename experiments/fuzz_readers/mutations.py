@@ -89,7 +89,7 @@ def json_text(rng: random.Random, text: bytes) -> tuple[str, bytes]:
 
 def json_file(rng: random.Random, value: Any) -> tuple[str, bytes]:
     """Mutate a JSON file: one to three of its values, or its text."""
-    if rng.random() < 0.15:
+    if rng.random() < 0.08:
         return json_text(rng, json.dumps(value).encode())
     done = []
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -100,7 +100,7 @@ def json_file(rng: random.Random, value: Any) -> tuple[str, bytes]:
 
 def jsonl_file(rng: random.Random, rows: list[Any]) -> tuple[str, bytes]:
     """Mutate one row of a file of JSON rows, or its text."""
-    if rng.random() < 0.15:
+    if rng.random() < 0.08:
         return json_text(rng, b"\n".join(json.dumps(row).encode() for row in rows) + b"\n")
     number = rng.randrange(len(rows))
     what, row = json_file(rng, rows[number])

@@ -22,7 +22,7 @@ from experiments.fuzz_readers.kinds import KINDS, Files
 from jaxmarl_llm.errors import ConfigError
 
 SECONDS, MEGABYTES = 5.0, 200
-HANG = 20.0  # seconds after which a process without an answer is killed
+HANG = 90.0  # seconds of wall time after which a process without an answer is killed: the machine may be busy
 LOADED, REFUSED, TRACEBACK, SLOW, MEMORY = "loaded", "one line", "traceback", "too slow", "too much memory"
 OUTCOMES = (LOADED, REFUSED, TRACEBACK, SLOW, MEMORY)
 
