@@ -40,6 +40,7 @@ from jaxmarl_llm.models.template_limits import (
     check_filter,
     check_method,
     refuse_length,
+    refuse_nodes,
     size,
 )
 
@@ -200,6 +201,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return paid
 
     def _generate(self, source: nodes.Template, name: Any, filename: Any, defer_init: bool = False) -> str:
+        refuse_nodes(sum(1 for _ in source.find_all(nodes.Node)))  # before the tree grows
         return super()._generate(_Pay().visit(source), name, filename, defer_init)
 
 

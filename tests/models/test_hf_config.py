@@ -135,6 +135,8 @@ REFUSED = {
     "size a float": (LLAMA, {"hidden_size": 64.0}, "key 'hidden_size': expected an integer .*, found 64.0"),
     "size a word": (LLAMA, {"vocab_size": "300"}, "key 'vocab_size': expected an integer from 1"),
     "size zero": (LLAMA, {"num_hidden_layers": 0}, "key 'num_hidden_layers': expected .* 1 to 10000, found 0"),
+    "a billion layers": (LLAMA, {"num_hidden_layers": 10**9}, "expected an integer from 1 to 10000, found 1000000000"),
+    "theta of 400 digits": (LLAMA, {"rope_theta": 10**400}, "key 'rope_theta': expected a number above 0"),
     "size true": (LLAMA, {"num_attention_heads": True}, "key 'num_attention_heads': expected an integer"),
     "no heads": (LLAMA, {"num_attention_heads": REMOVED}, "key 'num_attention_heads' is missing"),
     "qwen heads unstated": (QWEN2, {"num_key_value_heads": REMOVED}, "key 'num_key_value_heads' is missing"),

@@ -239,6 +239,10 @@ SHARDED = {
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x="../x.safetensors")),
         "not a plain file name",
     ),
+    "index a number": (
+        lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x=3)),
+        "shard 3 is not a plain file name",
+    ),
     "index wrong": (
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x=s.name)),
         rf"tensor 'x' is missing; {INDEX} lists it there",
@@ -258,6 +262,40 @@ def assert_refused(path, message):
     with pytest.raises(ConfigError, match=message) as error:
         hf_weights.load(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def edit_header(path, change):
+    """Change the header of a safetensors file in place, with its length mended."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    header = change(header) or header
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+NORM = "model.norm.weight"
+HEADERS = {
+    "a list": (lambda h: [1], "header that is a JSON object"),
+    "no dtype": (lambda h: h[Q].pop("dtype") and None, f"tensor '{Q}': key 'dtype' is missing"),
+    "no offsets": (lambda h: h[Q].pop("data_offsets") and None, "key 'data_offsets' is missing"),
+    "shape of texts": (lambda h: h[Q].update(shape=["32", 16]), "key 'shape': expected integers"),
+    "shape below 0": (lambda h: h[Q].update(shape=[-32, -16]), "key 'shape': expected integers"),
+    "shape without end": (lambda h: h[Q].update(shape=[2**62, 2**62]), "key 'data_offsets': expected two that are"),
+    "offsets true": (lambda h: h[Q].update(data_offsets=[False, True]), "key 'data_offsets': expected integers"),
+    "reversed": (lambda h: h[Q]["data_offsets"].reverse(), "key 'data_offsets': expected two that are 2048 apart"),
+    "another dtype": (lambda h: h[Q].update(dtype="F16"), "key 'data_offsets': expected two that are 1024 apart"),
+    "overlap": (lambda h: h[NORM].update(data_offsets=[0, 64]), "key 'data_offsets' overlaps the tensor before it"),
+    "a number": (lambda h: h.update({Q: 3}), f"tensor '{Q}': expected an object, found 3"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_broken_header(exported, tmp_path, case):
+    path = shutil.copytree(exported / "whole", tmp_path / "model")
+    change, message = HEADERS[case]
+    edit_header(path / "model.safetensors", change)
+    assert_refused(path, message)
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -318,3 +356,15 @@ def test_broken_gguf(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-40])
     assert_refused(file, "not a whole GGUF file")
+    # An array of 2^60 bytes, a key twice, text that is not UTF-8, tensors over one another.
+    count = whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8
+    file.write_bytes(whole[:count] + struct.pack("<Q", 2**60) + whole[count + 8 :])
+    assert_refused(file, r"metadata 'tokenizer\.ggml\.tokens': a count of 1152921504606846976")
+    file.write_bytes(whole.replace(b"llama.block_count", b"llama.block_c\xffunt"))
+    assert_refused(file, "a metadata key: not UTF-8")
+    two = ("output_norm.weight", np.ones(8, np.float32)), embedding
+    write("llama", *two, **sizes)
+    whole = file.read_bytes()
+    place = whole.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16 + 4
+    file.write_bytes(whole[:place] + struct.pack("<Q", 0) + whole[place + 8 :])
+    assert_refused(file, r"tensor '(token_embd|output_norm)\.weight' overlaps")
