@@ -82,7 +82,7 @@ def main(cfg: object, workdir: str | None, flag_values: flags.FlagValues) -> int
     bad = [case for case in cases if case.outcome not in (run.LOADED, run.REFUSED)]
     for case in bad:
         print(f"{case.kind} {case.number}: {case.outcome}, {case.seconds:.1f} s, {case.megabytes:.0f} MB: {case.what}")
-        print(f"    {case.said}")
+        print(f"    {case.said[:500]}")
     print(table(cases))
     if flag_values.out:
         command = " ".join(["python -m experiments.fuzz_readers", *sys.argv[1:]])

@@ -83,7 +83,7 @@ class Safetensors:
         json_files.check(values, {"weight_map": dict}, str(index))
         weight_map = values["weight_map"]
         for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
+            if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard or len(shard) > 200:
                 found = json_files.shown(shard)
                 raise ConfigError(f"{index}: weight_map: key {name!r:.80}: shard {found} is not a plain file name")
         for shard in sorted(set(weight_map.values())):

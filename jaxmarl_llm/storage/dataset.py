@@ -63,7 +63,7 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tables:
     meta = _read_meta(folder / "meta.json")
     changed = diff(meta["config"], json.loads(json.dumps(config)))
     if changed:
-        raise ConfigError(f"{folder}: the data set is of another configuration: {'; '.join(changed)}")
+        raise ConfigError(f"{folder}: the data set is of another configuration: {'; '.join(changed):.300}")
     return {name: _read_table(folder / f"{name}.npz", sha256) for name, sha256 in meta["sha256"].items()}
 
 
@@ -79,7 +79,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: damaged (its checksum differs); {_REMEDY}")
     json_files.check(meta, {"config": dict, "sha256": dict}, str(path))
     for name, digests_ in meta["sha256"].items():
-        if not isinstance(digests_, dict) or Path(name).name != name or "\0" in name:
+        if not isinstance(digests_, dict) or Path(name).name != name or "\0" in name or len(name) > 200:
             raise ConfigError(f"{path}: sha256: expected checksums of a table, found {name!r:.80}")
     return meta
 

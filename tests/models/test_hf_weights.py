@@ -239,6 +239,10 @@ SHARDED = {
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x="../x.safetensors")),
         "not a plain file name",
     ),
+    "index a long name": (
+        lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x="a" * 9999)),
+        "is not a plain file name",
+    ),
     "index a number": (
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x=3)),
         "shard 3 is not a plain file name",
