@@ -17,6 +17,7 @@ import pkgutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from absl import flags
 
 from experiments import claims
 from experiments.claims import HOLDS, Claim, Finding, decide
-from experiments.studies.common import interval, origin
+from experiments.studies.common import interval, origin, read_record
+from jaxmarl_llm import json_files
 from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.errors import ConfigError
 
 INTRO = """# Systems
 
@@ -44,6 +47,17 @@ INTRO = """# Systems
 """
 
 
+# Types of a record's keys that the table reads.
+RECORD = {
+    "status": str, "golden": {"file": str, "holds": bool}, "claims_commit": str, "findings": list, "seeds": int,
+    "minutes": float, "date": str, "commit": str,
+}  # fmt: skip
+FINDING = {
+    "kind": str, "text": str, "effect": str, "delta": float, "control": str, "budget": str, "values": list,
+    "figures": dict,
+}  # fmt: skip
+
+
 def known() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(claims.__path__))
 
@@ -57,8 +71,6 @@ def claimed_in(name: str) -> str:
     Raises:
         ConfigError: Code or claims have changes that are not committed.
     """
-    from jaxmarl_llm.errors import ConfigError
-
     git = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
     if changed := git("status", "--porcelain", "--untracked-files=all", "--", *CODE):
         file = changed.splitlines()[0].split(maxsplit=1)[1]
@@ -110,7 +122,7 @@ def table(records: dict[str, dict]) -> str:
         verdict = mark(HOLDS if golden["holds"] else "does not hold")
         lines.append(f"| {name} | U | {r['status']}; `{golden['file']}` | | | | {verdict} | {where} |")
         for f in r["findings"]:
-            claim = Claim(**{field.name: f[field.name] for field in dataclasses.fields(Claim)})
+            claim = claim_of(f)
             figures = "; ".join(f"{arm} {interval(values)}" for arm, values in f["figures"].items())
             effect = f"{claim.effect}: {interval(f['values'])}"
             verdict = mark(decide(claim, f["values"]))
@@ -120,16 +132,49 @@ def table(records: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def claim_of(finding: Mapping[str, Any]) -> Claim:
+    """The claim of a recorded finding."""
+    return Claim(**{field.name: finding[field.name] for field in dataclasses.fields(Claim)})
+
+
 def recorded(file: Path) -> dict[str, Any]:
     """Records of a file by system. Left out: records of claims without a commit, a control or a budget."""
-    found = json.loads(file.read_text()) if file.exists() else {}
-    stated = lambda r: "claims_commit" in r and all({"control", "budget"} <= set(f) for f in r["findings"])
-    return {name: r for name, r in found.items() if stated(r)}
+    kept = {}
+    stated = lambda finding: not isinstance(finding, dict) or {"control", "budget"} <= set(finding)
+    for name, r in read_record(file).items():
+        where = f"{file}: {name!r:.80}"
+        _check_object(r, {}, where)
+        found = r.get("findings")
+        if "claims_commit" not in r or (isinstance(found, list) and not all(map(stated, found))):
+            continue
+        _check_object(r, RECORD, where)
+        for number, finding in enumerate(r["findings"]):
+            _check_finding(finding, f"{where}: finding {number}")
+        kept[name] = r
+    return kept
+
+
+def _check_finding(finding: Any, where: str) -> None:
+    _check_object(finding, FINDING, where)
+    for label, values in (("values", finding["values"]), *finding["figures"].items()):
+        if not isinstance(values, list) or not values or not all(type(v) in (int, float) for v in values):
+            raise ConfigError(f"{where}: {label!r:.80}: expected numbers, found {json_files.shown(values)}")
+        if not all(abs(v) <= 1e300 or v != v for v in values):
+            raise ConfigError(f"{where}: {label!r:.80}: expected numbers up to 1e300")
+    try:
+        claim_of(finding)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: {json_files.reason(error)}") from None
+
+
+def _check_object(value: Any, form: dict[str, Any], where: str) -> None:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: expected an object, found {json_files.shown(value)}")
+    json_files.check(value, form, where)
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     from jaxmarl_llm.config import nearest
-    from jaxmarl_llm.errors import ConfigError
 
     file = Path(flag_values.records)
     names = known() if flag_values.run == ["all"] else flag_values.run

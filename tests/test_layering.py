@@ -11,6 +11,7 @@ ROOMS = (
     "_lazy",
     "_version",
     "errors",
+    "json_files",
     "messages",
     "kernels",
     "types",

@@ -88,7 +88,9 @@ def measured(part: str, suite: bench.Suite) -> Iterator[tuple[str, dict]]:
 
 
 def read(file: str) -> dict[str, dict]:
-    return json.loads(Path(file).read_text()) if Path(file).exists() else {}
+    from experiments.studies.common import read_record
+
+    return read_record(file)
 
 
 def written(held: dict[str, dict]) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from experiments.claims import minus
-from experiments.studies.common import interval, origin, train
+from experiments.studies.common import interval, origin, read_record, train
 from experiments.studies.paired import LEVEL, detectable, holm, p_value
 
 FLAGS = flags.FLAGS
@@ -135,7 +135,7 @@ def main(argv) -> None:
     from jaxmarl_llm.config import replace_path
 
     out = Path(FLAGS.out)
-    data = json.loads(out.read_text()) if out.exists() else {"results": {}}
+    data = {"results": {}, **read_record(out, {"results?": dict})}
     results = data["results"]
     for seed in range(FLAGS.seeds):
         base = config_flags.load("experiments/configs/joyagents_r1.py:tiny", [("seed", str(seed))])

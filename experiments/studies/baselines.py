@@ -39,7 +39,7 @@ from experiments.studies.baseline_protocols import (
     under,
     vote,
 )
-from experiments.studies.common import origin, task_returns, train
+from experiments.studies.common import origin, read_record, task_returns, train
 from jaxmarl_llm.cli import config_flags
 
 flags.DEFINE_integer("seeds", 3, "Seeds: the configuration's, and those after it.", lower_bound=1)
@@ -55,7 +55,7 @@ def main(cfg, workdir, flag_values):
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     out = Path(flag_values.out) if flag_values.out else None
-    results: dict[str, list[dict]] = json.loads(out.read_text())["results"] if out and out.exists() else {}
+    results: dict[str, list[dict]] = read_record(out, {"results?": dict}).get("results", {})
     first = cfg.seed
 
     def measured(name: str, cfg: Any, recipe: Any, state: Any, trained: int, votes: int = 0) -> None:

@@ -103,6 +103,20 @@ def interval(values: list[float]) -> str:
     return f"{mean:.3f}" if np.isnan(half) else f"{mean:.3f} ± {half:.3f}"
 
 
+def read_record(file: Path | str | None, form: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read a JSON record that a study keeps; empty without the file.
+
+    file: the record. form: types of its keys, as for `json_files.check`. Raises ConfigError.
+    """
+    from jaxmarl_llm import json_files
+
+    if not file or not Path(file).exists():
+        return {}
+    found = json_files.read_object(Path(file), nan=True)
+    json_files.check(found, form or {}, str(file))
+    return found
+
+
 def replace_section(text: str, begin: str, end: str, lines: str) -> str:
     """Copy of ``text`` with ``lines`` between two marks. Raises ConfigError without the marks."""
     from jaxmarl_llm.errors import ConfigError

@@ -78,13 +78,13 @@ def run_seed(seed: int, say: Any) -> dict[str, Any]:
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     import jax
 
-    from experiments.studies.common import origin, replace_section
+    from experiments.studies.common import origin, read_record, replace_section
 
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     out = Path(flag_values.out)
     replace_section(DOC.read_text(), BEGIN, END, "")  # has the marks, before minutes go into it
-    record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"minutes": 0.0, "seeds": []}
+    record: dict[str, Any] = {"minutes": 0.0, "seeds": [], **read_record(out, {"minutes": float, "seeds": list})}
     done = {row["seed"] for row in record["seeds"]}
     todo = [seed for seed in range(flag_values.seeds) if seed not in done]
     print(f"{len(done)} seeds in {out}, {len(todo)} to run", flush=True)

@@ -30,7 +30,7 @@ from absl import flags
 
 from experiments.claims import FAILS, HOLDS, OPEN, Claim, Finding, arms, minus
 from experiments.configs.joyagents_r1 import harder
-from experiments.studies.common import interval, origin
+from experiments.studies.common import interval, origin, read_record
 from experiments.studies.paired import LEVEL, area, detectable, holm, p_value
 from jaxmarl_llm.agents.memory import Memory
 from jaxmarl_llm.cli import config_flags
@@ -536,7 +536,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     file = Path(flag_values.records)
-    records = json.loads(file.read_text()) if file.exists() else {}
+    records = read_record(file, {"arms?": dict})
 
     def save() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)

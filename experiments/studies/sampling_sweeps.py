@@ -23,6 +23,7 @@ import numpy as np
 from absl import flags
 
 from experiments.studies.common import figure_beside, replace_section
+from jaxmarl_llm import json_files
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.costs import model as costs
@@ -300,11 +301,14 @@ def read(path: Path) -> list[dict]:
     if len(whole) < len(text):
         path.write_bytes(whole)
     rows = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            raise ConfigError(f"--out: {path}:{number}: not JSON; a file of other contents?") from None
+    form = {f.name: {"str": str, "int": int}[str(f.type)] for f in dataclasses.fields(Setting)}
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+        where = f"--out: {path}:{number}"
+        row = json_files.parse(json_files.decoded(line, where), where)
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: expected an object, found {json_files.shown(row)}")
+        json_files.check(row, form, where)
+        rows.append(row)
     return rows
 
 

@@ -382,8 +382,14 @@ def show(row: dict[str, Any]) -> None:
 
 
 def load(out: str | None) -> list[dict[str, Any]]:
+    from jaxmarl_llm import json_files
+    from jaxmarl_llm.errors import ConfigError
+
     path = Path(out) if out else None
-    return json.loads(path.read_text()) if path and path.exists() else []
+    rows = json_files.read(path, nan=True) if path and path.exists() else []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"--out: {path}: expected a list of objects")
+    return rows
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:

@@ -6,7 +6,6 @@ It writes one directory for each model, with adapters merged into their backbone
 model and the memory of each role. `transformers.AutoModelForCausalLM.from_pretrained` loads each directory.
 """
 
-import json
 import logging as python_logging
 from pathlib import Path
 
@@ -23,7 +22,7 @@ def main(cfg, workdir, flag_values):
     """Export models of the run in ``workdir``."""
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
-    from jaxmarl_llm.agents import memory
+    from jaxmarl_llm.agents import memory, team_file
     from jaxmarl_llm.errors import ConfigError
     from jaxmarl_llm.models import hf_weights
     from jaxmarl_llm.models.lora import merge_lora
@@ -47,16 +46,12 @@ def main(cfg, workdir, flag_values):
             params = merge_lora(params, variables["lora"], model.policy.config.lora_scale)
         hf_weights.save(out / model.name, params, model.policy.config, model.tokenizer)
         print(f"wrote {out / model.name}")
-    team = {
-        "roles": {r.name: {"model": r.model, "max_new_tokens": r.max_new_tokens} for r in recipe.team.roles},
-        "memory": {
-            name: memory.entries(store, recipe.team.model_of(recipe.team.role_index(name)).tokenizer.decode)
-            for name, store in state.memory.items()
-        },
-        "step": int(state.step),
+    roles = {r.name: {"model": r.model, "max_new_tokens": r.max_new_tokens} for r in recipe.team.roles}
+    entries = {
+        name: memory.entries(store, recipe.team.model_of(recipe.team.role_index(name)).tokenizer.decode)
+        for name, store in state.memory.items()
     }
-    (out / "team.json").write_text(json.dumps(team, indent=1, ensure_ascii=False))
-    print(f"wrote {out / 'team.json'}")
+    print(f"wrote {team_file.write(out, team_file.TeamFile(roles, entries, int(state.step)))}")
 
 
 if __name__ == "__main__":

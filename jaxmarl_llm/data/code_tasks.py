@@ -26,17 +26,19 @@ from __future__ import annotations
 
 import ast
 import gzip
-import json
 import re
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NoReturn, cast
 
+from jaxmarl_llm import json_files
 from jaxmarl_llm.data.loaders import FIXTURES, Row, Task, _json_list, _jsonl, _need
+from jaxmarl_llm.data.loaders import _rows as _text_rows
 from jaxmarl_llm.errors import ConfigError
 
+MAX_CODE = 200_000  # characters of one program; the longest of these data sets has 10,000
 BENCHMARKS = ("humaneval", "coophumaneval", "mbpp")
 SPLITS = {
     "humaneval": {"dev": (0, 31), "train": (33, 132), "test": (133, 163)},
@@ -88,7 +90,7 @@ def load_code(
     for where, row in _rows(path):
         task = (_mbpp if benchmark == "mbpp" else _humaneval)(where, row)
         if task["id"] in seen:
-            raise ConfigError(f"{where}: field 'task_id': {task['id']!r} is a duplicate of {seen[task['id']]}")
+            raise ConfigError(f"{where}: field 'task_id': {task['id']!r:.80} is a duplicate of {seen[task['id']]}")
         seen[task["id"]] = where
         first, last = SPLITS[benchmark].get(split, (0, task["index"]))
         if not first <= task["index"] <= last or (exclude_shared and task["entry_point"] in SHARED):
@@ -136,20 +138,10 @@ def _rows(path: Path) -> Iterator[Row]:
 def _gz_rows(path: Path) -> Iterator[Row]:
     """Rows of a gzip file with one JSON value on each line. Raises ConfigError."""
     try:
-        text = gzip.decompress(path.read_bytes()).decode("utf-8")
+        with gzip.open(path) as file:
+            yield from _text_rows(cast(BinaryIO, file), path, json_files.MAX_BYTES)
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: not a whole gzip file ({error})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 (byte {error.start} of the unpacked text)") from None
-    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise ConfigError(f"{path}: empty")
-    for number, line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
-        yield f"{path}, line {number}", row
 
 
 def _parse(source: str, field: str, where: str) -> ast.Module:
@@ -157,22 +149,26 @@ def _parse(source: str, field: str, where: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as invalid escapes in upstream docstrings
-            return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: field {field!r} is not Python ({error.args[0]})") from None
+            return ast.parse(source) if len(source) <= MAX_CODE else _too_long()
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the parser's stack is "memory"
+        raise ConfigError(f"{where}: field {field!r} is not Python ({json_files.reason(error)})") from None
+
+
+def _too_long() -> NoReturn:
+    raise ValueError(f"more than {MAX_CODE} characters")
 
 
 def _humaneval(where: str, row: Mapping[str, Any]) -> Task:
     """Task of a row in the format of HumanEval. CoopHumanEval has the same format without solutions."""
     id, prompt = _need(row, "task_id", str, where), _need(row, "prompt", str, where)
     entry, test = _need(row, "entry_point", str, where), _need(row, "test", str, where)
-    number = re.search(r"/(\d+)$", id)
+    number = re.search(r"/([0-9]{1,9})$", id)
     if not number:
-        raise ConfigError(f"{where}: field 'task_id' {id!r} does not end with /<number>")
+        raise ConfigError(f"{where}: field 'task_id' {id!r:.80} does not end with /<number>")
     # A prompt without a docstring ends with an empty body.
     body = _parse(prompt + "\n    pass\n", "prompt", where).body
     if not any(isinstance(node, ast.FunctionDef) and node.name == entry for node in body):
-        raise ConfigError(f"{where}: field 'entry_point': {entry!r} is not defined in the prompt")
+        raise ConfigError(f"{where}: field 'entry_point': {entry!r:.80} is not defined in the prompt")
     _check(_parse(test, "test", where), where)
     completion = row.get("canonical_solution", "")
     solution = prompt + completion if isinstance(completion, str) and completion else ""
@@ -202,7 +198,7 @@ def _mbpp(where: str, row: Mapping[str, Any]) -> Task:
     number, text = _need(row, "task_id", int, where), _need(row, "prompt", str, where)
     code, tests = _need(row, "code", str, where), _need(row, "test_list", list, where)
     imports = row.get("test_imports") or []
-    if not tests or not all(isinstance(t, str) for t in [*tests, *imports]):
+    if not isinstance(imports, list) or not tests or not all(isinstance(t, str) for t in [*tests, *imports]):
         raise ConfigError(f"{where}: fields 'test_list' and 'test_imports' must be lists of str, the first filled")
     body = _parse(code, "code", where).body
     defined = {n.name: n for n in body if isinstance(n, ast.FunctionDef)}

@@ -19,13 +19,13 @@ and is in one split alone. Upstream splits keep their rows, except rows of train
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from jaxmarl_llm import json_files
 from jaxmarl_llm.errors import ConfigError
 
 Task = dict[str, Any]
@@ -66,7 +66,7 @@ def load(
     seen: dict[str, str] = {}
     for where, task in pairs:
         if task["id"] in seen:
-            raise ConfigError(f"{where}: field 'id': {task['id']!r} is a duplicate of {seen[task['id']]}")
+            raise ConfigError(f"{where}: field 'id': {task['id']!r:.80} is a duplicate of {seen[task['id']]}")
         seen[task["id"]] = where
     note = ""
     if name in _UNSPLIT:
@@ -89,11 +89,16 @@ def load_retail_db(data_dir: str | Path | None = None) -> tuple[dict[str, dict],
         db[table] = _json(root / f"{table}.json")
         if not isinstance(db[table], dict) or not db[table]:
             raise ConfigError(f"{root / table}.json: expected a filled object of records by id")
+    for table, records in db.items():
+        for key, record in records.items():
+            if not isinstance(record, dict):
+                found = json_files.shown(record)
+                raise ConfigError(f"{root / table}.json: record {key!r:.80}: expected an object, found {found}")
     for key, order in db["orders"].items():
         for field in ("user_id", "status", "items", "payment_history", "address"):
-            _need(order, field, object, f"{root / 'orders.json'}, order {key}")
-        if order["user_id"] not in db["users"]:
-            raise ConfigError(f"{root / 'orders.json'}, order {key}: field 'user_id' names no user in users.json")
+            _need(order, field, object, f"{root / 'orders.json'}, order {key!r:.80}")
+        if not isinstance(order["user_id"], str) or order["user_id"] not in db["users"]:
+            raise ConfigError(f"{root / 'orders.json'}, order {key!r:.80}: field 'user_id' names no user in users.json")
     return db, str(root)
 
 
@@ -110,39 +115,29 @@ def _folder(name: str, data_dir: str | Path | None) -> Path:
     return root
 
 
-def _text(path: Path) -> str:
-    """Text of a UTF-8 file. Raises ConfigError."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}, line {line}: not UTF-8 (byte {raw[error.start]:#04x})") from None
-
-
 def _json(path: Path) -> Any:
     """Value of a JSON file. Raises ConfigError."""
-    try:
-        return json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    return json_files.parse(json_files.read_text(path, limit=None), str(path))
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
     """Rows of a file with one JSON value on each line. Raises ConfigError."""
-    lines = _text(path).split("\n")  # not splitlines: JSON text may contain other line separators
-    if not any(line.strip() for line in lines):
-        raise ConfigError(f"{path}: empty")
-    for number, line in enumerate(lines, 1):
+    try:
+        with open(path, "rb") as file:
+            yield from _rows(file, path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _rows(file: BinaryIO, path: Path, most: int | None = None) -> Iterator[Row]:
+    """Rows of an open file with one JSON value on each line. ``path``, ``most``: as for `json_files.lines`."""
+    empty = True
+    for number, line in enumerate(json_files.lines(file, str(path), most), 1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
-            yield f"{path}, line {number}", row
+            where, empty = f"{path}, line {number}", False
+            yield where, json_files.parse(json_files.decoded(line.rstrip(), str(path), number), where)
+    if empty:
+        raise ConfigError(f"{path}: empty")
 
 
 def _json_list(path: Path) -> Iterator[Row]:
@@ -158,7 +153,7 @@ def _need(row: Any, field: str, kind: type, where: str) -> Any:
     """Value of ``row[field]``. Raises ConfigError if it is missing, of another type, or empty text."""
     if not isinstance(row, dict) or field not in row:
         raise ConfigError(f"{where}: field {field!r} is missing")
-    if not isinstance(row[field], kind) or row[field] == "":
+    if not isinstance(row[field], kind) or row[field] == "" or (kind is int and type(row[field]) is bool):
         raise ConfigError(f"{where}: field {field!r} must be a filled {kind.__name__}")
     return row[field]
 
@@ -211,6 +206,11 @@ def _gsm8k(root: Path, split: str) -> tuple[Tasks, list[Path]]:
 def _hotpotqa_row(where: str, row: Mapping[str, Any], id: str) -> Task:
     context, facts = _need(row, "context", dict, where), _need(row, "supporting_facts", dict, where)
     titles, sentences = _need(context, "title", list, where), _need(context, "sentences", list, where)
+    texts = lambda values: all(isinstance(v, str) for v in values)
+    if not texts(titles) or not all(isinstance(s, list) and texts(s) for s in sentences):
+        raise ConfigError(f"{where}: field 'context' needs titles that are str and lists of sentences that are str")
+    if not texts(_need(facts, "title", list, where)):
+        raise ConfigError(f"{where}: field 'supporting_facts' needs titles that are str")
     if len(titles) != len(sentences) or not titles:
         raise ConfigError(f"{where}: field 'context' needs as many titles as sentence lists, at least one")
     return {
@@ -244,11 +244,11 @@ def _bfcl(root: Path, split: str) -> tuple[Tasks, list[Path]]:
         for where, row in _jsonl(path):
             id, turns = _need(row, "id", str, where), _need(row, "question", list, where)
             if id not in answers:
-                raise ConfigError(f"{where}: field 'id' {id!r} has no row in possible_answer/{path.name}")
+                raise ConfigError(f"{where}: field 'id' {id!r:.80} has no row in possible_answer/{path.name}")
             for function in _need(row, "function", list, where):
                 _need(function, "name", str, where)
                 _need(function, "parameters", dict, where)
-            if not turns or not isinstance(turns[0], list):
+            if not turns or not isinstance(turns[0], list) or not all(isinstance(m, dict) for m in turns[0]):
                 raise ConfigError(f"{where}: field 'question' must be a list of turns, each a list of messages")
             if not answers[id]:
                 raise ConfigError(f"{where}: field 'ground_truth' in possible_answer/{path.name} is empty")

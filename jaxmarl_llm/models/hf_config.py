@@ -12,13 +12,12 @@ inside the chosen object, else the one of the file, else 10,000.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.json_files import shown
 from jaxmarl_llm.models.decoder import FAMILIES, Config
 
 READ = (
@@ -60,6 +59,8 @@ ROPE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 REQUIRED = object()
+MAX_LAYERS = 10_000  # tensors of every layer are listed before a file is opened; published models have some 100 layers
+MAX_NUMBER = 1e30  # its square root and reciprocal are numbers of float32
 
 
 @dataclass(frozen=True)
@@ -81,29 +82,30 @@ class Keys:
             key: key of the value.
             expected: what would be right, in words.
         """
-        found = json.dumps(self.values[key])
-        found = found if len(found) <= 80 else f"{found[:77]}..."
-        return ConfigError(f"{self.where}: key {key!r}: expected {expected}, found {found}")
+        return ConfigError(f"{self.where}: key {key!r}: expected {expected}, found {shown(self.values[key])}")
 
-    def integer(self, key: str, default: Any = REQUIRED) -> int:
+    def integer(self, key: str, default: Any = REQUIRED, *, most: int = 2**31 - 1) -> int:
         """Read an integer of at least 1.
 
         Args:
             key: key of the value.
             default: value of an absent key; without it the key is required.
+            most: largest permitted integer.
         """
-        return self._take(key, default, "an integer of at least 1", lambda x: type(x) is int and x >= 1)
+        expected = f"an integer from 1 to {most}"
+        return self._take(key, default, expected, lambda x: type(x) is int and 1 <= x <= most)
 
     def number(self, key: str, default: Any = REQUIRED, *, least: float | None = None) -> float:
-        """Read a finite number.
+        """Read a number that is finite in float32.
 
         Args:
             key: key of the value.
             default: value of an absent key; without it the key is required.
             least: smallest permitted number; None permits every number above 0.
         """
-        fits = lambda x: type(x) in (int, float) and math.isfinite(x) and (x > 0 if least is None else x >= least)
+        fits = lambda x: type(x) in (int, float) and x <= MAX_NUMBER and (x > 0 if least is None else x >= least)
         expected = "a number above 0" if least is None else f"a number of at least {least:g}"
+        expected += f" and at most {MAX_NUMBER:g}"
         return float(self._take(key, default, expected, fits))
 
     def flag(self, key: str, default: Any = REQUIRED) -> bool:
@@ -133,8 +135,8 @@ class Keys:
         if others:
             more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
             raise ConfigError(
-                f"{self.where}: key {others[0]!r}{more} is not known; remove it only if the model computes the same "
-                "without it"
+                f"{self.where}: key {others[0]!r:.80}{more} is not known; remove it only if the model computes the "
+                "same without it"
             )
 
     def _take(self, key: str, default: Any, expected: str, fits: Callable[[Any], bool]) -> Any:
@@ -157,15 +159,16 @@ def read_hf_config(hf: Mapping[str, Any], where: str) -> Config:
     keys = Keys(where, {k: v for k, v in hf.items() if v is not None or k not in NULLABLE})
     family = keys.values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ConfigError(f"{where}: key 'model_type': {family!r} is not supported; known: {', '.join(FAMILIES)}")
-    layers, heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
+        found = shown(family)
+        raise ConfigError(f"{where}: key 'model_type': {found} is not supported; known: {', '.join(FAMILIES)}")
+    layers, heads = keys.integer("num_hidden_layers", most=MAX_LAYERS), keys.integer("num_attention_heads")
     hidden_size = keys.integer("hidden_size")
     fixed = _fixed(family, layers)
     window = ("sliding_window", "max_window_layers") if family != "llama" else ()  # unused: use_sliding_window is false
     keys.refuse_others(HARMLESS.union(READ, fixed, window))
     for key, permitted in fixed.items():
         if key in keys.values and not any(_same(keys.values[key], value) for value in permitted):
-            raise keys.error(key, " or ".join(json.dumps(value) for value in permitted))
+            raise keys.error(key, " or ".join(shown(value) for value in permitted))
     # Where the key is absent, transformers means 32 heads of keys and values in Qwen, and 128 for Qwen3's head_dim.
     stated = REQUIRED if family != "llama" and "num_key_value_heads" not in hf else heads
     kv_heads = keys.integer("num_key_value_heads", stated)
@@ -237,9 +240,9 @@ def _read_rope(keys: Keys, max_position: int) -> tuple[float, tuple[tuple[str, A
     names = [rope.values[key] for key in ("rope_type", "type") if key in rope.values]
     kind = names[0] if names else "default"
     if any(other != kind for other in names):
-        raise ConfigError(f"{rope.where}: rope_type is {names[0]!r}, yet type is {names[1]!r}")
+        raise ConfigError(f"{rope.where}: rope_type is {shown(names[0])}, yet type is {shown(names[1])}")
     if not isinstance(kind, str) or kind not in ROPE:
-        raise ConfigError(f"{rope.where}: rope_type {kind!r} is not supported; known: {', '.join(ROPE)}")
+        raise ConfigError(f"{rope.where}: rope_type {shown(kind)} is not supported; known: {', '.join(ROPE)}")
     required, optional = ROPE[kind]
     rope.refuse_others(frozenset(("rope_type", "type", "rope_theta", *required, *optional)))
     if kind == "default":

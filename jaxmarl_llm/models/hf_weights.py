@@ -287,7 +287,7 @@ def _check(source: GGUF | Safetensors, config: Config) -> None:
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise ConfigError(
-            f"{source.where(extra[0])}: unknown tensor {extra[0]}{more}; expected a {config.family} model"
+            f"{source.where(extra[0])}: unknown tensor {extra[0]!r:.80}{more}; expected a {config.family} model"
         )
     vocab = source.tokenizer_vocab()
     if vocab > config.vocab_size:

@@ -24,6 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Message, Prompt
+from jaxmarl_llm.models import tokenizer_files
+from jaxmarl_llm.models.chat_template import ChatTemplate
 
 
 class Text(NamedTuple):
@@ -241,13 +243,18 @@ class HFTokenizer(Tokenizer):
         self, path: str | Path, *, enable_thinking: bool | None = None, chat_template: str | None = None
     ) -> None:
         path = Path(path)
+        with tokenizer_files.one_line(f"tokenizer {path}"):
+            self._open(path, enable_thinking, chat_template)
+
+    def _open(self, path: Path, enable_thinking: bool | None, chat_template: str | None) -> None:
         self.name = str(path)
-        self.hf = _load(path)
+        self.hf = tokenizer_files.load(path)
         if chat_template is not None:
             self.hf.chat_template = chat_template
         if not isinstance(self.hf.chat_template, str):
             raise ConfigError(f"tokenizer {path}: it has no single chat template; give chat_template=")
-        self._template_args: dict[str, Any] = {}
+        self._chat_template = ChatTemplate(self.hf.chat_template, f"tokenizer {path}")
+        self._template_args: dict[str, Any] = dict(self.hf.special_tokens_map)
         if enable_thinking is not None:
             if "enable_thinking" not in self.hf.chat_template:
                 raise ConfigError(f"tokenizer {path}: its chat template does not know enable_thinking")
@@ -262,6 +269,9 @@ class HFTokenizer(Tokenizer):
         self.stop_ids = self._find_stops(path)
         pad = self.hf.pad_token_id
         self.pad_id = self.stop_ids[-1] if pad is None else pad
+        for name, id in (("pad", self.pad_id), *(("eos", id) for id in self.stop_ids)):
+            if not 0 <= id < self.vocab_size:
+                raise ConfigError(f"tokenizer {path}: {name} token: id {id} is outside the {self.vocab_size} ids")
         self._check(path)
 
     def encode(self, text: str) -> list[int]:
@@ -315,15 +325,8 @@ class HFTokenizer(Tokenizer):
 
     def _template(self, speakers: tuple[str, ...], header: bool) -> str:
         """Render the template with a mark for every content. Each mark must occur once, and in order."""
-        import jinja2
-
         messages = [{"role": s, "content": _MARK.format(k)} for k, s in enumerate(speakers)]
-        try:
-            text = self.hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=header, **self._template_args
-            )
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"tokenizer {self.name}: its chat template refuses {speakers}: {error}") from error
+        text = self._chat_template.render(messages, add_generation_prompt=header, **self._template_args)
         if [int(m[2]) for m in _MARKS.finditer(text)] != list(range(len(speakers))):
             raise ConfigError(f"tokenizer {self.name}: its chat template drops, repeats or moves turns of {speakers}")
         return text
@@ -349,10 +352,7 @@ class HFTokenizer(Tokenizer):
         after = pieces[answer + 1]
         stops = [after.id] if isinstance(after, Control) else []
         stops += [] if self.hf.eos_token_id is None else [self.hf.eos_token_id]
-        file = path / "generation_config.json"
-        if file.is_file():
-            eos = json.loads(file.read_text()).get("eos_token_id") or []
-            stops += eos if isinstance(eos, list) else [eos]
+        stops += tokenizer_files.stop_ids(path, self.vocab_size)
         stops += [self._added[s] for s in _STOPS if s in self._added]
         if not stops:
             raise ConfigError(f"tokenizer {path}: it has no eos token")
@@ -367,16 +367,6 @@ class HFTokenizer(Tokenizer):
         expected = self._backend.encode(whole, add_special_tokens=False).ids
         if self.render(tuple(map(Message, speakers, contents)), "") != expected:
             raise ConfigError(f"tokenizer {path}: its chat template cannot be encoded in pieces")
-
-
-def _load(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if path.suffix == ".gguf" and path.is_file():
-        return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    if not (path / "tokenizer.json").is_file():
-        raise ConfigError(f"tokenizer {path}: expected a directory with tokenizer.json, or a .gguf file")
-    return AutoTokenizer.from_pretrained(str(path))
 
 
 def _without_added_tokens(backend: Any) -> Any:

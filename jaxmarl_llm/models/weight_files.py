@@ -6,37 +6,34 @@ A reader has the names and shapes of its tensors from headers alone (``shapes``)
 
 from __future__ import annotations
 
-import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxmarl_llm import json_files
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.gguf_file import GGUFFile
 from jaxmarl_llm.models.hf_config import read_hf_config
+from jaxmarl_llm.models.tokenizer_files import vocabulary
 
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+    """Read a JSON object. It may hold NaN and Infinity, which the checks of its keys refuse by name.
 
     Args:
         path: the file.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: file is missing")
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:  # JSON or UTF-8
+    if path.is_file():
         refuse_pointer(path)
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+    return json_files.read_object(path, nan=True)
 
 
 def refuse_pointer(path: Path) -> None:
@@ -77,18 +74,23 @@ class Safetensors:
         if (path / "model.safetensors").is_file():
             self._add(path / "model.safetensors")
         elif index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ConfigError(f"{index}: key 'weight_map' is missing")
-            for name in sorted(set(weight_map.values())):
-                if Path(name).name != name:
-                    raise ConfigError(f"{index}: shard {name!r} is not a plain file name")
-                self._add(path / name)
-            for name, shard in weight_map.items():
-                if self._file.get(name) != path / shard:
-                    raise ConfigError(f"{path / shard}: tensor {name} is missing; {index.name} lists it there")
+            self._add_shards(index)
         else:
             raise ConfigError(f"{path}: expected model.safetensors or model.safetensors.index.json, found neither")
+
+    def _add_shards(self, index: Path) -> None:
+        values = read_json(index)
+        json_files.check(values, {"weight_map": dict}, str(index))
+        weight_map = values["weight_map"]
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard or len(shard) > 200:
+                found = json_files.shown(shard)
+                raise ConfigError(f"{index}: weight_map: key {name!r:.80}: shard {found} is not a plain file name")
+        for shard in sorted(set(weight_map.values())):
+            self._add(self.path / shard)
+        for name, shard in weight_map.items():
+            if self._file.get(name) != self.path / shard:
+                raise ConfigError(f"{self.path / shard}: tensor {name!r:.80} is missing; {index.name} lists it there")
 
     def _add(self, file: Path) -> None:
         if not file.is_file():
@@ -100,19 +102,25 @@ class Safetensors:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 0 < length <= size - 8:
                 raise ConfigError(f"{file}: expected a safetensors header, found {size} bytes without one")
-            try:
-                header = json.loads(stream.read(length))
-            except ValueError as error:
-                raise ConfigError(f"{file}: its safetensors header is not JSON: {error}") from error
+            if length > json_files.MAX_BYTES:
+                raise ConfigError(f"{file}: expected a header of at most {json_files.MAX_BYTES} bytes, found {length}")
+            where = f"{file}: its safetensors header"
+            header = json_files.parse(json_files.decoded(stream.read(length), where), where)
+        if not isinstance(header, dict):
+            raise ConfigError(f"{file}: expected a safetensors header that is a JSON object")
         header.pop("__metadata__", None)
-        expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-        if size != expected:
-            raise ConfigError(f"{file}: expected {expected} bytes, found {size}")
+        spans = sorted((*_span(file, name, tensor), name) for name, tensor in header.items())
+        end = 0
+        for first, last, name in spans:
+            if first != end:
+                what = "overlaps the tensor before it" if first < end else f"leaves {first - end} bytes before it"
+                raise ConfigError(f"{file}: tensor {name!r:.80}: key 'data_offsets' {what}")
+            end = last
+        if size != 8 + length + end:
+            raise ConfigError(f"{file}: expected {8 + length + end} bytes, found {size}")
         for name, tensor in header.items():
-            if tensor["dtype"] not in DTYPES:
-                raise ConfigError(
-                    f"{file}: tensor {name} has dtype {tensor['dtype']}; expected one of {', '.join(DTYPES)}"
-                )
+            if name in self._file:
+                raise ConfigError(f"{file}: tensor {name!r:.80} is in {self._file[name].name} too")
             self.shapes[name] = tuple(tensor["shape"])
             self._file[name] = file
 
@@ -140,10 +148,38 @@ class Safetensors:
         file = self.path / "tokenizer.json"
         if not file.is_file():
             return 0
-        spec = read_json(file)
-        vocab = spec.get("model", {}).get("vocab", {})
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        return 1 + max([*ids, *(t["id"] for t in spec.get("added_tokens", ()))], default=-1)
+        ids = vocabulary(read_json(file), file)
+        if not all(type(id) is int for id in ids):
+            raise ConfigError(f"{file}: model: key 'vocab': expected integers as ids")
+        return 1 + max(ids, default=-1)
+
+
+def _span(file: Path, name: str, tensor: Any) -> tuple[int, int]:
+    """Return the first byte of a tensor and the one behind it, checked against its type and shape.
+
+    Args:
+        file: the file, for errors.
+        name: name of the tensor.
+        tensor: what the header says of it.
+    """
+    where = f"{file}: tensor {name!r:.80}"
+    if not isinstance(tensor, dict):
+        raise ConfigError(f"{where}: expected an object, found {json_files.shown(tensor)}")
+    json_files.check(tensor, {"dtype": str, "shape": list, "data_offsets": list}, where)
+    shape, span = tensor["shape"], tensor["data_offsets"]
+    if tensor["dtype"] not in DTYPES:
+        found = json_files.shown(tensor["dtype"])
+        raise ConfigError(f"{where} has dtype {found}; expected one of {', '.join(DTYPES)}")
+    for key, values in (("shape", shape), ("data_offsets", span)):
+        if not all(type(n) is int and 0 <= n < 2**63 for n in values):
+            raise ConfigError(
+                f"{where}: key {key!r}: expected integers of at least 0, found {json_files.shown(values)}"
+            )
+    expected = math.prod(shape) * WIDTHS[tensor["dtype"]]
+    if len(span) != 2 or span[1] - span[0] != expected:
+        found = json_files.shown(span)
+        raise ConfigError(f"{where}: key 'data_offsets': expected two that are {expected} apart, found {found}")
+    return span[0], span[1]
 
 
 # Architectures whose tensors map one to one; Llama converters interleave the rows of q and k (undone on reading).
@@ -185,31 +221,37 @@ class GGUF:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            import gguf
-        except ImportError as error:
-            raise ConfigError(f"{path}: reading GGUF needs the gguf package: pip install gguf") from error
         self.path = path
         if not path.is_file():
             raise ConfigError(f"{path}: file is missing")
         refuse_pointer(path)
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:
-            raise ConfigError(f"{path}: not a whole GGUF file of {path.stat().st_size} bytes: {error}") from error
+        self._reader = GGUFFile(path)
         self.arch = self._get("general.architecture")
         if self.arch not in ARCHITECTURES:
-            raise ConfigError(f"{path}: architecture {self.arch!r}; expected one of {', '.join(ARCHITECTURES)}")
-        self._heads = {"attn_q": self._get(f"{self.arch}.attention.head_count")}
-        self._heads["attn_k"] = self._get(f"{self.arch}.attention.head_count_kv", self._heads["attn_q"])
-        self._tensors = {self._rename(t.name): t for t in self._reader.tensors}
-        self.shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in self._tensors.items()}
+            found = json_files.shown(self.arch)
+            raise ConfigError(
+                f"{path}: metadata general.architecture: architecture {found}; expected one of "
+                f"{', '.join(ARCHITECTURES)}"
+            )
+        self._heads = {"attn_q": self._count("attention.head_count")}
+        self._heads["attn_k"] = self._count("attention.head_count_kv", self._heads["attn_q"])
+        self._names = {self._rename(name): name for name in self._reader.tensors}
+        if len(self._names) != len(self._reader.tensors):
+            raise ConfigError(f"{path}: two tensors have one Hugging Face name")
+        self.shapes = {name: self._reader.tensors[own].shape for name, own in self._names.items()}
 
     def _get(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        if field is None and default is None:
+        value = self._reader.metadata.get(key, default)
+        if value is None:
             raise ConfigError(f"{self.path}: metadata {key} is missing")
-        return default if field is None else field.contents()
+        return value
+
+    def _count(self, name: str, default: Any = None) -> int:
+        value = self._get(f"{self.arch}.{name}", default)
+        if type(value) is not int or value < 1:
+            found = json_files.shown(value)
+            raise ConfigError(f"{self.path}: metadata {self.arch}.{name}: expected an integer from 1, found {found}")
+        return value
 
     @staticmethod
     def _rename(name: str) -> str:
@@ -225,19 +267,21 @@ class GGUF:
     def config(self) -> Config:
         """Read the architecture from the metadata."""
         hf = {key: self._get(f"{self.arch}.{name}") for key, name in KEYS.items()}
+        self._count("embedding_length")
         for key, name in OPTIONAL.items():
-            if self._reader.get_field(f"{self.arch}.{name}") is not None:
+            if f"{self.arch}.{name}" in self._reader.metadata:
                 hf[key] = self._get(f"{self.arch}.{name}")
         hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
         hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
         key = f"{self.arch}.rope.scaling.type"
         scaling = self._get(key, "none")
-        if scaling not in ("none", "linear"):
-            raise ConfigError(f"{self.path}: metadata {key} is {scaling!r}; expected none or linear")
+        if not isinstance(scaling, str) or scaling not in ("none", "linear"):
+            found = json_files.shown(scaling)
+            raise ConfigError(f"{self.path}: metadata {key} is {found}; expected none or linear")
         if scaling == "linear":
             hf["rope_scaling"] = {"rope_type": scaling, "factor": self._get(f"{self.arch}.rope.scaling.factor")}
-        if EMBED not in self.shapes:
-            raise ConfigError(f"{self.path}: tensor token_embd.weight is missing")
+        if len(self.shapes.get(EMBED, ())) != 2:
+            raise ConfigError(f"{self.path}: tensor token_embd.weight is missing, or has not two axes")
         tied = HEAD not in self.shapes
         hf |= {"model_type": self.arch, "vocab_size": self.shapes[EMBED][0], "tie_word_embeddings": tied}
         return read_hf_config(hf, str(self.path))
@@ -248,15 +292,13 @@ class GGUF:
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Read a tensor, or a part of it, as `Safetensors.read` does."""
-        from gguf.quants import dequantize
-
-        tensor = self._tensors[name]
+        own = self._names[name]
+        kind = self._reader.tensors[own].kind
         try:
-            value = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            value = _numbers(self._reader.data(own), kind)
         except NotImplementedError as error:  # so gguf says that it has no code for a type of quantisation
-            kind = tensor.tensor_type.name
-            raise ConfigError(f"{self.path}: tensor {tensor.name} has type {kind}, which cannot be read") from error
-        module = tensor.name.split(".")[-2]
+            raise ConfigError(f"{self.path}: tensor {own} has type {kind.name}, which cannot be read") from error
+        module = own.split(".")[-2] if "." in own else ""
         if self.arch == "llama" and module in self._heads:
             heads = self._heads[module]
             value = value.reshape(heads, value.shape[0] // heads // 2, 2, -1).swapaxes(1, 2)
@@ -264,5 +306,20 @@ class GGUF:
 
     def tokenizer_vocab(self) -> int:
         """Count the ids of the tokenizer in the file; 0 without one."""
-        field = self._reader.get_field("tokenizer.ggml.tokens")
-        return 0 if field is None else len(field.data)
+        tokens = self._reader.metadata.get("tokenizer.ggml.tokens", ())
+        if not isinstance(tokens, (tuple, list)):
+            raise ConfigError(f"{self.path}: metadata tokenizer.ggml.tokens: expected a list of texts")
+        return len(tokens)
+
+
+def _numbers(raw: np.ndarray, kind: Any) -> np.ndarray:
+    """Return the numbers of a tensor in float32.
+
+    Args:
+        raw: its bytes, [..., bytes].
+        kind: its type, a gguf.GGMLQuantizationType.
+    """
+    from gguf.quants import dequantize
+
+    plain = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}.get(kind.name)
+    return raw.view(plain).astype(np.float32) if plain else dequantize(raw, kind).astype(np.float32, copy=False)

@@ -8,8 +8,10 @@ all. Reading verifies every checksum.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmarl_llm import json_files
 from jaxmarl_llm.config import diff
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.storage.checkpoint import digests, meta_checksum
@@ -60,36 +63,60 @@ def load(folder: Path, config: Mapping[str, Any]) -> Tables:
     meta = _read_meta(folder / "meta.json")
     changed = diff(meta["config"], json.loads(json.dumps(config)))
     if changed:
-        raise ConfigError(f"{folder}: the data set is of another configuration: {'; '.join(changed)}")
+        raise ConfigError(f"{folder}: the data set is of another configuration: {'; '.join(changed):.300}")
     return {name: _read_table(folder / f"{name}.npz", sha256) for name, sha256 in meta["sha256"].items()}
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
     """Verified contents of ``meta.json``."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: missing; {_REMEDY}")
     try:
-        meta = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: missing; {_REMEDY}") from None
-    except ValueError:  # not JSON, or not UTF-8
-        raise ConfigError(f"{path}: damaged (not JSON); {_REMEDY}") from None
+        meta = json_files.read(path, nan=True)
+    except ConfigError as error:  # not JSON, or not UTF-8
+        raise ConfigError(f"{error}: damaged; {_REMEDY}") from None
     if not isinstance(meta, dict) or meta.get("seal") != meta_checksum(meta):
         raise ConfigError(f"{path}: damaged (its checksum differs); {_REMEDY}")
+    json_files.check(meta, {"config": dict, "sha256": dict}, str(path))
+    for name, digests_ in meta["sha256"].items():
+        if not isinstance(digests_, dict) or Path(name).name != name or "\0" in name or len(name) > 200:
+            raise ConfigError(f"{path}: sha256: expected checksums of a table, found {name!r:.80}")
     return meta
 
 
 def _read_table(path: Path, sha256: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Arrays of one table, verified against the checksums in ``sha256``."""
     try:
-        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
+        with open(path, "rb") as raw:
+            _refuse_size(raw, path)
+            with np.load(raw, allow_pickle=False) as file:
+                arrays = {key: file[key] for key in file.files}
     except FileNotFoundError:
         raise ConfigError(f"{path}: missing; {_REMEDY}") from None
+    except (MemoryError, OverflowError, struct.error, SyntaxError, TypeError, RecursionError) as error:  # in a header
+        raise ConfigError(f"{path}: damaged ({type(error).__name__}); {_REMEDY}") from None
     # numpy and zipfile raise these classes for a damaged archive, depending on the position of the damage.
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise ConfigError(f"{path}: damaged ({type(error).__name__}); {_REMEDY}") from None
     if digests(arrays) != dict(sha256):
         raise ConfigError(f"{path}: damaged (its checksum differs); {_REMEDY}")
     return arrays
+
+
+def _refuse_size(raw: Any, path: Path) -> None:
+    """Refuse an archive whose arrays claim more bytes than the file has: `save` does not compress."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(raw) as archive:
+        for item in archive.infolist():
+            if item.file_size > size:
+                raise ValueError("an array is larger than the file")
+            with archive.open(item) as member:
+                first = np.lib.format.read_magic(member) == (1, 0)
+                header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+                shape, _, dtype = header(member)
+            if math.prod(shape) * dtype.itemsize > size:
+                raise ValueError("an array is larger than the file")
+    raw.seek(0)
 
 
 _REMEDY = "remove the data set's folder and the run's to sample it again"

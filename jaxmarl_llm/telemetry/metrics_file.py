@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmarl_llm import json_files
 from jaxmarl_llm.errors import ConfigError
+
+LARGEST = 1.7976931348623157e308  # float64
 
 
 class JsonLines:
@@ -56,25 +59,38 @@ def read_metrics(workdir: str | os.PathLike, *, allow_empty: bool = False) -> li
     """The lines of ``workdir``/metrics.jsonl as dictionaries.
 
     An incomplete last line is left out: the process was killed, or it is writing the line. ``allow_empty``: return an
-    empty list for a file without a line. Otherwise, and for a damaged line, ConfigError is raised.
+    empty list for a file without a line. Otherwise, and for a damaged line, ConfigError is raised. Every other value of
+    a line is a number or null.
     """
     path = Path(workdir) / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; is this the workdir of a run?")
-    lines = path.read_bytes().splitlines(keepends=True)
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-        elif number < len(lines):
-            raise ConfigError(f"{path}:{number}: not a JSON object with a step")
+    with open(path, "rb") as file:
+        rows = list(_rows(json_files.lines(file, str(path)), path))
     if not rows and not allow_empty:
         raise ConfigError(f"{path}: no step has been logged yet")
     return rows
+
+
+def _rows(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file. ``path``: its name, for errors."""
+    for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
+        try:
+            row = json_files.parse(json_files.decoded(line.rstrip(), where), where)
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ConfigError(f"{where}: not a JSON object with a step")
+        except ConfigError:
+            if not line.endswith(b"\n"):  # it is being written
+                return
+            raise
+        for key, value in row.items():
+            if value is not None and (type(value) not in (int, float) or not abs(value) <= LARGEST):
+                found = json_files.shown(value)
+                raise ConfigError(f"{where}: key {key!r:.80}: expected a finite number or null, found {found}")
+        if not 0 <= row["step"] < 2**63:
+            raise ConfigError(f"{where}: key 'step': expected an integer from 0, found {json_files.shown(row['step'])}")
+        yield row
 
 
 def _encode(row: Mapping[str, Any]) -> bytes:

@@ -132,9 +132,11 @@ REFUSED = {
     "custom code": (LLAMA, {"auto_map": {}}, "key 'auto_map' is not known"),
     "tie a word": (LLAMA, {"tie_word_embeddings": "false"}, "expected true or false, found \"false\""),
     "tie null": (LLAMA, {"tie_word_embeddings": None}, "expected true or false, found null"),
-    "size a float": (LLAMA, {"hidden_size": 64.0}, "key 'hidden_size': expected an integer of at least 1, found 64.0"),
-    "size a word": (LLAMA, {"vocab_size": "300"}, "key 'vocab_size': expected an integer of at least 1"),
-    "size zero": (LLAMA, {"num_hidden_layers": 0}, "key 'num_hidden_layers': expected an integer of at least 1"),
+    "size a float": (LLAMA, {"hidden_size": 64.0}, "key 'hidden_size': expected an integer .*, found 64.0"),
+    "size a word": (LLAMA, {"vocab_size": "300"}, "key 'vocab_size': expected an integer from 1"),
+    "size zero": (LLAMA, {"num_hidden_layers": 0}, "key 'num_hidden_layers': expected .* 1 to 10000, found 0"),
+    "a billion layers": (LLAMA, {"num_hidden_layers": 10**9}, "expected an integer from 1 to 10000, found 1000000000"),
+    "theta of 400 digits": (LLAMA, {"rope_theta": 10**400}, "key 'rope_theta': expected a number above 0"),
     "size true": (LLAMA, {"num_attention_heads": True}, "key 'num_attention_heads': expected an integer"),
     "no heads": (LLAMA, {"num_attention_heads": REMOVED}, "key 'num_attention_heads' is missing"),
     "qwen heads unstated": (QWEN2, {"num_key_value_heads": REMOVED}, "key 'num_key_value_heads' is missing"),
@@ -143,14 +145,14 @@ REFUSED = {
     "odd heads": (LLAMA, {"head_dim": 15}, "key 'head_dim': expected an even number, found 15"),
     "eps a word": (LLAMA, {"rms_norm_eps": "1e-6"}, "key 'rms_norm_eps': expected a number above 0"),
     "theta infinite": (LLAMA, {"rope_theta": float("inf")}, "key 'rope_theta': expected a number above 0"),
-    "theta null": (LLAMA, {"rope_theta": None}, "key 'rope_theta': expected a number above 0, found null"),
+    "theta null": (LLAMA, {"rope_theta": None}, "key 'rope_theta': expected a number above 0 and .*, found null"),
     "rope a word": (LLAMA, {"rope_scaling": "linear"}, "key 'rope_scaling': expected an object or null"),
     "unused rope a list": (
         LLAMA, {"rope_scaling": YARN, "rope_parameters": [1]}, "key 'rope_parameters': expected an object or null"
     ),
-    "longrope": (LLAMA, {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported; known: "),
+    "longrope": (LLAMA, {"rope_scaling": {"type": "longrope"}}, "rope_type \"longrope\" is not supported; known: "),
     "two types": (
-        LLAMA, {"rope_scaling": {**YARN, "type": "linear"}}, "rope_scaling: rope_type is 'yarn', yet type is 'linear'"
+        LLAMA, {"rope_scaling": {**YARN, "type": "linear"}}, 'rope_type is "yarn", yet type is "linear"'
     ),
     "rope by layer": (
         QWEN3, {"rope_parameters": {"full_attention": {}}}, "rope_parameters: key 'full_attention' is not known"

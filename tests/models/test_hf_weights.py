@@ -175,7 +175,7 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 269060552\
 WHOLE = {
     "no directory": (lambda p: shutil.rmtree(p), r"config\.json: file is missing"),
     "no config": (lambda p: (p / "config.json").unlink(), r"config\.json: file is missing"),
-    "config cut": (lambda p: cut(p / "config.json", 50), r"config\.json: not JSON"),
+    "config cut": (lambda p: cut(p / "config.json", 50), r"config\.json, line 4: not valid JSON"),
     "config a pointer": (lambda p: (p / "config.json").write_text(LFS), r"config\.json: a Git LFS pointer"),
     "config a list": (lambda p: (p / "config.json").write_text("[]"), r"expected a JSON object, found list"),
     "config without key": (
@@ -184,7 +184,7 @@ WHOLE = {
     ),
     "other family": (
         lambda p: edit_json(p / "config.json", lambda c: c.update(model_type="gpt2")),
-        r"'gpt2' is not supported",
+        r"\"gpt2\" is not supported",
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), r"expected model\.safetensors or .*found neither"),
     "pointer": (
@@ -196,9 +196,9 @@ WHOLE = {
     "empty": (lambda p: cut(p / "model.safetensors", 0), r"found 0 bytes without one"),
     "header garbage": (
         lambda p: (p / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{x"),
-        r"header is not JSON",
+        r"safetensors header: not valid JSON",
     ),
-    "float8": (float8, r"tensor x has dtype F8_E4M3"),
+    "float8": (float8, r"tensor 'x' has dtype \"F8_E4M3\""),
     "wrong shape": (
         lambda p: edit_tensors(p, lambda t: t.update({Q: t[Q][:-1]})),
         rf"model\.safetensors: tensor {Q}: expected shape \(32, 16\), found \(31, 16\)",
@@ -206,11 +206,11 @@ WHOLE = {
     "missing tensor": (lambda p: edit_tensors(p, lambda t: t.pop(Q)), rf"tensor {Q} is missing; expected .*\(32, 16\)"),
     "extra tensor": (
         lambda p: edit_tensors(p, lambda t: t.update({"visual.x": t[Q], "visual.y": t[Q]})),
-        r"unknown tensor visual\.x and 1 more; expected a qwen2 model",
+        r"unknown tensor 'visual\.x' and 1 more; expected a qwen2 model",
     ),
     "more layers than the config": (
         lambda p: edit_json(p / "config.json", lambda c: c.update(num_hidden_layers=2)),
-        r"tensor model\.layers\.2\.input_layernorm\.weight and 11 more",
+        r"tensor 'model\.layers\.2\.input_layernorm\.weight' and 11 more",
     ),
     "untied without head": (
         lambda p: edit_json(p / "config.json", lambda c: c.update(tie_word_embeddings=False)),
@@ -233,15 +233,23 @@ SHARDED = {
     "shard pointer": (lambda p, s: s.write_text(LFS), r"model-00002-of-\d+\.safetensors: a Git LFS pointer"),
     "shard cut": (lambda p, s: cut(s, s.stat().st_size - 1), r"model-00002-of-.*: expected \d+ bytes, found \d+"),
     "no index": (lambda p, s: (p / INDEX).unlink(), "found neither"),
-    "index cut": (lambda p, s: cut(p / INDEX, 100), r"index\.json: not JSON"),
+    "index cut": (lambda p, s: cut(p / INDEX, 100), r"index\.json, line 6: not valid JSON"),
     "index without map": (lambda p, s: (p / INDEX).write_text("{}"), "'weight_map' is missing"),
     "index outside": (
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x="../x.safetensors")),
         "not a plain file name",
     ),
+    "index a long name": (
+        lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x="a" * 9999)),
+        "is not a plain file name",
+    ),
+    "index a number": (
+        lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x=3)),
+        "shard 3 is not a plain file name",
+    ),
     "index wrong": (
         lambda p, s: edit_json(p / INDEX, lambda i: i["weight_map"].update(x=s.name)),
-        rf"tensor x is missing; {INDEX} lists it there",
+        rf"tensor 'x' is missing; {INDEX} lists it there",
     ),
 }
 
@@ -258,6 +266,40 @@ def assert_refused(path, message):
     with pytest.raises(ConfigError, match=message) as error:
         hf_weights.load(path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def edit_header(path, change):
+    """Change the header of a safetensors file in place, with its length mended."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    header = change(header) or header
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+NORM = "model.norm.weight"
+HEADERS = {
+    "a list": (lambda h: [1], "header that is a JSON object"),
+    "no dtype": (lambda h: h[Q].pop("dtype") and None, f"tensor '{Q}': key 'dtype' is missing"),
+    "no offsets": (lambda h: h[Q].pop("data_offsets") and None, "key 'data_offsets' is missing"),
+    "shape of texts": (lambda h: h[Q].update(shape=["32", 16]), "key 'shape': expected integers"),
+    "shape below 0": (lambda h: h[Q].update(shape=[-32, -16]), "key 'shape': expected integers"),
+    "shape without end": (lambda h: h[Q].update(shape=[2**62, 2**62]), "key 'data_offsets': expected two that are"),
+    "offsets true": (lambda h: h[Q].update(data_offsets=[False, True]), "key 'data_offsets': expected integers"),
+    "reversed": (lambda h: h[Q]["data_offsets"].reverse(), "key 'data_offsets': expected two that are 2048 apart"),
+    "another dtype": (lambda h: h[Q].update(dtype="F16"), "key 'data_offsets': expected two that are 1024 apart"),
+    "overlap": (lambda h: h[NORM].update(data_offsets=[0, 64]), "key 'data_offsets' overlaps the tensor before it"),
+    "a number": (lambda h: h.update({Q: 3}), f"tensor '{Q}': expected an object, found 3"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_broken_header(exported, tmp_path, case):
+    path = shutil.copytree(exported / "whole", tmp_path / "model")
+    change, message = HEADERS[case]
+    edit_header(path / "model.safetensors", change)
+    assert_refused(path, message)
 
 
 @pytest.mark.parametrize("case", WHOLE)
@@ -305,7 +347,7 @@ def test_broken_gguf(tmp_path):
         writer.close()
 
     write("mamba")
-    assert_refused(file, "architecture 'mamba'; expected one of llama, qwen2, qwen3")
+    assert_refused(file, 'architecture "mamba"; expected one of llama, qwen2, qwen3')
     write("llama")
     assert_refused(file, r"metadata llama\.attention\.head_count is missing")
     sizes = dict(block_count=1, embedding_length=4, feed_forward_length=4, head_count=2, layer_norm_rms_eps=1e-6)
@@ -318,3 +360,15 @@ def test_broken_gguf(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-40])
     assert_refused(file, "not a whole GGUF file")
+    # An array of 2^60 bytes, a key twice, text that is not UTF-8, tensors over one another.
+    count = whole.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens") + 8
+    file.write_bytes(whole[:count] + struct.pack("<Q", 2**60) + whole[count + 8 :])
+    assert_refused(file, r"metadata 'tokenizer\.ggml\.tokens': a count of 1152921504606846976")
+    file.write_bytes(whole.replace(b"llama.block_count", b"llama.block_c\xffunt"))
+    assert_refused(file, "a metadata key: not UTF-8")
+    two = ("output_norm.weight", np.ones(8, np.float32)), embedding
+    write("llama", *two, **sizes)
+    whole = file.read_bytes()
+    place = whole.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16 + 4
+    file.write_bytes(whole[:place] + struct.pack("<Q", 0) + whole[place + 8 :])
+    assert_refused(file, r"tensor '(token_embd|output_norm)\.weight' overlaps")

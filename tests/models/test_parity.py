@@ -354,7 +354,7 @@ def test_gguf_is_the_same_model(reference, tmp_path, quantized):
         with pytest.raises(ConfigError, match=r"rope_freqs\.weight.*config="):
             hf_weights.load(file)
     if scaling == "yarn":
-        with pytest.raises(ConfigError, match=r"rope\.scaling\.type is 'yarn'; expected none or linear"):
+        with pytest.raises(ConfigError, match=r'rope\.scaling\.type is "yarn"; expected none or linear'):
             hf_weights.load(file)
     loaded, config_back = hf_weights.load(file, None if scaling in (None, "linear") else config)
     np.testing.assert_allclose(config_back.rms_norm_eps, config.rms_norm_eps, rtol=1e-6)  # float32 in the file

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmarl_llm.agents import team_file
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.distributed import deadlines, processes
 from jaxmarl_llm.errors import ConfigError
@@ -379,8 +380,8 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     export.main(None, workdir, chosen)
     params, _ = hf_weights.load(tmp_path / "out" / "lookup")
     assert digests(params) == digests(state.params["agents"]["lookup"]["params"])
-    team = json.loads((tmp_path / "out" / "team.json").read_text())
-    assert set(team["roles"]) == {r.name for r in recipe.team.roles}
+    team = team_file.read(tmp_path / "out")
+    assert team.step == int(state.step) and set(team.roles) == {r.name for r in recipe.team.roles}
     with pytest.raises(ConfigError, match="exists"):
         export.main(None, workdir, chosen)
     with pytest.raises(ConfigError, match="no checkpoints"):

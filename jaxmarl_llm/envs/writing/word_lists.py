@@ -17,13 +17,13 @@ Entries are compared in lower case. An entry of ``transitions`` may be a phrase.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jaxmarl_llm import json_files
 from jaxmarl_llm.envs import checks
 from jaxmarl_llm.envs.writing.rewards import Lists
 from jaxmarl_llm.errors import ConfigError
@@ -55,15 +55,12 @@ def read(file: str | None, path: str = checks.ARGS) -> Lists:
         if not found.get(name):
             raise ConfigError(f"{where}: expected the lists {' and '.join(LISTS)}, found no {name!r}")
     if unknown := sorted(set(found) - set(LISTS)):
-        raise ConfigError(f"{where}: expected the lists {' and '.join(LISTS)}, found {unknown[0]!r} too")
+        raise ConfigError(f"{where}: expected the lists {' and '.join(LISTS)}, found {unknown[0]!r:.80} too")
     return _checked(found, where)
 
 
 def _from_json(text: str, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    found = json_files.parse(text, where)
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: expected a JSON object with the lists {' and '.join(LISTS)}")
     return found
@@ -79,7 +76,7 @@ def _from_text(text: str, where: str) -> dict[str, Any]:
             current = found.setdefault("transitions", {}).setdefault(category, []) if category else None
             current = found.setdefault(name, []) if name else current
         elif line and current is None:
-            raise ConfigError(f"{where}, line {number}: expected a heading such as [stopwords] before {line!r}")
+            raise ConfigError(f"{where}, line {number}: expected a heading such as [stopwords] before {line!r:.80}")
         elif line and current is not None:
             current.append(line)
     return found
