@@ -159,9 +159,10 @@ class Checkpointer:
             raise ConfigError(f"{self.root}: no usable checkpoint: {'; '.join(tried)}")
         return None
 
-    def read_meta(self) -> dict[str, Any] | None:
-        """Metadata of the newest step whose metadata is intact. Reads no arrays."""
-        return next((meta for step in self.steps()[::-1] if (meta := self._checked_meta(step)[0]) is not None), None)
+    def read_meta(self, step: int | None = None) -> dict[str, Any] | None:
+        """Metadata of the newest step whose metadata is intact, or of ``step``. Reads no arrays."""
+        steps = self.steps()[::-1] if step is None else [step]
+        return next((meta for step in steps if (meta := self._checked_meta(step)[0]) is not None), None)
 
     def _checked_meta(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
         """Metadata of a step and None, or None and the problem that some process found."""

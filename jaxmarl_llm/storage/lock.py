@@ -98,8 +98,8 @@ class WorkdirLock:
         holder = holder or self._read()
         if holder is None or holder.token != self.own.token:
             raise RunError(
-                f"--workdir: the lock of {self.folder} was broken, and is held by {holder or 'an unknown process'}; this "
-                "run ends and saves nothing more"
+                f"--workdir: the lock of {self.folder} was broken, and is held by {holder or 'an unknown process'}; "
+                "this run ends and saves nothing more"
             )
 
     def release(self) -> None:
@@ -113,7 +113,10 @@ class WorkdirLock:
 
     def _take_over(self, break_lock: bool) -> None:
         """Take a lock that exists: a dead holder's, or anybody's with ``break_lock``; ConfigError for another one."""
-        holder = self._read() or (time.sleep(1.0), self._read())[1]  # an exclusive create writes after it creates
+        holder = self._read()
+        if holder is None:  # an exclusive create writes after it creates
+            time.sleep(1.0)
+            holder = self._read()
         if not break_lock and (holder is None or not self._is_dead(holder)):
             raise self._refusal(holder)
         with self._alone():
@@ -247,7 +250,7 @@ def _parsed(text: str) -> Holder | None:
 
 
 def _started(process: int) -> int | None:
-    """Start of a process in clock ticks; None where it is not known. A process that only waits to be reaped has none."""
+    """Start of a process in clock ticks; None where it is not known, or where the process only waits to be reaped."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -166,7 +166,7 @@ def most_frequent(answers: Sequence[Any]) -> int:
 
 
 def episodes_of(team: Team, played: RolloutResult, credited: Credited, selected: Array, count: int) -> list[list[dict]]:
-    """The first line of play of the first tasks, for people."""
+    """The first line of play of the first tasks, for people. Each role has its own rewards."""
     tree, out = played.tree, []
     moves = tree.transitions
     for task in range(count):
@@ -177,14 +177,14 @@ def episodes_of(team: Team, played: RolloutResult, credited: Credited, selected:
                 break
             j = int(here[0])
             for s in moves.steps[j][moves.steps[j] >= 0]:
-                group = credited.group[s]
+                group, role = credited.group[s], int(tree.nodes.role[tree.steps.node[s]])
                 episode.append(
                     {
                         "turn": int(moves.turn[j]),
-                        "role": team.roles[tree.nodes.role[tree.steps.node[s]]].name,
+                        "role": team.roles[role].name,
                         "prompt": played.prompt_text(int(s)),
                         "completion": played.completion_text(int(s)),
-                        "rewards": {k: float(v[j, 0]) if moves.valid[j] else None for k, v in moves.rewards.items()},
+                        "rewards": {k: float(v[j, role]) if moves.valid[j] else None for k, v in moves.rewards.items()},
                         "advantage": float(credited.advantage[s]),
                         "selected": bool(selected[group]),
                     }

@@ -327,12 +327,12 @@ def test_a_recipe_outside_of_the_package_is_found_by_every_entry_point(tmp_path,
     recipe = budget.make(cfg)
     state, run = recipe.init(0), tmp_path / "run"
     saver = Checkpointer(run)
-    saver.save(0, loop._without_shared(state), loop._meta(cfg, 0, loop.fingerprint_of(state.params["shared"])))
+    saver.save(0, loop.without_shared(state), loop._meta(cfg, 0, loop.fingerprint_of(state.params["shared"])))
     saver.close()
     assert evaluate.open_run(run)[0] == cfg
     assert plan_pod.prepare(cfg)[1].name
     given = {"coordinator": None, "processes": None, "process": None, "init_timeout": 5.0}
-    flags = type("Flags", (), {**given, "compilation_cache": "", "allow_config_change": []})
+    flags = type("Flags", (), {**given, "compilation_cache": "", "allow_config_change": [], "break_lock": False})
     fitted = []
     monkeypatch.setattr(loop, "fit", lambda cfg, recipe, workdir, **_: fitted.append(recipe.total_steps))
     monkeypatch.setattr(processes, "listen_for_sigterm", lambda: None)

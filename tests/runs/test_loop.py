@@ -96,9 +96,9 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
     assert "resumed" in done.stdout
     from jaxmarl_llm.storage.checkpoint import Checkpointer
 
-    got = Checkpointer(run).restore(loop._without_shared(state))
+    got = Checkpointer(run).restore(loop.without_shared(state))
     assert got is not None and got[2] == STAGE_0 + 6
-    assert digests(got[0]) == digests(loop._without_shared(state))
+    assert digests(got[0]) == digests(loop.without_shared(state))
     assert lines(run) == lines(workdir)
 
 
@@ -164,7 +164,7 @@ def test_finished_runs_stay_as_they_are(straight):
     state, workdir = straight
     before = (workdir / "metrics.jsonl").read_bytes()
     again = loop.fit(joy(), joyagents_r1.make(joy()), workdir)
-    assert digests(loop._without_shared(again)) == digests(loop._without_shared(state))
+    assert digests(loop.without_shared(again)) == digests(loop.without_shared(state))
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
@@ -268,7 +268,7 @@ def test_a_run_falls_back_across_a_change_of_optimizers(played, tmp_path):
     damage(run, 3)
     again = loop.fit(*game(), run)
     assert sorted(path.name for path in (run / "corrupt").iterdir()) == ["2", "3"]
-    assert digests(loop._without_shared(again)) == digests(loop._without_shared(state))
+    assert digests(loop.without_shared(again)) == digests(loop.without_shared(state))
     assert lines(run) == lines(workdir)
 
 
