@@ -61,8 +61,8 @@ def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, requ
     ``main`` is the entry point's function. ``cfg`` and ``workdir`` are None when they are neither required nor given.
     ``required`` names the flags that must be given; flags that the entry point defines itself may be among them. A
     ``ConfigError`` from ``main`` also ends with one line and exit code 2, a ``RunError`` with one line and exit code 1.
-    An interrupt from the keyboard ends with one line and exit code 130. ``--help`` prints the docstring of main's module
-    and the flags.
+    An interrupt from the keyboard ends with one line and exit code 130. ``--help`` prints the docstring of main's
+    module and the flags.
     """
 
     def enter(built: Any) -> int | None:

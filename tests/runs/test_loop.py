@@ -374,7 +374,7 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     last = lines(workdir)[-1]
     for key, value in recipe.evaluate(again).items():
         assert value == last[key.replace("eval/", "final/")]
-    given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"]}
+    given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"], "best": False}
     chosen = type("Flags", (), given)
     export.main(None, workdir, chosen)
     params, _ = hf_weights.load(tmp_path / "out" / "lookup")
