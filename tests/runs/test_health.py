@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 
 import numpy as np
 import pytest
@@ -12,14 +11,12 @@ import pytest
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs.contract import HostTask
 from jaxmarl_llm.errors import ConfigError, RunError
-from jaxmarl_llm.messages import HostEnv, Message
 from jaxmarl_llm.recipes import grpo
 from jaxmarl_llm.rollout.env_runner import RolloutResult
 from jaxmarl_llm.runs import loop
 from jaxmarl_llm.runs.health import Health
-from tests.toys import TOKENIZER
+from tests.faulty import TASKS, Make, prompt
 
-TASKS = 100
 FAULTS = ("raise", "hang", "nan", "none", "string", "few")
 SAID = {
     "raise": "environment raised: KeyError: 'my reward has a bug'",
@@ -31,39 +28,6 @@ SAID = {
 }
 
 
-def my_reward():
-    raise KeyError("my reward has a bug")
-
-
-def prompt(text):
-    return (Message("raw", "", tuple(TOKENIZER.encode(text))),)
-
-
-class Make:
-    """Builds the environment of a fault, in workers too; the share is of the training tasks, the last of them."""
-
-    def __init__(self, fault, share):
-        self.fault, self.share = fault, share
-
-    def __call__(self):
-        return HostEnv("faulty", ("solver",), 1, ("accuracy",), lambda seed, task: task, self.observe, self.step)
-
-    def observe(self, task):
-        return {"solver": prompt(f"task {task:03} is long" if self.fault == "long" else "?")}
-
-    def step(self, seed, task, actions):
-        value = float(seed % 2)
-        if task >= TASKS * (1 - self.share) and task < TASKS:
-            if self.fault == "raise":
-                my_reward()
-            if self.fault == "hang":
-                time.sleep(600)
-            if self.fault == "few":
-                return task, {"solver": {"accuracy": value}}
-            value = {"nan": float("nan"), "none": None, "string": "1.0"}.get(self.fault, value)
-        return task, {"solver": {"accuracy": value}}, True
-
-
 def task_of(fault, share, **more):
     return HostTask(Make(fault, share), list(range(TASKS)), [TASKS, TASKS + 1], **more)
 
@@ -73,25 +37,11 @@ CONFIG = {
     "batch": 25,  # every task once in 4 steps
     "group": 2,
     "reward": {"accuracy": 1.0},
-    "env": {"name": "tests.runs.test_health", "workers": 0, "timeout": 0.5, "max_prompt": 16},
+    "env": {"name": "tests.faulty", "workers": 0, "timeout": 0.5, "max_prompt": 40},
     "team": {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
     "sft": {"steps": 0},
     "run": {"checkpoint_every": 100, "eval_every": 0, "log_every": 1, "tensorboard": False, "max_invalid": 0.75},
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    split: str = "train"
-    count: int = 0
-
-
-def make(config):
-    return Make("", 0)()
-
-
-def tasks(config):
-    return list(range(TASKS)) if config.split == "train" else [TASKS]
 
 
 def configured(**changes):
@@ -193,9 +143,9 @@ def test_max_invalid_of_1_ends_nothing(shared, tmp_path):
 
 def test_cut_prompts_are_counted_and_said_once(shared, tmp_path, capfd):
     raised, rows, _ = run(shared, tmp_path, "long", 0.0)
-    assert (
-        raised is None and capfd.readouterr().out.count("prompts longer than env.max_prompt=16 tokens were cut: ") == 1
-    )
+    said = capfd.readouterr().out
+    assert raised is None and said.count("prompts longer than env.max_prompt=40 tokens were cut: ") == 1
+    assert "were cut: 2 of role 'solver', by " in said  # of the evaluation before the first step
     assert all(row["count/cut_prompts"] == 25 and row["count/cut_tokens"] > 25 for row in rows)
 
 
