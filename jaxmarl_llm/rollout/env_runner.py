@@ -392,9 +392,10 @@ def _check_fitting(role: Role, fitting: int, drawn: int, least: float) -> None:
     long = f"{drawn - fitting} of {drawn} demonstrations of role {role.name!r}"
     shown = f"{long} are longer than {role.max_new_tokens} tokens"
     if not fitting or fitting < least * drawn:
+        accept = ", or accept that share with --config.sft.min_fitting" if fitting else ""
         raise ConfigError(
-            f"config.team.max_new_tokens: {shown}, so only {fitting / drawn:.0%} would be learned; give it a larger "
-            f"value, or accept that share with --config.sft.min_fitting"
+            f"config.team.max_new_tokens: {shown}, so only {fitting / drawn:.0%} would be learned; give it a "
+            f"larger value{accept}"
         )
     logging.warning("config.team.max_new_tokens: %s and are left out of stage 0", shown)
 
