@@ -44,7 +44,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from jaxmarl_llm import config as config_lib
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.errors import ConfigError, RunError
 
 FLAGS = flags.FLAGS
 HELP = ("-h", "-help", "--help", "--helpshort", "-?", "--?")
@@ -60,8 +60,9 @@ def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, requ
 
     ``main`` is the entry point's function. ``cfg`` and ``workdir`` are None when they are neither required nor given.
     ``required`` names the flags that must be given; flags that the entry point defines itself may be among them. A
-    ``ConfigError`` from ``main`` also ends with one line and exit code 2. An interrupt from the keyboard ends with one
-    line and exit code 130. ``--help`` prints the docstring of main's module and the flags.
+    ``ConfigError`` from ``main`` also ends with one line and exit code 2, a ``RunError`` with one line and exit code 1.
+    An interrupt from the keyboard ends with one line and exit code 130. ``--help`` prints the docstring of main's
+    module and the flags.
     """
 
     def enter(built: Any) -> int | None:
@@ -73,6 +74,8 @@ def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, requ
         app.run(enter, flags_parser=functools.partial(_parse, required=required, about=about))
     except ConfigError as error:
         _end(f"error: {error}", 2)
+    except RunError as error:
+        _end(f"error: {error}", 1)
     except KeyboardInterrupt:
         _end("interrupted", 130)
     raise AssertionError("app.run always exits")

@@ -4,6 +4,7 @@
     python -m jaxmarl_llm.cli.evaluate --workdir=runs/pair --partner=runs/other --relay=2 --solo=runs/solo
 
 It prints success and the mean of each reward component, for episodes sampled as in training and for greedy episodes.
+``--best`` takes the step that ``run.best`` kept in place of the newest.
 The configuration is that of the checkpoint, except for devices: ``--mesh`` selects devices of this machine. With
 ``--partner`` or ``--solo``, it also prints a table of mixed teams and of the gap to a single agent (`cli.partners`).
 ``--solo`` may name the run itself if its environment has a form for one agent.
@@ -23,13 +24,15 @@ flags.DEFINE_string("partner", None, "Folder of another run with the same roles,
 flags.DEFINE_integer("relay", 0, "First turns in which the partner plays the first seat.", lower_bound=0)
 flags.DEFINE_string("solo", None, "Folder of a run whose first model plays alone, the reference of the gap.")
 flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
+flags.DEFINE_bool("best", False, "Take the step that run.best kept, and not the newest.")
 flags.DEFINE_list("mesh", "1,1,1", "Devices along data, fsdp and tensor; -1 on one axis means the remaining devices.")
 
 
-def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
+def open_run(workdir, flag="workdir", mesh=("1", "1", "1"), best=False):
     """Configuration, recipe and state of the newest checkpoint of a run.
 
     workdir: folder of the run. flag: name of the flag in messages. mesh: three numbers of devices, as in ``--mesh``.
+    best: of the best step, which a run with ``run.best`` keeps.
     Raises ConfigError without a readable checkpoint.
     """
     from jaxmarl_llm.config import from_dict
@@ -40,13 +43,15 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1")):
 
     if len(mesh) != 3 or not all(size.removeprefix("-").isdigit() for size in mesh):
         raise ConfigError(f"--mesh: expected three numbers as in 1,8,1, got {','.join(mesh)!r}")
-    if not (epath.Path(workdir) / "checkpoints").is_dir():
-        raise ConfigError(f"--{flag}: {workdir} holds no checkpoints; train first")
-    saver = Checkpointer(workdir, read_only=True)  # the run may still write
+    name = "best" if best else "checkpoints"
+    if not (epath.Path(workdir) / name).is_dir():
+        told = "no best step; train with --config.run.best=eval/return" if best else "no checkpoints; train first"
+        raise ConfigError(f"--{flag}: {workdir} holds {told}")
+    saver = Checkpointer(workdir, read_only=True, name=name)  # the run may still write
     try:
         meta = saver.read_meta()
         if meta is None:
-            raise ConfigError(f"--{flag}: {workdir}/checkpoints holds no readable step")
+            raise ConfigError(f"--{flag}: {workdir}/{name} holds no readable step")
         module = config_flags.recipe_module(meta["config"]["recipe"])
         data, fsdp, tensor = map(int, mesh)
         cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(data, fsdp, tensor))
@@ -87,7 +92,7 @@ def main(cfg, workdir, flag_values):
     """Evaluate the run in ``workdir`` and print the figures."""
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
-    cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh)
+    cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh, best=flag_values.best)
     try:
         teams = partner_figures(cfg, recipe, state, flag_values)
         figures = {"step": int(state.step), **recipe.evaluate(state)}

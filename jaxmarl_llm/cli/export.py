@@ -27,7 +27,7 @@ def main(cfg, workdir, flag_values):
     from jaxmarl_llm.models import hf_weights
     from jaxmarl_llm.models.lora import merge_lora
 
-    _, recipe, state = open_run(workdir, mesh=flag_values.mesh)
+    _, recipe, state = open_run(workdir, mesh=flag_values.mesh, best=flag_values.best)
     names = list(dict.fromkeys(role.model for role in recipe.team.roles))  # critics are not language models
     chosen = flag_values.models or names
     unknown = sorted(set(chosen) - set(names))

@@ -8,8 +8,11 @@ on each host. Under Slurm, on a TPU slice and in a JobSet the processes find eac
 On a CPU set JAX_PLATFORMS=cpu. The memory of a step that takes up to a third of the machine's memory is then kept for
 the next step (jaxmarl_llm/runs/allocator.py).
 
-Exit codes: 2: the input is wrong. 75: nothing is wrong, run the command again; the run was saved after SIGTERM, or
-another process has ended.
+A workdir has one writer, which its file run.lock names. --break_lock takes it from a run that has ended elsewhere.
+
+Exit codes: 1: the run cannot go on; one line or a traceback says why. 2: the input is wrong. 75: nothing is wrong, run
+the command again; the run was saved after SIGTERM, or another process has ended. 130: ended by Ctrl-C; the first one
+saves the step in progress, a second one ends at once.
 """
 
 import os
@@ -20,6 +23,7 @@ from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.runs import allocator
 
 flags.DEFINE_list("allow_config_change", [], "Config keys (a.b) that may differ from those the workdir was made with.")
+flags.DEFINE_bool("break_lock", False, "Take the workdir from a run whose lock is there, though it has ended.")
 flags.DEFINE_string("compilation_cache", None, "Folder of compiled programs; default: <workdir>/../.jax_cache.")
 flags.DEFINE_string("coordinator", None, "host:port of process 0, where the processes of a run meet.")
 flags.DEFINE_integer("processes", None, "How many processes; default: as the environment says, 1 where it is silent.")
@@ -58,7 +62,8 @@ def main(cfg, workdir, flag_values):
         preflight.check(cfg, module.make_plan(cfg))
         recipe = module.make(cfg)
         try:
-            fit(cfg, recipe, workdir, allow_config_change=flag_values.allow_config_change)
+            changed, broken = flag_values.allow_config_change, flag_values.break_lock
+            fit(cfg, recipe, workdir, allow_config_change=changed, break_lock=broken)
         finally:
             recipe.env_runner.close()
 

@@ -17,7 +17,6 @@ import faulthandler
 import os
 import pickle
 import selectors
-import signal
 import sys
 import threading
 import time
@@ -25,13 +24,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
+from jaxmarl_llm.distributed import signals
 from jaxmarl_llm.distributed.deadlines import PROGRESS, Deadlines
 from jaxmarl_llm.distributed.rendezvous import ClusterSpec, PeerConnection, connect, is_loopback
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.distributed.signals import EXIT_INTERRUPTED, EXIT_RETRY, listen_for_sigterm
+from jaxmarl_llm.errors import ConfigError, RunError
 
 T = TypeVar("T")
 
-EXIT_RETRY = 75  # exit code EX_TEMPFAIL: the run is fine; the same command continues from the last checkpoint
 TICK = 1.0  # seconds between heartbeats, and between checks of the deadlines
 SILENCE = 30.0  # seconds without a heartbeat after which a process counts as dead
 GRACE = 3.0  # seconds in which a process may end by itself after another one failed, probably for the same reason
@@ -76,21 +76,11 @@ def broadcast_from_0(make: Callable[[], T]) -> T:
     return cast(T, all_gather(make() if index() == 0 else None)[0])
 
 
-_stop = threading.Event()
-
-
-def stop_asked() -> bool:
-    """Whether any process received SIGTERM. A collective: all processes get the same answer at the same step."""
-    return any(all_gather(_stop.is_set()))
-
-
-def listen_for_sigterm() -> None:
-    """Install a handler for SIGTERM that makes `stop_asked` true instead of ending the process.
-
-    The handler replaces the one of jax.distributed. That one needs several steps for its protocol, and is absent in a
-    run of one process.
+def stop_asked() -> int:
+    """Exit code with which a signal asked some process to end (`signals.requested`), 0 for none. A collective: all
+    processes get the same answer at the same step.
     """
-    signal.signal(signal.SIGTERM, lambda *_: _stop.set())
+    return max(all_gather(signals.requested()))
 
 
 @contextlib.contextmanager
@@ -149,7 +139,7 @@ def distributed_run(where: ClusterSpec | None, facts: Mapping[str, Any], timeout
         listen_for_sigterm()
         yield
     except SystemExit as stopped:
-        if stopped.code not in (0, None, EXIT_RETRY):
+        if stopped.code not in (0, None, EXIT_RETRY, EXIT_INTERRUPTED):
             _watch.failed(f"exit code {stopped.code}", stopped.code if isinstance(stopped.code, int) else 1)
         _leave()
         raise
@@ -173,11 +163,11 @@ def _leave() -> None:
 def _fail(error: BaseException) -> NoReturn:
     """Print ``error``, tell the other processes about it, and end this process."""
     assert _watch is not None
-    if isinstance(error, ConfigError):
-        line, code = f"error: {' '.join(str(error).split())}", 2
+    if isinstance(error, (ConfigError, RunError)):
+        line, code = f"error: {' '.join(str(error).split())}", 2 if isinstance(error, ConfigError) else 1
         _tell(line)
     elif isinstance(error, KeyboardInterrupt):
-        line, code = "interrupted", 130
+        line, code = "interrupted", EXIT_INTERRUPTED
         _tell(line)
     else:
         import jax
@@ -280,6 +270,7 @@ class _Watch(threading.Thread):
                         faulthandler.dump_traceback(all_threads=True)
                 for peer in self._peers:
                     peer.send(ended=line, code=code, where=where, grace=grace)
+                signals.call_at_exit()
                 # JAX aborts a process that loses process 0. So process 0 waits until the others have printed and ended.
                 until = time.monotonic() + grace + GRACE
                 for peer in self._peers if self._hub else ():

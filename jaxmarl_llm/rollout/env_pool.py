@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,14 +23,27 @@ from pebble import ProcessExpired, ProcessPool
 from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.messages import HostEnv
 
+LONGEST_TRACE = 8000  # characters of a traceback that are kept, from its end
+
 _env: HostEnv | None = None
 
 
 class Failure(NamedTuple):
-    """The reason why a call has no result. ``kind``: ``raised``, ``timeout`` or ``died``."""
+    """The reason why a call has no result. ``kind``: ``raised``, ``timeout`` or ``died``.
+
+    ``trace``: the traceback of what was raised, from the user's first line on; empty without an exception.
+    """
 
     kind: str
     message: str
+    trace: str = ""
+
+
+def raised(error: BaseException) -> Failure:
+    """The failure of a call that raised ``error``."""
+    told = traceback.TracebackException.from_exception(error)
+    told.stack = traceback.StackSummary.from_list([frame for frame in told.stack if frame.filename != __file__])
+    return Failure("raised", f"{type(error).__name__}: {error}", "".join(told.format())[-LONGEST_TRACE:])
 
 
 def _build(factory: Callable[[], HostEnv]) -> None:
@@ -47,7 +61,7 @@ def _call(method: str, args: tuple) -> bytes:
     try:
         return pickle.dumps(getattr(_env, method)(*args))
     except (Exception, SystemExit) as error:
-        return pickle.dumps(Failure("raised", f"{type(error).__name__}: {error}"))
+        return pickle.dumps(raised(error))
 
 
 class EnvPool:
@@ -112,7 +126,7 @@ class EnvPool:
         try:
             return getattr(self.env, method)(*args)
         except (Exception, SystemExit) as error:  # only this sample fails
-            return Failure("raised", f"{type(error).__name__}: {error}")
+            return raised(error)
 
     def _result(self, future: Any) -> Any:
         try:
@@ -127,7 +141,7 @@ class EnvPool:
                 return None
             return Failure("died", f"worker exited with code {error.exitcode}")
         except Exception as error:  # raised by the environment in the worker
-            return Failure("raised", f"{type(error).__name__}: {error}")
+            return raised(error)
 
     def close(self) -> None:
         """End the processes. They start again with the next call."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from jaxmarl_llm.agents.memory import MemoryConfig, decode_text, read
 from jaxmarl_llm.distributed.meshes import model_mesh
@@ -26,10 +27,11 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Prompt
 from jaxmarl_llm.rollout.array import check_seats, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.failures import RolloutFailure
 from jaxmarl_llm.rollout.host import HostRollout, HostSettings, play
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.rollout.recall import mean_embedding
-from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Team, Tree
+from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Role, Team, Tree
 
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
@@ -39,7 +41,7 @@ class RolloutResult(NamedTuple):
     tree: Tree  # numpy arrays
     prompt_text: Callable[[int], str]  # of a step's row
     completion_text: Callable[[int], str]
-    failures: list[str]
+    failures: list[RolloutFailure]  # of host environments
     records: HostRollout | None  # host environments
     watched: Mapping[str, float] = {}  # figures of the environment's own, see `HostEnvRunner.play`
 
@@ -54,7 +56,13 @@ class Demonstrations(NamedTuple):
 
 
 class EnvRunner(ABC):
-    """Plays tasks of one environment with one team; ``array`` tells the kind."""
+    """Plays tasks of one environment with one team; ``array`` tells the kind.
+
+    ``watcher``: called with every rollout, and whether its tasks were held out; None: nobody watches.
+    """
+
+    watcher: Callable[[RolloutResult, bool], None] | None = None
+    dropped = 0.0  # share of the demonstrations that were left out
 
     array: bool
     env: ArrayEnv | HostEnv
@@ -82,9 +90,21 @@ class EnvRunner(ABC):
         `rollout.make_rollout`.
         """
 
+    def _watched(self, played: RolloutResult, held_out: bool) -> RolloutResult:
+        """``played``, after the watcher has seen it."""
+        if self.watcher is not None:
+            self.watcher(played, held_out)
+        return played
+
     @abstractmethod
-    def demonstrations(self, team: Team, n: int, seed: int, context: int) -> dict[str, Demonstrations]:
-        """At most ``n`` supervised samples a role, some with up to ``context`` memory entries in the prompt."""
+    def demonstrations(
+        self, team: Team, n: int, seed: int, context: int, *, min_fitting: float = 0.0
+    ) -> dict[str, Demonstrations]:
+        """At most ``n`` supervised samples a role, some with up to ``context`` memory entries in the prompt.
+
+        Samples of a host environment that are longer than a completion may be are left out, with a warning. Where less
+        than the share ``min_fitting`` of a role's remain, ConfigError is raised.
+        """
 
     @abstractmethod
     def lessons(self, team: Team, played: RolloutResult, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -140,9 +160,9 @@ class ArrayEnvRunner(EnvRunner):
             return decode(tree.nodes.tokens[node, : tree.nodes.length[node]])
 
         completion = lambda row: decode(tree.steps.tokens[row, : tree.steps.length[row]])
-        return RolloutResult(tree, prompt, completion, [], None)
+        return self._watched(RolloutResult(tree, prompt, completion, [], None), held_out)
 
-    def demonstrations(self, team, n, seed, context):
+    def demonstrations(self, team, n, seed, context, *, min_fitting=0.0):
         if self.task.demonstrations is None:
             raise ConfigError(f"config.sft.steps: expected 0: environment {self.env.name!r} has no demonstrations")
         rows = self.task.demonstrations(seed, n, context)
@@ -259,9 +279,11 @@ class HostEnvRunner(EnvRunner):
                 if moves.played[j]
             ]
             watched = self.task.episode_metrics(spoken)
-        return RolloutResult(got.tree, prompt, lambda row: got.records[row].action.text, got.failures, got, watched)
+        failures = [failure._replace(task=int(indices[failure.task])) for failure in got.failures]
+        completion = lambda row: got.records[row].action.text
+        return self._watched(RolloutResult(got.tree, prompt, completion, failures, got, watched), held_out)
 
-    def demonstrations(self, team, n, seed, context):
+    def demonstrations(self, team, n, seed, context, *, min_fitting=0.0):
         rng = np.random.default_rng([seed, 7])
         if self.task.demonstrations is None:
             raise ConfigError(f"config.sft.steps: expected 0: environment {self.env.name!r} has no demonstrations")
@@ -269,13 +291,13 @@ class HostEnvRunner(EnvRunner):
         by_role: dict[str, list] = {role: [] for role in self.env.roles}
         for role, prompt, completion in rows:
             by_role["solo" if self.cfg.protocol == "solo" else role].append((prompt, completion))
-        out = {}
+        out, kept, every = {}, 0, 0
         for index, role in enumerate(team.roles):
             samples, tokenizer = by_role[role.name], team.model_of(index).tokenizer
             if not samples:
                 continue
-            encoded = []
-            for i in rng.permutation(len(samples))[:n]:
+            encoded, drawn = [], rng.permutation(len(samples))[:n]
+            for i in drawn:
                 prompt, completion = samples[i]
                 if context and rng.random() < 0.5:  # memory-bearing samples: strategies of other samples in front
                     others = rng.integers(0, len(samples), rng.integers(1, context + 1))
@@ -285,12 +307,10 @@ class HostEnvRunner(EnvRunner):
                 said = [*tokenizer.encode(completion), tokenizer.stop_ids[0]]
                 if len(said) <= role.max_new_tokens:
                     encoded.append((ids, said))
-            if not encoded:
-                raise ConfigError(
-                    f"config.team.max_new_tokens: none of the {len(samples)} demonstrations of role {role.name!r} "
-                    f"fits in {role.max_new_tokens} tokens"
-                )
+            _check_fitting(role, len(encoded), len(drawn), min_fitting)
+            kept, every = kept + len(encoded), every + len(drawn)
             out[role.name] = _stack(encoded, role.max_new_tokens, tokenizer.pad_id)
+        self.dropped = 1 - kept / every if every else 0.0
         return out
 
     def _example(self, role: str, sample: tuple[Prompt, str]) -> str:
@@ -360,6 +380,31 @@ def _check_picklable(factory: Callable[[], HostEnv], name: str) -> None:
             f"config.env.workers: expected 0: worker processes cannot build environment {name!r}: "
             f"{type(error).__name__}: {error}"
         ) from None
+
+
+def _check_fitting(role: Role, fitting: int, drawn: int, least: float) -> None:
+    """Say how many demonstrations of a role were left out.
+
+    Args:
+        role: The role.
+        fitting: Demonstrations that are short enough.
+        drawn: All of them.
+        least: Share that has to fit.
+
+    Raises:
+        ConfigError: None fits, or less than ``least`` do.
+    """
+    if fitting == drawn:
+        return
+    long = f"{drawn - fitting} of {drawn} demonstrations of role {role.name!r}"
+    shown = f"{long} are longer than {role.max_new_tokens} tokens"
+    if not fitting or fitting < least * drawn:
+        accept = ", or accept that share with --config.sft.min_fitting" if fitting else ""
+        raise ConfigError(
+            f"config.team.max_new_tokens: {shown}, so only {fitting / drawn:.0%} would be learned; give it a "
+            f"larger value{accept}"
+        )
+    logging.warning("config.team.max_new_tokens: %s and are left out of stage 0", shown)
 
 
 def _final_move(tree: Tree) -> np.ndarray:

@@ -7,6 +7,7 @@ tables are padded to bucket sizes, so that programs which read them are compiled
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,8 @@ import numpy as np
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action, Prompt
-from jaxmarl_llm.rollout.env_pool import EnvPool, Failure
+from jaxmarl_llm.rollout.env_pool import EnvPool, Failure, raised
+from jaxmarl_llm.rollout.failures import RolloutFailure
 from jaxmarl_llm.rollout.keys import CHILD, ENV, RESET, fold
 from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, TeamSampler, pad
 from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
@@ -51,8 +53,10 @@ class HostRollout(NamedTuple):
 
     tree: Tree  # numpy arrays
     records: list[Record]
-    failures: list[str]  # errors of environments, one line each
+    failures: list[RolloutFailure]
     cut_tokens: int  # prompt tokens left out because a prompt was too long
+    cut_prompts: Mapping[str, int]  # by role, prompts from which tokens were left out
+    unplayed: int  # tasks without a first prompt, because ``reset`` or ``observe`` failed
 
 
 # (roles [N], prompts [N]) -> (prompts with retrieved memory entries, Retrieval of N rows)
@@ -133,8 +137,9 @@ class HostFrontier:
         self.states: list[LiveState] = []
         self.rows = Rows()
         self.records: list[Record] = []
-        self.failures: list[str] = []
-        self.cut_tokens = self.env_calls = 0
+        self.failures: list[RolloutFailure] = []
+        self.cut_tokens = self.env_calls = self.unplayed = 0
+        self.cut_prompts: collections.Counter[str] = collections.Counter()
         self._team, self._pool, self._env, self._settings = team, pool, pool.env, settings
         self._sampler = TeamSampler(team, params, settings.sampling)
 
@@ -144,7 +149,8 @@ class HostFrontier:
         calls = [(seed_of(k), task) for k, task in zip(resets, tasks)]
         for i, state in enumerate(self._pool.map("reset", calls, range(len(tasks)))):
             if isinstance(state, Failure):
-                self.failures.append(f"reset: {state.message}")
+                self.failures.append(RolloutFailure("reset", 0, (), i, f"{state.kind}: {state.message}", state.trace))
+                self.unplayed += 1
             else:
                 self.states.append(LiveState(ROOT, state, roots[i], -1, i))
 
@@ -166,8 +172,12 @@ class HostFrontier:
             try:
                 prompts = sorted(self._env.observe(live.state).items(), key=lambda item: order(item[0]))
             except Exception as error:  # the joint action that led to this state is at fault
-                self.failures.append(f"turn {self.turn}: observe: {type(error).__name__}: {error}")
-                if live.parent >= 0:
+                told = raised(error)
+                roles, line = self._acted(live.parent), f"{told.kind}: {told.message}"
+                self.failures.append(RolloutFailure("observe", self.turn, roles, live.task, line, told.trace))
+                if live.parent < 0:
+                    self.unplayed += 1
+                else:
                     before = self.rows.transitions[live.parent]
                     self.rows.transitions[live.parent] = before._replace(done=True, valid=False)
                 continue
@@ -220,7 +230,8 @@ class HostFrontier:
             live, failed = self.states[i], isinstance(result, Failure)
             rewards, problem = reward_row(result, self._team, self._env.components)
             if problem:
-                self.failures.append(f"turn {self.turn}: {problem}")
+                roles, trace = tuple(seat.role for seat in samples[i]), result.trace if failed else ""
+                self.failures.append(RolloutFailure("step", self.turn, roles, live.task, problem, trace))
             played.append(PlayedAction(i, len(self.rows.transitions), None if failed else result[0], child_keys[i][j]))
             self.rows.transitions.append(
                 TransitionRow(
@@ -254,7 +265,13 @@ class HostFrontier:
         """The tables and texts of everything played so far."""
         costs = Costs(self._sampler.prompt_tokens, self.env_calls, self._sampler.launches)
         tree = make_tables(self._team, self._env.components, self.rows, self._settings.version, costs)
-        return HostRollout(tree, self.records, self.failures, self.cut_tokens)
+        cut = dict(self.cut_prompts)
+        return HostRollout(tree, self.records, self.failures, self.cut_tokens, cut, self.unplayed)
+
+    def _acted(self, transition: int) -> tuple[str, ...]:
+        """Roles of the joint action in row ``transition``; none for -1."""
+        steps = self.rows.transitions[transition].steps if transition >= 0 else ()
+        return tuple(self.records[step].role for step in steps)
 
     def _player(self, task: int, role: int) -> int:
         """Position in ``Team.players(role)`` of the model that acts for the role in this turn."""
@@ -268,6 +285,8 @@ class HostFrontier:
         name, tokenizer = self._team.roles[role].name, self._team.model_of(role).tokenizer
         fitted = tokenizer.fit(prompt, name, self._settings.max_prompt)
         self.cut_tokens += fitted.cut
+        if fitted.cut:
+            self.cut_prompts[name] += 1
         model = self._team.players(role)[self._player(live.task, role)]
         width = self._settings.plan.width(live.branch)
         return GenerationRequest(model, width, live.task, role, live.key, fitted.ids)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import platform
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from etils import epath
 
 from jaxmarl_llm._version import __version__
 from jaxmarl_llm.config import diff, from_dict, to_dict
-from jaxmarl_llm.distributed import deadlines, processes
+from jaxmarl_llm.distributed import deadlines, processes, signals
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.runs import preflight
+from jaxmarl_llm.runs.best import FOLDER, BestStep
+from jaxmarl_llm.runs.files import RunFiles, check_shared, one_writer, without_shared
+from jaxmarl_llm.runs.health import Health
 from jaxmarl_llm.runs.phases import Recipe
+from jaxmarl_llm.runs.trial import try_tasks
 from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
 from jaxmarl_llm.storage.workdir import Workdir
 from jaxmarl_llm.telemetry.logger import Logger
@@ -34,123 +37,159 @@ def fit(
     workdir: str | Path,
     *,
     allow_config_change: Sequence[str] = (),
+    break_lock: bool = False,
 ) -> TrainState:
     """Train to the last step, from the newest checkpoint in ``workdir`` if one exists.
 
     cfg: configuration of the run. recipe: made from ``cfg`` by a module of `recipes`. workdir: folder of the run, or a
     URL in an object store (`storage.workdir`). allow_config_change: configuration keys that may differ from those of
-    the checkpoint. Returns the last state.
+    the checkpoint. break_lock: take the workdir from another run that holds its lock (`storage.lock`). Returns the last
+    state.
 
     Writes metrics.jsonl, TensorBoard events, checkpoints/ and config.json, and at the end report.png and episodes.md.
+    Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the step in progress and end with
+    SystemExit (`distributed.signals`).
     """
     folder = Workdir(workdir)
-    with processes.watchdog(cfg.run.deadlines):
+    with (
+        processes.watchdog(cfg.run.deadlines),
+        signals.listening(),
+        one_writer(folder, break_lock) as lock,
+        contextlib.ExitStack() as savers,
+    ):
+
+        def opened(keep: int, **more: Any) -> Checkpointer:
+            saver = Checkpointer(folder.url, keep=keep, **more)
+            savers.callback(saver.close)  # waits for a save in progress, also after an error
+            return saver
+
         with deadlines.stage("save"):
-            _check_shared(folder)
-            saver = Checkpointer(folder.url, keep=cfg.run.keep)
-        try:
-            return _fit(cfg, recipe, folder, saver, allow_config_change)
-        finally:
-            saver.close()  # waits for a save in progress, also after an error
+            check_shared(folder)
+            saver = opened(cfg.run.keep)
+            best_saver = opened(1, name=FOLDER) if cfg.run.best else None
+        return _fit(cfg, recipe, RunFiles(folder, lock, saver, best_saver), allow_config_change)
 
 
-def _fit(
-    cfg: BaseConfig, recipe: Recipe, folder: Workdir, saver: Checkpointer, allow_config_change: Sequence[str]
-) -> TrainState:
+def _fit(cfg: BaseConfig, recipe: Recipe, files: RunFiles, allow_config_change: Sequence[str]) -> TrainState:
     """Resume or start a run, train it to the last step, and write its report. Arguments as in `fit`."""
     passes = None if recipe.env_runner.array else preflight.epochs(cfg, recipe.env_runner.size)
-    with deadlines.stage("save"):
-        state, resumed, backbone = _resume(cfg, recipe, saver, allow_config_change)
+    folder, saver = files.folder, files.saver
     primary = processes.index() == 0  # the other processes write only their parts of checkpoints
     if primary:
         folder.local.mkdir(parents=True, exist_ok=True)
         folder.fetch()
-        (folder.local / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
-    logger = Logger(
-        folder.local,
-        resume_step=resumed,
-        total_steps=recipe.total_steps,
-        interval=cfg.run.log_every,
-        tensorboard=cfg.run.tensorboard,
-        wandb_project=cfg.run.wandb_project,
-        primary=primary,
-    )
+    health = Health(folder.local, cfg.run.max_invalid, primary=primary)
     try:
+        if saver.steps()[-1:] < [recipe.total_steps]:
+            with deadlines.stage("reward"):
+                try_tasks(recipe.env_runner, recipe.team, health, required=cfg.run.max_invalid < 1)
+        with deadlines.stage("save"):
+            state, resumed, backbone, best = _resume(cfg, recipe, saver, allow_config_change)
+        if primary:
+            (folder.local / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
+        logger = Logger(
+            folder.local,
+            resume_step=resumed,
+            total_steps=recipe.total_steps,
+            interval=cfg.run.log_every,
+            tensorboard=cfg.run.tensorboard,
+            wandb_project=cfg.run.wandb_project,
+            primary=primary,
+        )
         with logger:
+            health.say = logger.print
             if resumed is not None:
                 logger.print(f"resumed {folder} at step {resumed}")
             if passes is not None:
                 logger.print(passes)
-            state, stopped = _train(cfg, recipe, folder, saver, logger, state, backbone)
+            health.watch(recipe.env_runner, int(state.step))
+            state, code = _train(cfg, recipe, files, logger, health, best, state, backbone)
             with deadlines.stage("save"):
-                _finish(recipe, folder, saver, logger, int(state.step), stopped)
+                _finish(recipe, files, logger, best, int(state.step), code)
+            health.close()
     finally:
+        recipe.env_runner.watcher = None
         if primary:  # also after a failure: the last lines of the metrics show the reason
             with deadlines.stage("save"):
                 folder.push()
     with deadlines.stage("save"):
         processes.all_gather(None)  # wait for process 0, which may need longer than the others would wait at the exit
-    if stopped:
-        raise SystemExit(processes.EXIT_RETRY)
+    if code:
+        raise SystemExit(code)
     return state
 
 
 def _resume(
     cfg: BaseConfig, recipe: Recipe, saver: Checkpointer, allow_config_change: Sequence[str]
-) -> tuple[TrainState, int | None, str]:
+) -> tuple[TrainState, int | None, str, BestStep]:
     """State to continue from: of the newest intact checkpoint, or a new one if no step was saved.
 
-    Returns the state, the step of the checkpoint (None for a new run), and the fingerprint of the frozen backbone.
+    Returns the state, the step of the checkpoint (None for a new run), the fingerprint of the frozen backbone, and the
+    best step so far.
     """
     meta = saver.read_meta()
     if meta is not None:
         _check_same(cfg, meta, allow_config_change)
         state, resumed = restore(saver, recipe, meta)
-        return state, resumed, meta["backbone"]  # `restore` has compared the fingerprint
+        own = (saver.read_meta(resumed) if resumed != meta["step"] else meta) or {}
+        best = BestStep(cfg.run.best, cfg.run.patience, own.get("best"))
+        return state, resumed, meta["backbone"], best  # `restore` has compared the fingerprint
     if steps := saver.steps():
         raise ConfigError(f"{saver.root}: no usable checkpoint: the meta of steps {steps} cannot be read")
     state = recipe.init(0)
-    return state, None, fingerprint_of(state.params["shared"])
+    return state, None, fingerprint_of(state.params["shared"]), BestStep(cfg.run.best, cfg.run.patience)
 
 
 def _train(
     cfg: BaseConfig,
     recipe: Recipe,
-    folder: Workdir,
-    saver: Checkpointer,
+    files: RunFiles,
     logger: Logger,
+    health: Health,
+    best: BestStep,
     state: TrainState,
     backbone: str,
-) -> tuple[TrainState, bool]:
-    """Train from ``state`` to the last step, or until SIGTERM.
+) -> tuple[TrainState, int]:
+    """Train from ``state`` to the last step, until a signal, or until the metric of ``best`` improves no more.
 
-    backbone: fingerprint of the frozen backbone, for the checkpoints. Returns the last state, and whether SIGTERM
-    stopped the training before the last step.
+    backbone: fingerprint of the frozen backbone, for the checkpoints. Returns the last state, and the exit code that a
+    signal asked for before the last step; 0 without one.
     """
-    bad, step, stopped = 0, int(state.step), False
+
+    def save(state: TrainState, is_best: bool = False) -> None:
+        with deadlines.stage("save"):
+            step = int(state.step)
+            files.save(step, state, _meta(cfg, step, backbone, best.record()), best=is_best)
+
+    bad, step, code, done = 0, int(state.step), 0, best.exhausted
     deadlines.set_step(step)
-    while step < recipe.total_steps and not stopped:
+    while step < recipe.total_steps and not done and not code:
         with deadlines.stage("rollout"):
             extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
+        best.see(extra, step, functools.partial(save, state, True))
         with deadlines.stage("update"):
             state, metrics = recipe.step(state, logger)
         step += 1
         deadlines.set_step(step)
         bad = bad + 1 if metrics.pop("bad", 0.0) else 0
         state = _counted(state, bad > 0)
-        if step == recipe.total_steps:
+        done = step == recipe.total_steps or best.exhausted
+        if done:
             with deadlines.stage("rollout"):
-                extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in recipe.evaluate(state).items()}
+                final = recipe.evaluate(state)
+            best.see(final, step, functools.partial(save, state, True), last=True)
+            extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in final.items()}
         logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
-        _check_numbers(cfg, step, bad, metrics, saver)
+        _check_numbers(cfg, step, bad, metrics, files.saver)
+        health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
         with deadlines.stage("save"):
-            stopped = processes.stop_asked() and step < recipe.total_steps
-            if stopped or step % cfg.run.checkpoint_every == 0 or step == recipe.total_steps:
-                saver.save(step, _without_shared(state), _meta(cfg, step, backbone))
+            code = processes.stop_asked() * (not done)
+            if code or done or step % cfg.run.checkpoint_every == 0:
+                save(state)
                 if processes.index() == 0:
-                    folder.push()
+                    files.folder.push()
         release_programs()
-    return state, stopped
+    return state, code
 
 
 def _counted(state: TrainState, skipped: bool) -> TrainState:
@@ -159,18 +198,30 @@ def _counted(state: TrainState, skipped: bool) -> TrainState:
     return state.replace(step=state.step + 1, counters=counters)
 
 
-def _finish(recipe: Recipe, folder: Workdir, saver: Checkpointer, logger: Logger, step: int, stopped: bool) -> None:
+def _finish(recipe: Recipe, files: RunFiles, logger: Logger, best: BestStep, step: int, code: int) -> None:
     """Wait for the last checkpoint. Then write the report, or say how to continue a stopped run.
 
-    step: number of the last step. stopped: whether SIGTERM stopped the training.
+    step: number of the last step. code: exit code that a signal asked for; 0 at the end of the run.
     """
-    saver.wait()
-    if stopped:
-        logger.print(f"SIGTERM: saved step {step}; run the same command again to go on")
-    elif processes.index() == 0 and (folder.local / "metrics.jsonl").exists() and recipe.total_steps:
+    files.saver.wait()
+    folder = files.folder
+    if code:
+        logger.print(f"{signals.NAMES[code]}: saved step {step}; run the same command again to go on")
+        return
+    if best.exhausted:
+        logger.print(f"ended after step {step}: no better {best.metric} in {best.waited} evaluations")
+    if best.metric is not None:
+        logger.print(str(best))
+    if processes.index() == 0 and (folder.local / "metrics.jsonl").exists() and recipe.total_steps:
         report(folder.local)
         episodes_markdown(recipe.episodes(), folder.local / "episodes.md")
         logger.print(f"wrote report.png and episodes.md to {folder}")
+
+
+def _kept(saver: Checkpointer) -> str:
+    """The newest checkpoint, for a message that ends the run. Completes a save in progress first."""
+    saver.wait()
+    return next((f"the last checkpoint is that of step {n}" for n in saver.steps()[-1:]), "there is no checkpoint")
 
 
 def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, float], saver: Checkpointer) -> None:
@@ -180,40 +231,14 @@ def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, f
     log-probabilities of the sampler and the learner. saver: completes its save first.
     """
     if bad >= cfg.run.max_bad_steps:
-        saver.wait()
-        kept = [f"the last checkpoint is that of step {n}" for n in saver.steps()[-1:]] or ["there is no checkpoint"]
         raise FloatingPointError(
-            f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; stopped; {kept[0]}"
+            f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; stopped; {_kept(saver)}"
         )
     gap = metrics.get("logprob_gap", 0.0)
     if cfg.run.max_logprob_gap and gap > cfg.run.max_logprob_gap:
         raise FloatingPointError(
             f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_gap="
             f"{cfg.run.max_logprob_gap:g}; the update would be biased"
-        )
-
-
-def _check_shared(folder: Workdir) -> None:
-    """Raise ConfigError when some process does not see the files that process 0 writes into the workdir."""
-    if processes.count() == 1:
-        return
-    workdir = epath.Path(folder.url)
-
-    def write() -> str:
-        """Write an empty file with a unique name; return the name."""
-        workdir.mkdir(parents=True, exist_ok=True)
-        name = f".of_process_0_{uuid.uuid4().hex}"
-        (workdir / name).write_text("")
-        return name
-
-    mark = workdir / processes.broadcast_from_0(write)
-    blind = [k for k, sees in enumerate(processes.all_gather(mark.exists())) if not sees]
-    if processes.index() == 0:
-        mark.unlink()
-    if blind:
-        raise ConfigError(
-            f"--workdir: process {blind[0]} does not see what process 0 writes to {workdir}; it has to be one folder "
-            "that all hosts have mounted"
         )
 
 
@@ -250,11 +275,11 @@ def restore(
 
         def like(step: int) -> TrainState:
             """Structure of the state at ``step``, which may be of another phase with other optimizers."""
-            return _without_shared(newest if step == int(meta["step"]) else recipe.init(step))
+            return without_shared(newest if step == int(meta["step"]) else recipe.init(step))
 
         got = saver.restore(like)
     else:
-        saved = _without_shared(newest)
+        saved = without_shared(newest)
         part = {name: getattr(saved, name) for name in ("step", "key", "params", "memory", "counters")}
         got = saver.restore({name: tree for name, tree in part.items() if jax.tree.leaves(tree)}, part=True)
     if got is None:
@@ -267,11 +292,6 @@ def _evaluates(cfg: BaseConfig, step: int) -> bool:
     """Whether to evaluate before ``step``: before the first RL step, and every ``eval_every`` RL steps."""
     rl = step - cfg.sft.steps
     return rl == 0 or (rl > 0 and cfg.run.eval_every > 0 and rl % cfg.run.eval_every == 0)
-
-
-def _without_shared(state: TrainState) -> TrainState:
-    """State without the frozen backbone, which follows from the configuration. Its fingerprint is saved instead."""
-    return state.replace(params={k: v for k, v in state.params.items() if k != "shared"})
 
 
 @functools.lru_cache(maxsize=1)
@@ -288,9 +308,10 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _meta(cfg: BaseConfig, step: int, backbone: str) -> dict[str, Any]:
-    """Metadata of the checkpoint of ``step``. ``backbone``: fingerprint of the frozen backbone."""
-    return {"step": step, "config": to_dict(cfg), "versions": _versions(), "backbone": backbone}
+def _meta(cfg: BaseConfig, step: int, backbone: str, best: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Metadata of the checkpoint of ``step``. backbone: fingerprint of the frozen one. best: record of `BestStep`."""
+    meta = {"step": step, "config": to_dict(cfg), "versions": _versions(), "backbone": backbone}
+    return meta if best is None else {**meta, "best": best}
 
 
 def fingerprint_of(tree: Any) -> str:

@@ -24,7 +24,7 @@ from jaxmarl_llm.distributed import meshes
 from jaxmarl_llm.envs.contract import Environment, check_step
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, EnvRunner, make_env_runner
+from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, make_env_runner
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.telemetry.logger import Logger
@@ -214,14 +214,21 @@ def make_phases(
             if asked:
                 raise ConfigError(f"config.mesh.models: expected 'all' with config.{name} as it is, got 'split'")
     tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
-    data = env_runner.demonstrations(team, cfg.sft.samples, cfg.seed, context) if cfg.sft.steps else {}
+    taught: Mapping[str, Demonstrations] = {}
+    if cfg.sft.steps:
+        least = cfg.sft.min_fitting
+        taught = env_runner.demonstrations(team, cfg.sft.samples, cfg.seed, context, min_fitting=least)
 
     def teach(driver: Driver, state: TrainState, i: Any) -> tuple[TrainState, Any]:
         with driver.stage("update", "supervised update"):
-            samples = driver.demonstrations(data)
+            samples = driver.demonstrations(taught)
             return supervised_step(team, tutors, SFT_LOSS, samples, cfg.sft, driver, state, i)
 
-    stage_0 = Phase(cfg.sft.steps, tutors, teach, functools.partial(supervised_metrics, "sft", SFT_LOSS))
+    def seen(result: Any) -> dict[str, float]:
+        dropped = {"sft/dropped": env_runner.dropped} if env_runner.dropped else {}
+        return supervised_metrics("sft", SFT_LOSS, result) | dropped
+
+    stage_0 = Phase(cfg.sft.steps, tutors, teach, seen)
     return Recipe(cfg, team, env_runner, (stage_0, *phases), mesh, stores, evaluate, episodes, context)
 
 

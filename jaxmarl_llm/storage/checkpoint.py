@@ -86,14 +86,17 @@ def describe_error(error: BaseException) -> str:
 
 
 class Checkpointer:
-    """Checkpoints of the steps of a run, in ``<workdir>/checkpoints/<step>``. Saving is asynchronous.
+    """Checkpoints of the steps of a run, in ``<workdir>/<name>/<step>``. Saving is asynchronous.
 
     workdir: folder or URL of the run. keep: number of newest steps to keep. read_only: for use beside a run that still
-    writes; nothing is created, moved or deleted.
+    writes; nothing is created, moved or deleted. name: ``checkpoints``, or ``best`` for the best step of a run. Raises
+    ConfigError where a file has that name.
     """
 
-    def __init__(self, workdir: str | epath.Path, *, keep: int = 2, read_only: bool = False):
-        self.root = epath.Path(workdir).absolute() / "checkpoints"
+    def __init__(self, workdir: str | epath.Path, *, keep: int = 2, read_only: bool = False, name: str = "checkpoints"):
+        self.root = epath.Path(workdir).absolute() / name
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(f"--workdir: {self.root} is a file, expected the folder of a run's checkpoints")
         self._keep, self._read_only = keep, read_only
         self._manager = self._open()
 
@@ -113,13 +116,13 @@ class Checkpointer:
         """Start to save a step; return as soon as the arrays are copied.
 
         step: its number. state: arrays; FloatingPointError if one holds NaN. meta: JSON values, such as configuration
-        and versions.
+        and versions; their ``step`` becomes the step.
         """
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             floating = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
             if floating and bool(jax.numpy.isnan(leaf).any()):
                 raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
-        meta = {**meta, "sha256": digests(state), "shapes": shapes(state)}
+        meta = {**meta, "step": step, "sha256": digests(state), "shapes": shapes(state)}
         meta["seal"] = meta_checksum(meta)
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
@@ -156,9 +159,10 @@ class Checkpointer:
             raise ConfigError(f"{self.root}: no usable checkpoint: {'; '.join(tried)}")
         return None
 
-    def read_meta(self) -> dict[str, Any] | None:
-        """Metadata of the newest step whose metadata is intact. Reads no arrays."""
-        return next((meta for step in self.steps()[::-1] if (meta := self._checked_meta(step)[0]) is not None), None)
+    def read_meta(self, step: int | None = None) -> dict[str, Any] | None:
+        """Metadata of the newest step whose metadata is intact, or of ``step``. Reads no arrays."""
+        steps = self.steps()[::-1] if step is None else [step]
+        return next((meta for step in steps if (meta := self._checked_meta(step)[0]) is not None), None)
 
     def _checked_meta(self, step: int) -> tuple[dict[str, Any] | None, str | None]:
         """Metadata of a step and None, or None and the problem that some process found."""
@@ -167,6 +171,8 @@ class Checkpointer:
             meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
             intact = meta["seal"] == meta_checksum(meta) and isinstance(meta["sha256"], dict)
             problem = None if intact else "checksum of meta differs"
+            if intact and meta.get("step", step) != step:  # steps of earlier versions may not say
+                problem = f"it holds step {meta['step']}: its folder was renamed"
         except Exception as error:  # Orbax raises many classes for a damaged file
             if is_transient(error):
                 raise
@@ -223,6 +229,11 @@ class Checkpointer:
         self._manager.close()
         processes.broadcast_from_0(move)
         self._manager = self._open()
+
+    def delete_from(self, step: int) -> None:
+        """Delete all steps from ``step`` on. A collective."""
+        for later in [saved for saved in self.steps() if saved >= step]:
+            self._manager.delete(later)
 
     def wait(self) -> None:
         """Wait until the save in progress is complete."""

@@ -11,12 +11,14 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from etils import epath
 
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.storage import lock
 
-ORBAX_FOLDERS = ("checkpoints", "corrupt")  # written by Orbax directly; never copied
+ORBAX_FOLDERS = ("checkpoints", "best", "corrupt")  # written by Orbax directly; never copied
 
 
 class Workdir:
@@ -35,6 +37,11 @@ class Workdir:
 
     def __str__(self) -> str:
         return self.url
+
+    @property
+    def home(self) -> Any:
+        """The folder itself, in the store or on this machine: it holds the lock."""
+        return self.local if self._store is None else self._store
 
     def fetch(self) -> None:
         """Replace the local folder by the files in the store. Without a store, do nothing."""
@@ -64,11 +71,11 @@ def _open(url: str) -> epath.Path:
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:
-    """Copy all files of ``source`` to ``target``, except the folders that Orbax writes."""
+    """Copy all files of ``source`` to ``target``, except the lock and the folders that Orbax writes."""
     target.mkdir(parents=True, exist_ok=True)
     for item in source.iterdir():
         if item.is_dir():
             if item.name not in ORBAX_FOLDERS:
                 _copy(item, target / item.name)
-        else:
+        elif item.name != lock.NAME:
             item.copy(target / item.name, overwrite=True)

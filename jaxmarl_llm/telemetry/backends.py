@@ -141,7 +141,8 @@ class Panel:
 
     def _line(self, step: int, row: Metrics) -> str:
         keys = ["reward/total", "success", *(k for k in row if k.startswith("eval/")), "speed/step"]
-        names = {"reward/total": "reward", "speed/step": "tokens/s"}
+        keys += ["count/invalid_share"] if row.get("count/invalid_share") else []
+        names = {"reward/total": "reward", "speed/step": "tokens/s", "count/invalid_share": "invalid share"}
         shown = " ".join(f"{names.get(k, k)} {_short(row[k])}" for k in keys if k in row)
         return f"step {step}/{self._total} {shown} {_short(row['time/step'])} s/step eta {self._eta(step)}"
 
@@ -165,6 +166,8 @@ def _body(row: Metrics, sparks: str) -> Any:
 
     head = Text(f"reward {_short(row.get('reward/total'))}  {sparks}")
     head.append("".join(f"   {k} {_short(v)}" for k, v in row.items() if re.match("success|eval/", k)))
+    if row.get("count/invalid_share"):
+        head.append(f"   invalid share {_short(row['count/invalid_share'])}")
     agents = Table("agent", box=None, padding=(0, 2), header_style="dim")
     for heading in AGENT_COLUMNS:
         agents.add_column(heading, justify="right")

@@ -35,10 +35,12 @@ class SFT(Offline):
     """Stage 0: supervised fine-tuning of every role on its own demonstrations."""
 
     samples: int = 2048  # demonstrations of each role to draw from
+    min_fitting: float = 0.5  # share of them that has to be no longer than team.max_new_tokens
 
     def check(self, path: str) -> None:
         super().check(path)
         at_least(f"{path}.samples", self.samples, 1, ROW_LIMIT)
+        in_range(f"{path}.min_fitting", self.min_fitting, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,25 @@ class RunConfig:
     max_bad_steps: int = 10  # in a row, whose loss or gradient was not finite, before the run stops
     deadlines: Deadlines = Deadlines()  # of the stages of a step
     max_logprob_gap: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
+    max_invalid: float = 0.5  # share of joint actions without a valid reward above which the run ends; 1: never
+    best: str | None = None  # metric of the held-out tasks, as eval/return; its best step is kept in best/
+    patience: int = 0  # evaluations in a row without a better value of ``best`` after which the run ends; 0: never
     episodes: int = 6  # written to episodes.md at the end
     max_epochs: float = 100.0  # passes of RL over the tasks of a host environment, above which it is refused; 0: any
 
     def check(self, path: str) -> None:
         for name in ("checkpoint_every", "keep", "log_every", "max_bad_steps"):
             at_least(f"{path}.{name}", getattr(self, name), 1)
-        for name in ("eval_every", "max_logprob_gap", "episodes", "max_epochs"):
+        for name in ("eval_every", "max_logprob_gap", "episodes", "patience", "max_epochs"):
             at_least(f"{path}.{name}", getattr(self, name), 0)
+        in_range(f"{path}.max_invalid", self.max_invalid, 0, 1)
+        if self.best is not None and not self.best.removeprefix("-").startswith("eval/"):
+            raise ConfigError(
+                f"{path}.best: expected a metric of the held-out tasks as eval/return, or -eval/NAME where less is "
+                f"better, got {self.best!r}"
+            )
+        if self.patience and not (self.best and self.eval_every):
+            raise ConfigError(f"{path}.patience: expected 0 without {path}.best and {path}.eval_every")
 
 
 @dataclass(frozen=True)

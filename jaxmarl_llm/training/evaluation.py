@@ -194,7 +194,7 @@ def most_frequent(answers: Sequence[Any]) -> int:
 
 
 def episodes_of(team: Team, played: RolloutResult, credited: Credited, selected: Array, count: int) -> list[list[dict]]:
-    """First episode of the first tasks as text, for reports.
+    """First line of play of the first tasks as text, for reports. Each role has its own rewards.
 
     Args:
         team: Roles and models.
@@ -216,14 +216,14 @@ def episodes_of(team: Team, played: RolloutResult, credited: Credited, selected:
                 break
             j = int(here[0])
             for s in moves.steps[j][moves.steps[j] >= 0]:
-                group = credited.group[s]
+                group, role = credited.group[s], int(tree.nodes.role[tree.steps.node[s]])
                 episode.append(
                     {
                         "turn": int(moves.turn[j]),
-                        "role": team.roles[tree.nodes.role[tree.steps.node[s]]].name,
+                        "role": team.roles[role].name,
                         "prompt": played.prompt_text(int(s)),
                         "completion": played.completion_text(int(s)),
-                        "rewards": {k: float(v[j, 0]) if moves.valid[j] else None for k, v in moves.rewards.items()},
+                        "rewards": {k: float(v[j, role]) if moves.valid[j] else None for k, v in moves.rewards.items()},
                         "advantage": float(credited.advantage[s]),
                         "selected": bool(selected[group]),
                     }

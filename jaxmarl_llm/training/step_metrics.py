@@ -48,7 +48,12 @@ def diagnose(
     out["reward/total"] = total
     if "accuracy" in moves.rewards:
         out["success"] = out["reward/accuracy"] if ended.any() else float("nan")
-    out["count/invalid_share"] = float(moves.played.sum() - moves.valid.sum()) / max(1, int(moves.played.sum()))
+    invalid, tried = count_invalid(played)
+    out["count/invalid_share"] = invalid / max(1, tried)
+    if played.records is not None:
+        out["count/unplayed"] = float(played.records.unplayed)
+        out["count/cut_prompts"] = float(sum(played.records.cut_prompts.values()))
+        out["count/cut_tokens"] = float(played.records.cut_tokens)
     role_of, turn_of = nodes.role[steps.node], nodes.turn[steps.node]
     multi = credited.stats.count >= 2
     flat = multi & (credited.stats.high == credited.stats.low)
@@ -88,6 +93,13 @@ def diagnose(
     out["bad"] = float(any(not m["ok"] for m in updated.values()))
     out["logprob_gap"] = max((m["logprob_gap"] for m in updated.values()), default=0.0)
     return out
+
+
+def count_invalid(played: RolloutResult) -> tuple[int, int]:
+    """Joint actions without a valid reward, and all joint actions. A task without a first prompt counts as one."""
+    moves, unplayed = played.tree.transitions, played.records.unplayed if played.records is not None else 0
+    tried = int(moves.played.sum())
+    return tried - int(moves.valid[moves.played].sum()) + unplayed, tried + unplayed
 
 
 def _episode_mean(moves: Any, values: Array) -> float:

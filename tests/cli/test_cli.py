@@ -75,7 +75,7 @@ import atexit, sys, time
 sys.path.insert(0, ROOT)
 from absl import flags
 from jaxmarl_llm.cli import config_flags as cli
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.errors import ConfigError, RunError
 
 flags.DEFINE_integer("every", 1, "A flag of this entry point.")
 atexit.register(lambda: print("jax" in sys.modules))
@@ -84,6 +84,8 @@ def main(cfg, workdir, flags):
     print(cfg, workdir, flags.every, flush=True)
     if flags.every == 13:
         raise ConfigError("config.seed: unlucky\\nnumber")
+    if flags.every == 12:
+        raise RunError("every reward\\nfailed")
     if flags.every == 14:
         time.sleep(60)
     return 7 if flags.every == 7 else None
@@ -223,6 +225,8 @@ def test_main_receives_the_built_config(folder, args, shown):
 
 def test_exit_codes_of_main(folder):
     assert call(folder, *GOOD, "--every=7")[0].returncode == 7
+    done, _ = call(folder, *GOOD, "--every=12")
+    assert (done.returncode, done.stderr) == (1, "error: every reward failed\n")
     done, _ = call(folder, *GOOD, "--every=13")
     assert (done.returncode, done.stderr) == (2, "error: config.seed: unlucky number\n")
     done, _ = call(folder, script="free.py")
@@ -327,12 +331,12 @@ def test_a_recipe_outside_of_the_package_is_found_by_every_entry_point(tmp_path,
     recipe = budget.make(cfg)
     state, run = recipe.init(0), tmp_path / "run"
     saver = Checkpointer(run)
-    saver.save(0, loop._without_shared(state), loop._meta(cfg, 0, loop.fingerprint_of(state.params["shared"])))
+    saver.save(0, loop.without_shared(state), loop._meta(cfg, 0, loop.fingerprint_of(state.params["shared"])))
     saver.close()
     assert evaluate.open_run(run)[0] == cfg
     assert plan_pod.prepare(cfg)[1].name
     given = {"coordinator": None, "processes": None, "process": None, "init_timeout": 5.0}
-    flags = type("Flags", (), {**given, "compilation_cache": "", "allow_config_change": []})
+    flags = type("Flags", (), {**given, "compilation_cache": "", "allow_config_change": [], "break_lock": False})
     fitted = []
     monkeypatch.setattr(loop, "fit", lambda cfg, recipe, workdir, **_: fitted.append(recipe.total_steps))
     monkeypatch.setattr(processes, "listen_for_sigterm", lambda: None)

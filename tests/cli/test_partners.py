@@ -177,7 +177,15 @@ class Flags(dict):
     """What absl gives: ``flags.relay``, and ``flags["relay"].value``."""
 
     def __init__(self, **given):
-        values = {"partner": None, "solo": None, "relay": 0, "out": None, "mesh": ["1", "1", "1"], **given}
+        values = {
+            "partner": None,
+            "solo": None,
+            "relay": 0,
+            "out": None,
+            "mesh": ["1", "1", "1"],
+            "best": False,
+            **given,
+        }
         super().__init__({k: type("Flag", (), {"value": v})() for k, v in values.items()})
         self.__dict__.update(values)
 

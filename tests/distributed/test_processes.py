@@ -564,7 +564,7 @@ def test_a_workdir_that_not_all_hosts_share_is_an_error(seen, monkeypatch, tmp_p
     monkeypatch.setattr(processes, "all_gather", lambda mine: [mine and there for there in seen])
     refused = pytest.raises(ConfigError, match="--workdir: process 1 does not see what process 0 writes to")
     with contextlib.nullcontext() if all(seen) else refused:
-        loop._check_shared(Workdir(tmp_path / "run"))
+        loop.check_shared(Workdir(tmp_path / "run"))
     assert list((tmp_path / "run").iterdir()) == []  # nothing is left
 
 

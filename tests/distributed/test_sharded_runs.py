@@ -340,7 +340,7 @@ def test_a_checkpoint_goes_on_on_another_mesh(name, folder, tmp_path):
     cfg = config(joyagents_r1, "2x2x2")
     saver = Checkpointer(tmp_path)
     meta = loop._meta(cfg, 1, loop.fingerprint_of(saved.state.params["shared"]))
-    saver.save(1, loop._without_shared(saved.state), meta)
+    saver.save(1, loop.without_shared(saved.state), meta)
     saver.wait()
     recipe = stepped(joyagents_r1, name, folder).recipe
     loop._check_same(config(joyagents_r1, name), saver.read_meta(), ())  # a mesh may change on the way

@@ -61,7 +61,7 @@ def test_two_architectures_with_two_tokenizers_train_together(tokenizer, tmp_pat
                     "workers": 2, "max_prompt": 1024, "eval_tasks": 2},
             "memory": {"capacity": 8, "retrieve": 1, "warmup": 4},
             "credit": {"normalise": "none"},
-            "sft": {"steps": 2, "batch": 2, "samples": 16},
+            "sft": {"steps": 2, "batch": 2, "samples": 16, "min_fitting": 0.0},
             "run": {"checkpoint_every": 2, "eval_every": 0, "tensorboard": False, "log_every": 100},
         },
     )  # fmt: skip
@@ -93,6 +93,6 @@ def test_demonstrations_that_do_not_fit_are_an_error():
         },
     )
     with pytest.raises(
-        ConfigError, match=r"config\.team\.max_new_tokens: none of the \d+ demonstrations of role 'master'"
+        ConfigError, match=r"config\.team\.max_new_tokens: (\d+) of \1 demonstrations of role 'master' .*0% would"
     ):
         joyagents_r1.make(cfg)

@@ -433,7 +433,7 @@ def test_a_run_that_was_killed_twice_ends_byte_equal(straight, tmp_path, monkeyp
     shutil.copytree(tmp_path / "checkpoints", kept / "checkpoints")
     resumed = loop.fit(config(), recipe(), tmp_path)
     assert sum(train) == TASKS // config().batch
-    assert digests(loop._without_shared(resumed)) == digests(loop._without_shared(state))
+    assert digests(loop.without_shared(resumed)) == digests(loop.without_shared(state))
     assert lines(tmp_path) == lines(workdir)
     with pytest.raises(ConfigError, match="kept/data: no data set is there"):
         loop.fit(config(), recipe(), kept)  # too late to sample it again: the policy has moved on

@@ -263,7 +263,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_counted():
     lengths = got.tree.nodes.length[got.tree.nodes.valid].tolist()
     whole = [len(BYTES.render(got.records[row].prompt, got.records[row].role)) for row in (0, 2)]
     assert lengths[:2] == [40, 40] and max(lengths[2:]) < 40 and min(whole) > 100
-    assert got.cut_tokens == sum(whole) - 80
+    assert got.cut_tokens == sum(whole) - 80 and got.cut_prompts == {"a": 1, "b": 1}
     assert go(talk(1, True), team, [task], plans.flat(2), max_prompt=200).cut_tokens == 0
 
 
@@ -527,7 +527,10 @@ def test_what_cannot_be_computed_is_invalid_and_never_zero(fault):
     got = go(faulty(), make_team("a"), [fault], plans.flat(12))
     assert_left_out(got, 12)
     text = {"raise": "RuntimeError: lost the database", "component": "'speed'", "none": "None", "nan": "nan"}
-    assert all(text.get(fault, "") in line and "\n" not in line for line in got.failures)
+    assert all(text.get(fault, "") in str(failure) and "\n" not in str(failure) for failure in got.failures)
+    assert {(f.call, f.turn, f.roles, f.task) for f in got.failures} == {("step", 0, ("a",), 0)}
+    traces = {f.trace for f in got.failures}
+    assert all("in step\n" in t and "env_pool" not in t for t in traces) if fault == "raise" else traces == {""}
 
 
 def test_a_numpy_number_is_a_number():
@@ -544,7 +547,7 @@ def test_a_failure_ends_its_episode_and_no_other():
     assert not parents & set(np.flatnonzero(failed))
     ended = moves.played & moves.done
     assert ended.sum() == 12 and (moves.turn[ended & moves.valid] == 2).all() and (ended & moves.valid).any()
-    assert any(line.startswith("turn 0") for line in got.failures)
+    assert any(failure.turn == 0 for failure in got.failures)
 
 
 def test_an_invalid_reward_does_not_end_the_episode():
@@ -556,7 +559,9 @@ def test_an_invalid_reward_does_not_end_the_episode():
 def test_a_reset_that_fails_leaves_its_task_out():
     got = go(faulty(), make_team("a"), ["none", "no reset", "none"], plans.flat(2))
     assert set(got.tree.nodes.task[got.tree.nodes.valid]) == {0, 2}
-    assert sum("OSError: cannot open" in line for line in got.failures) == 1
+    assert sum("OSError: cannot open" in str(failure) for failure in got.failures) == 1
+    assert [(f.call, f.task, f.roles) for f in got.failures if f.call == "reset"] == [("reset", 1, ())]
+    assert got.unplayed == 1
     nothing = go(faulty(), make_team("a"), ["no reset"], plans.flat(2))
     assert nothing.tree.counts.sequences == 0 and not nothing.tree.nodes.valid.any() and len(nothing.failures) == 1
 
@@ -575,7 +580,9 @@ def test_an_observation_that_fails_ends_its_episode():
     turns = got.tree.transitions.turn, got.tree.transitions.task
     assert got.tree.counts.invalid == 2 and got.tree.transitions.done[:4].tolist() == [False, False, True, True]
     last = [turns[0][got.tree.transitions.played & (turns[1] == t)].max() for t in (0, 1)]
-    assert last == [1, 0] and any("LookupError: no page" in line for line in got.failures)
+    assert last == [1, 0] and any("LookupError: no page" in str(f) for f in got.failures)
+    assert {(f.call, f.turn, f.task, f.roles) for f in got.failures} == {("observe", 1, 1, ("a",))}
+    assert got.unplayed == 0 and all("in observe\n" in f.trace for f in got.failures)
 
 
 # --- the same environment as arrays and as Python --------------------------------

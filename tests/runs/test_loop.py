@@ -97,9 +97,9 @@ def test_six_steps_are_three_and_a_kill_and_three(straight, tmp_path):
     assert "resumed" in done.stdout
     from jaxmarl_llm.storage.checkpoint import Checkpointer
 
-    got = Checkpointer(run).restore(loop._without_shared(state))
+    got = Checkpointer(run).restore(loop.without_shared(state))
     assert got is not None and got[2] == STAGE_0 + 6
-    assert digests(got[0]) == digests(loop._without_shared(state))
+    assert digests(got[0]) == digests(loop.without_shared(state))
     assert lines(run) == lines(workdir)
 
 
@@ -165,7 +165,7 @@ def test_finished_runs_stay_as_they_are(straight):
     state, workdir = straight
     before = (workdir / "metrics.jsonl").read_bytes()
     again = loop.fit(joy(), joyagents_r1.make(joy()), workdir)
-    assert digests(loop._without_shared(again)) == digests(loop._without_shared(state))
+    assert digests(loop.without_shared(again)) == digests(loop.without_shared(state))
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
 
@@ -269,7 +269,7 @@ def test_a_run_falls_back_across_a_change_of_optimizers(played, tmp_path):
     damage(run, 3)
     again = loop.fit(*game(), run)
     assert sorted(path.name for path in (run / "corrupt").iterdir()) == ["2", "3"]
-    assert digests(loop._without_shared(again)) == digests(loop._without_shared(state))
+    assert digests(loop.without_shared(again)) == digests(loop.without_shared(state))
     assert lines(run) == lines(workdir)
 
 
@@ -375,7 +375,7 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     last = lines(workdir)[-1]
     for key, value in recipe.evaluate(again).items():
         assert value == last[key.replace("eval/", "final/")]
-    given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"]}
+    given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"], "best": False}
     chosen = type("Flags", (), given)
     export.main(None, workdir, chosen)
     params, _ = hf_weights.load(tmp_path / "out" / "lookup")

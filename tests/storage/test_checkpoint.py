@@ -321,6 +321,29 @@ def test_empty_directories(run, part):
     assert not (run / "checkpoints" / "3").exists()
 
 
+def test_a_step_in_the_folder_of_another_is_not_restored(run):
+    """Two steps whose folders were swapped, and one whose folder was renamed."""
+    folder = run / "checkpoints"
+    (folder / "3").rename(folder / "x")
+    (folder / "2").rename(folder / "3")
+    (folder / "x").rename(folder / "2")
+    with pytest.raises(ConfigError, match=r"step 3 \(it holds step 2: .* step 2 \(it holds step 3"):
+        restore(run)
+    assert sorted(p.name for p in (run / "corrupt").iterdir()) == ["2", "3"]
+
+
+def test_the_meta_of_a_step_names_that_step(tmp_path):
+    with_saver(tmp_path, lambda saver: saver.save(5, {"x": np.ones(2)}, {"step": 4}))
+    assert with_saver(tmp_path, lambda saver: saver.read_meta())["step"] == 5
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_checkpoints_that_are_a_file_are_one_line(tmp_path, read_only):
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoints is a file, expected the folder"):
+        Checkpointer(tmp_path, read_only=read_only)
+
+
 def test_life_goes_on_after_a_fallback(run):
     (run / "checkpoints" / "3" / "state" / "manifest.ocdbt").write_bytes(b"")
     keep = Checkpointer(run)

@@ -240,10 +240,10 @@ def test_a_critic_is_saved_and_goes_on_to_the_bit(critic, tmp_path):
     with Logger(tmp_path, resume_step=None, total_steps=4, interval=99, tensorboard=False) as log:
         state = recipe.step(state, log)[0].replace(step=jnp.int32(1))
         saver = Checkpointer(tmp_path)
-        saver.save(1, loop._without_shared(state), {"step": 1})
+        saver.save(1, loop.without_shared(state), {"step": 1})
         saver.wait()
         straight, _ = recipe.step(jax.tree.map(jnp.copy, state), log)  # a step donates what it updates
-        restored, *_ = saver.restore(loop._without_shared(recipe.init(1)))
+        restored, *_ = saver.restore(loop.without_shared(recipe.init(1)))
         saver.close()
         resumed, _ = recipe.step(restored.replace(params={**restored.params, "shared": {}}), log)
     same = lambda s: digests((s.params["agents"], s.opt_state))

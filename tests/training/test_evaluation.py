@@ -9,6 +9,7 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
 from jaxmarl_llm.training import evaluation
 from jaxmarl_llm.types import Transitions
+from tests import toys
 
 PLAIN = {"": Sampling()}
 CFG = SimpleNamespace(reward={"accuracy": 1.0, "form": 0.5})
@@ -68,3 +69,19 @@ def test_tasks_whose_reward_is_unknown_do_not_count(monkeypatch):
     assert got == {"eval/accuracy": 0.5, "eval/form": 2.0, "eval/return": 1.5, "eval/success": 0.5}
     played(monkeypatch, episodes(ones, ones, no))
     assert all(np.isnan(v) for v in evaluation.evaluate(CFG, None, None, None, None, PLAIN).values())
+
+
+def test_episodes_show_each_role_its_own_rewards():
+    """A joint action of a game whose payoffs sum to zero."""
+    tree = SimpleNamespace(
+        transitions=SimpleNamespace(
+            played=np.array([True]), valid=np.array([True]), task=np.array([0]), turn=np.array([0]),
+            parent=np.array([-1]), steps=np.array([[0, 1]]), rewards={"payoff": np.array([[1.0, -1.0]])},
+        ),
+        steps=SimpleNamespace(node=np.array([0, 1])),
+        nodes=SimpleNamespace(role=np.array([0, 1])),
+    )  # fmt: skip
+    played = SimpleNamespace(tree=tree, prompt_text=str, completion_text=str)
+    credited = SimpleNamespace(group=np.array([0, 1]), advantage=np.zeros(2))
+    (episode,) = evaluation.episodes_of(toys.team(), played, credited, np.array([True, True]), 1)
+    assert [(turn["role"], turn["rewards"]) for turn in episode] == [("a", {"payoff": 1.0}), ("b", {"payoff": -1.0})]

@@ -145,7 +145,7 @@ def test_offloaded_states_are_away_from_the_start_and_when_they_are_read_again(m
         assert kinds(state.opt_state) == {"pinned_host"} and kinds(state.params) == {"device"}
         assert len(jax.tree.leaves(state.opt_state)) > 4
     saver = Checkpointer(tmp_path)
-    saver.save(2, loop._without_shared(state), loop._meta(cfg, 2, loop.fingerprint_of(state.params["shared"])))
+    saver.save(2, loop.without_shared(state), loop._meta(cfg, 2, loop.fingerprint_of(state.params["shared"])))
     saver.wait()
     again, _ = loop.restore(saver, recipe, saver.read_meta())
     saver.close()
