@@ -8,7 +8,7 @@ naive       as tiny with beta 0, the control: independent learners
 shipped     as tiny with what the authors ship for this game: discount 0.9, beta 0.5, entropy bonus, one more discount
 text        as tiny through chat prompts (`dilemma_text`): what an instruct model plays, see team.backbone.path
 
-    python -m experiments.train --config=experiments/configs/advantage_alignment.py:tiny --workdir=runs/alignment
+    jaxmarl-llm train --config=advantage_alignment:tiny --workdir=runs/alignment
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ tiny        `chain`, a solver and a verifier of 30 thousand parameters each, at 
 task        the control: one mean and std for all roles
 hetero      as tiny, with a verifier of a quarter of the solver's width
 
-    python -m experiments.train --config=experiments/configs/dr_mas.py:tiny --workdir=runs/dr_mas
+    jaxmarl-llm train --config=dr_mas:tiny --workdir=runs/dr_mas
 """
 
 import dataclasses

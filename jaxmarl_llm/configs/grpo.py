@@ -2,7 +2,7 @@
 
 tiny   one random model of 0.1 M parameters answers `dispatch_solo` queries; CPU, under a minute
 
-    python -m experiments.train --config=experiments/configs/grpo.py:tiny --workdir=runs/grpo
+    jaxmarl-llm train --config=grpo:tiny --workdir=runs/grpo
 """
 
 from ml_collections import ConfigDict

@@ -15,7 +15,7 @@ qwen2_5_3b  `assistant`, paper scale: five separate Qwen2.5-3B from --config.tea
 qwen2_5_7b, qwen2_5_32b
             the same with larger models
 
-    python -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=runs/demo
+    jaxmarl-llm train --config=joyagents_r1:tiny --workdir=runs/demo
 """
 
 from ml_collections import ConfigDict

@@ -15,7 +15,7 @@ tldr        the paper's setting of TLDR (two Qwen3-1.7B from --config.team.backb
 qwen3_1_7b  `tldr` for a slice of chips: a batch of 512 prompts, a mesh (docs/pods.md)
 coding      the paper's setting of HumanEval (two Qwen2.5-Coder-3B); for accelerators
 
-    python -m experiments.train --config=experiments/configs/magrpo.py:tiny --workdir=runs/magrpo
+    jaxmarl-llm train --config=magrpo:tiny --workdir=runs/magrpo
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ tiny        `chain`, a generator, a verifier and a refiner of 0.1 M parameters e
 random      the control: as many positive labels, on steps drawn at random
 solo        stage 0 of one model alone, on the same questions
 
-    python -m experiments.train --config=experiments/configs/malt.py:tiny --workdir=runs/malt
+    jaxmarl-llm train --config=malt:tiny --workdir=runs/malt
 """
 
 import dataclasses

@@ -2,11 +2,11 @@
 
 tiny        Kuhn poker by a random model of 13 thousand parameters, self-play; CPU, a few minutes
 code        the same with the advantages of the authors' code instead of the paper's text
-tic_tac_toe the same model, twice as wide and deep, on the board; CPU, some minutes
+tic_tac_toe  the same model, twice as wide and deep, on the board; CPU, some minutes
 hanabi      and with a partner instead of an opponent
 games       Kuhn poker, tic-tac-toe and mini-Hanabi in every batch, compared by game and player; CPU
 
-    python -m experiments.train --config=experiments/configs/marshal.py:tiny --workdir=runs/marshal
+    jaxmarl-llm train --config=marshal:tiny --workdir=runs/marshal
 
 Needs the extra `games`.
 """

@@ -5,7 +5,7 @@ shared      the same with one model for both roles
 single      one turn each, shaped
 tokens      as tiny, averaged over the tokens of a trajectory and not over its turns, for comparison
 
-    python -m experiments.train --config=experiments/configs/rema.py:tiny --workdir=runs/rema
+    jaxmarl-llm train --config=rema:tiny --workdir=runs/rema
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ tiny        `safety`, a conversation and a feedback agent of 30 thousand paramet
 no_dir      the same without the Dynamic Improvement Reward
 judge       the same with a judge that is a third, frozen role, taught in stage 0
 
-    python -m experiments.train --config=experiments/configs/waltzrl.py:tiny --workdir=runs/waltzrl
+    jaxmarl-llm train --config=waltzrl:tiny --workdir=runs/waltzrl
 """
 
 import dataclasses
