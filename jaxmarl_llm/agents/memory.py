@@ -41,6 +41,8 @@ CAPACITY_LIMIT = 2**20  # entries
 
 @dataclass(frozen=True)
 class MemoryConfig:
+    """Size and rules of the memory of each role."""
+
     capacity: int = 256  # entries (E)
     retrieve: int = 3  # most entries put into a prompt (X)
     min_similarity: float = 0.0  # cosine; an entry less similar to the query is not retrieved
