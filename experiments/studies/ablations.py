@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 from experiments.studies.common import interval, origin, train
+from jaxmarl_llm.cli import config_flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out", "docs/results/ablations.json", "Where the figures go.")
@@ -78,7 +79,6 @@ def main(argv) -> None:
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     logging.set_verbosity(logging.WARNING)
-    from jaxmarl_llm.cli import config_flags
     from jaxmarl_llm.config import replace_path
 
     out = Path(FLAGS.out)
@@ -115,4 +115,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    config_flags.run(lambda *_: main([]), required=())

@@ -1,12 +1,16 @@
-"""Command that prints the result of a run in a few lines: python -m jaxmarl_llm.cli.summary WORKDIR."""
+"""What a run reached, in a few lines: jaxmarl-llm summary WORKDIR."""
 
-import sys
+from __future__ import annotations
 
+from typing import Any
+
+from jaxmarl_llm.cli import arguments
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
 
-def main(workdir: str) -> int:
-    """Print the success before and after RL of the run in ``workdir``. Returns 1 if the run is not evaluated yet."""
+def main(given: Any) -> int:
+    """Print the success before and after RL of the run in ``given.workdir``. 1 if the run is not evaluated yet."""
+    workdir = given.workdir
     rows = read_metrics(workdir)
     before = next((r for r in rows if "eval/success" in r), None)
     after = rows[-1]
@@ -23,4 +27,6 @@ def main(workdir: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    parser = arguments.Parser("summary", __doc__)
+    parser.add_argument("workdir", metavar="WORKDIR", help="folder of a run")
+    arguments.run(parser, main)
