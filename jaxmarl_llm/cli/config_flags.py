@@ -101,7 +101,8 @@ def verb(known: Sequence[str]) -> str:
 def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
     """Build the config dataclass of a config file. Usable from a notebook.
 
-    ``spec``: ``NAME[:variant]`` or ``FILE.py[:variant]``. ``overrides``: pairs (dotted key without ``config.``, text of the value).
+    ``spec``: ``NAME[:variant]`` or ``FILE.py[:variant]``. ``overrides``: pairs (dotted key without ``config.``, text
+    of the value).
     """
     mapping = _read(spec)
     cls = _config_class(spec, mapping.get("recipe"))
