@@ -77,7 +77,7 @@ def claimed_in(name: str) -> str:
         raise ConfigError(
             f"--run: {file} has changes that are not committed; claims and code are committed before a run"
         )
-    return git("log", "-1", "--format=%h", "--", f"experiments/claims/{name}.py", "experiments/configs")
+    return git("log", "-1", "--format=%h", "--", f"experiments/claims/{name}.py", "jaxmarl_llm/configs")
 
 
 def checked(name: str, module: Any, findings: list[Finding]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm import credit, recipes
     from jaxmarl_llm.agents.team import Backbone, TeamConfig
     from jaxmarl_llm.envs.registry import EnvConfig
+    from jaxmarl_llm.envs.text_task import TextTask
     from jaxmarl_llm.generation.sampling import Sampling
     from jaxmarl_llm.rollout import plans
     from jaxmarl_llm.rollout.env_runner import make_env_runner
@@ -36,6 +37,7 @@ else:
             "Sampling": "jaxmarl_llm.generation.sampling",
             "Team": "jaxmarl_llm.types",
             "TeamConfig": "jaxmarl_llm.agents.team",
+            "TextTask": "jaxmarl_llm.envs.text_task",
             "Tree": "jaxmarl_llm.types",
             "fit": "jaxmarl_llm.runs.loop",
             "make_env_runner": "jaxmarl_llm.rollout.env_runner",
@@ -57,6 +59,7 @@ __all__ = [
     "Sampling",
     "Team",
     "TeamConfig",
+    "TextTask",
     "Tree",
     "__version__",
     "credit",

@@ -49,8 +49,8 @@ class Case(NamedTuple):
 
 SPECS = [
     f"{path}:{variant}"
-    for path in sorted((ROOT / "experiments" / "configs").glob("[!_]*.py"))
-    for variant in importlib.import_module(f"experiments.configs.{path.stem}").VARIANTS
+    for path in sorted((ROOT / "jaxmarl_llm" / "configs").glob("[!_]*.py"))
+    for variant in importlib.import_module(f"jaxmarl_llm.configs.{path.stem}").VARIANTS
 ]
 
 

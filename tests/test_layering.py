@@ -31,6 +31,7 @@ ROOMS = (
     "costs",
     "runs",
     "recipes",
+    "configs",
     "cli",
 )
 FACE = ("__init__", "__main__")  # what a user imports or runs: may import anything

@@ -1,4 +1,4 @@
-"""Configurations of recipes: each file has ``get_config(variant)`` and names its variants.
+"""The shipped configurations by their earlier path: `--config=experiments/configs/NAME.py:variant`.
 
-``experiments.train`` reads one of them with ``--config=experiments/configs/FILE.py:variant``.
+They live in `jaxmarl_llm.configs`, where `--config=NAME:variant` finds them in any folder.
 """

@@ -28,9 +28,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from experiments.sandbox import hostile_programs
+from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.sandbox import judge as sandbox
 from jaxmarl_llm.sandbox.judge import Limits, Test
@@ -151,7 +152,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("oversubscribe", 4, "Busy processes for each processor.")
     flags.DEFINE_integer("workers", 0, "Judges at once; 0: one for each processor.")
     flags.DEFINE_integer("limit", 0, "Judge only about this many programs; 0: all.")
-    try:
-        app.run(main)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    config_flags.run(lambda *_: main([]), required=())

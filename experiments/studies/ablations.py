@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 from experiments.claims import minus
 from experiments.studies.common import interval, origin, read_record, train
 from experiments.studies.paired import LEVEL, detectable, holm, p_value
+from jaxmarl_llm.cli import config_flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("out", "docs/results/ablations.json", "Where the figures go.")
@@ -131,7 +132,6 @@ def main(argv) -> None:
     jax.config.update("jax_compilation_cache_dir", str(Path("runs/.jax_cache").absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     logging.set_verbosity(logging.WARNING)
-    from jaxmarl_llm.cli import config_flags
     from jaxmarl_llm.config import replace_path
 
     out = Path(FLAGS.out)
@@ -168,4 +168,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    config_flags.run(lambda *_: main([]), required=())

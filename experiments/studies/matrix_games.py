@@ -13,7 +13,9 @@ import json
 import time
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
+
+from jaxmarl_llm.cli import config_flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("game", "chicken", ["coordination", "chicken", "prisoners"], "Payoffs; see envs/matrix.py.")
@@ -71,4 +73,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    config_flags.run(lambda *_: main([]), required=())

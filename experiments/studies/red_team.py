@@ -29,8 +29,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 
+from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.envs.assistant import env as assistant
 from jaxmarl_llm.envs.assistant.reference_episodes import script
 from jaxmarl_llm.envs.coding import env as coding
@@ -539,4 +540,4 @@ if __name__ == "__main__":
     flags.DEFINE_enum("split", "train", ["train", "test"], "Part of the data sets.")
     flags.DEFINE_string("only", "", "Only tables whose title begins so, such as writing.")
     flags.DEFINE_string("out", "", "Also write the page to this file.")
-    app.run(main)
+    config_flags.run(lambda *_: main([]), required=())

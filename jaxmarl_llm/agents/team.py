@@ -14,7 +14,7 @@ from jaxmarl_llm.agents.snapshots import opponent_model
 from jaxmarl_llm.config import ROW_LIMIT, at_least, one_of, positive
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models import decoder, hf_weights
+from jaxmarl_llm.models import decoder, hf_weights, hub
 from jaxmarl_llm.models.batch_invariant import invariant
 from jaxmarl_llm.models.lora import TARGETS, init_lora
 from jaxmarl_llm.models.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
@@ -41,19 +41,19 @@ CRITICS = ("none", "head", "separate", "joint")
 class Backbone:
     """A language model: weights from ``path``, or random ones of the given shape."""
 
-    path: str | None = None  # Hugging Face directory or .gguf file; None: random weights
-    tokenizer: str | None = None  # directory, .gguf or bytes; None: that of path, or bytes for random weights
+    path: str | None = None  # Hugging Face directory or hub name, or .gguf file; None: random weights
+    tokenizer: str | None = None  # directory, hub name, .gguf or bytes; None: that of path, or bytes
     family: str = "qwen2"  # qwen2, qwen3 or llama; this and what follows describe random weights
-    hidden_size: int = 64
-    intermediate_size: int = 192
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
+    hidden_size: int = 64  # width of the residual stream
+    intermediate_size: int = 192  # width of the MLP
+    num_layers: int = 2  # decoder layers
+    num_heads: int = 4  # query heads of a layer
+    num_kv_heads: int = 2  # key/value heads of a layer; a divisor of num_heads
+    head_dim: int = 16  # width of a head; even
     vocab_size: int | None = None  # None: the tokenizer's
-    tie_embeddings: bool = True
-    rope_theta: float = 10_000.0
-    dtype: str = "float32"
+    tie_embeddings: bool = True  # the output head is the embedding matrix
+    rope_theta: float = 10_000.0  # base of the rotary position frequencies
+    dtype: str = "float32"  # of the parameters: float32 or bfloat16; also for weights from path
 
     def check(self, path: str) -> None:
         one_of(f"{path}.family", self.family, tuple(decoder.FAMILIES))
@@ -83,12 +83,12 @@ class TeamConfig:
     all learn.
     """
 
-    parameter_sharing: str = "separate"
+    parameter_sharing: str = "separate"  # separate, shared (one model plays all roles), or lora (an adapter a role)
     backbone: Backbone = Backbone()
-    overrides: dict[str, Backbone] = field(default_factory=dict)
+    overrides: dict[str, Backbone] = field(default_factory=dict)  # role or model -> its own backbone (separate)
     models: dict[str, str | tuple[str, ...]] = field(default_factory=dict)  # role -> model, or models that play in turn
-    lora_rank: int = 16
-    lora_targets: tuple[str, ...] = TARGETS
+    lora_rank: int = 16  # rank of an adapter
+    lora_targets: tuple[str, ...] = TARGETS  # matrices that have an adapter
     max_new_tokens: int = 64  # tokens of one completion
     critic: str = "none"  # value estimates: see CRITICS
     critic_hidden: int = 0  # tanh units of the value head; 0: linear
@@ -134,7 +134,14 @@ class TeamConfig:
 def load_tokenizer(backbone: Backbone) -> Tokenizer:
     """Load the tokenizer that ``backbone`` names; the byte tokenizer if it names none."""
     source = backbone.tokenizer or backbone.path
-    return ByteTokenizer() if source in (None, ByteTokenizer.name) else HFTokenizer(source)
+    if source is None or source == ByteTokenizer.name:
+        return ByteTokenizer()
+    key = "config.team.backbone.tokenizer" if backbone.tokenizer else "config.team.backbone.path"
+    return HFTokenizer(hub.folder(source, key, weights=not backbone.tokenizer))
+
+
+def _weights(path: str) -> Path:
+    return hub.folder(path, "config.team.backbone.path")
 
 
 def shape_of(backbone: Backbone, vocab_size: int) -> decoder.Config:
@@ -143,7 +150,7 @@ def shape_of(backbone: Backbone, vocab_size: int) -> decoder.Config:
     ``vocab_size`` is used where the fields give none.
     """
     if backbone.path is not None:
-        return dataclasses.replace(hf_weights.read_config(backbone.path), dtype=backbone.dtype)
+        return dataclasses.replace(hf_weights.read_config(_weights(backbone.path)), dtype=backbone.dtype)
     return decoder.Config(
         vocab_size=backbone.vocab_size or vocab_size,
         hidden_size=backbone.hidden_size,
@@ -189,7 +196,7 @@ def init_backbone(backbone: Backbone, cfg: decoder.Config, key: jax.Array) -> Pa
         return jax.jit(lambda key: sharding.constrain(init(key)))(key)
     where = None if mesh is None else sharding.shardings(mesh, jax.eval_shape(init, key))
     arch = dataclasses.replace(cfg, used_vocab=None)
-    params, _ = hf_weights.load(Path(backbone.path), arch, dtype=backbone.dtype, sharding=where)
+    params, _ = hf_weights.load(_weights(backbone.path), arch, dtype=backbone.dtype, sharding=where)
     return params
 
 

@@ -1,6 +1,7 @@
-"""Command line of every entry point: ``--config=FILE.py[:variant] --config.key=value --workdir=DIR``.
+"""Command line of every entry point: ``--config=NAME[:variant] --config.key=value --workdir=DIR``.
 
-A config file is Python with one function::
+NAME is a shipped configuration (``--list`` prints them), such as ``joyagents_r1``, or a file ``FILE.py``. A config file
+is Python with one function::
 
     from ml_collections import ConfigDict
     from jaxmarl_llm.config import one_of, to_dict
@@ -21,7 +22,7 @@ cannot know what ``None`` or a tuple stands for. They are accepted in every form
 a ``--flagfile``.
 
 Anything wrong with flags or config ends with one line ``error: ...`` and exit code 2, before ``main`` is entered.
-``--help`` prints the flags and ends with exit code 0.
+``--help`` prints the flags and every configuration key with its explanation, and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -44,13 +46,15 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from jaxmarl_llm import config as config_lib
+from jaxmarl_llm.cli import catalogue, explain
 from jaxmarl_llm.errors import ConfigError, RunError
 
 FLAGS = flags.FLAGS
 HELP = ("-h", "-help", "--help", "--helpshort", "-?", "--?")
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 
-flags.DEFINE_string("config", None, "Config file, with an optional variant: FILE.py[:variant].")
+flags.DEFINE_string("config", None, "Shipped configuration NAME[:variant], or a config file FILE.py[:variant].")
+flags.DEFINE_bool("list", False, "Print the shipped configurations and exit.")
 flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, samples. Resumed when it has any.")
 flags.DEFINE_bool("print_config", False, "Print the resolved config and exit.")
 
@@ -100,7 +104,8 @@ def verb(known: Sequence[str]) -> str:
 def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
     """Build the config dataclass of a config file. Usable from a notebook.
 
-    ``spec``: ``FILE.py[:variant]``. ``overrides``: pairs (dotted key without ``config.``, text of the value).
+    ``spec``: ``NAME[:variant]`` or ``FILE.py[:variant]``. ``overrides``: pairs (dotted key without ``config.``, text
+    of the value).
     """
     mapping = _read(spec)
     cls = _config_class(spec, mapping.get("recipe"))
@@ -115,6 +120,10 @@ def _parse(argv: Sequence[str], required: Sequence[str], about: str) -> tuple[An
     """Parse the flags, as absl's ``flags_parser``. All input errors are found here, those cheapest to find first."""
     if any(arg in HELP for arg in argv[1:]):
         print(_usage(about))
+        print(_explained(argv[1:]) if "config" in required else "")
+        sys.exit(0)
+    if any(arg in ("--list", "-list") for arg in argv[1:]):
+        print(catalogue.config_list())
         sys.exit(0)
     try:
         expanded = FLAGS.read_flags_from_files(list(argv[1:]))
@@ -153,6 +162,22 @@ def _usage(about: str) -> str:
     return "\n".join([*lines, "  --helpfull: All flags, those of absl included."])
 
 
+def _explained(args: Sequence[str]) -> str:
+    """The keys of the configuration that ``--config`` among ``args`` names, with their explanations.
+
+    Without ``--config`` these are the keys that every recipe has.
+    """
+    rest, overrides = _split_overrides([arg for arg in args if arg not in HELP])
+    given = [arg.split("=", 1)[1] for arg in rest if re.match("--?config=", arg)]
+    given += [after for arg, after in itertools.pairwise(rest) if arg in ("--config", "-config")]
+    if given:
+        return f"keys of {given[-1]}:\n{explain.table(load(given[-1], overrides))}"
+    from jaxmarl_llm.training.config import BaseConfig
+
+    head = "keys of every recipe (with --config=NAME --help: the keys and values of that configuration):"
+    return f"{head}\n{explain.table(BaseConfig(recipe='NAME'))}"
+
+
 def _split_overrides(args: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """Separate ``--config.key=value`` from the flags that absl knows."""
     rest: list[str] = []
@@ -180,8 +205,11 @@ def _split_overrides(args: list[str]) -> tuple[list[str], list[tuple[str, str]]]
 def _read(spec: str) -> dict[str, Any]:
     """What ``get_config(variant)`` of the config file returns, as nested dictionaries."""
     name, _, variant = spec.partition(":")
-    file = Path(name)
+    shipped = catalogue.config_files()
+    file = shipped.get(name, Path(name))
     if not file.is_file():
+        if file.suffix != ".py" and file.parent == Path():
+            raise ConfigError(f"--config: no shipped configuration {name!r}; {config_lib.nearest(name, shipped)}")
         siblings = [str(path) for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
         hint = f"; {config_lib.nearest(name, siblings)}" if siblings else f": {str(file.parent)!r} has no config files"
         raise ConfigError(f"--config: no file {name!r}{hint}")

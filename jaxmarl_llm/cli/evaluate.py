@@ -1,7 +1,7 @@
 """Command that evaluates the newest checkpoint of a run on held-out tasks:
 
-    python -m jaxmarl_llm.cli.evaluate --workdir=runs/demo [--out=FILE.json] [--mesh=1,1,1]
-    python -m jaxmarl_llm.cli.evaluate --workdir=runs/pair --partner=runs/other --relay=2 --solo=runs/solo
+    jaxmarl-llm evaluate --workdir=runs/demo [--out=FILE.json] [--mesh=1,1,1]
+    jaxmarl-llm evaluate --workdir=runs/pair --partner=runs/other --relay=2 --solo=runs/solo
 
 It prints success and the mean of each reward component, for episodes sampled as in training and for greedy episodes.
 ``--best`` takes the step that ``run.best`` kept in place of the newest.

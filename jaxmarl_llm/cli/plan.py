@@ -1,6 +1,6 @@
 """Cost of one training step, predicted before anything runs:
 
-    jaxmarl-llm plan --config=FILE.py[:variant] [--config.k=v] [--chip=h200] [--length=role:prompt:response ...]
+    jaxmarl-llm plan --config=NAME[:variant] [--config.k=v] [--chip=h200] [--length=role:prompt:response ...]
 
 The command prints counts, tokens, bytes, FLOPs, and seconds on a chip at its peak. It needs no weights. A backbone is
 the name of a known shape, or a folder with config.json. Lengths are the largest possible ones unless they are given:

@@ -1,14 +1,17 @@
-"""Command that prints the result of a run in a few lines: python -m jaxmarl_llm.cli.summary WORKDIR."""
+"""What a run reached, in a few lines: jaxmarl-llm summary WORKDIR."""
 
-import sys
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import Any
 
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.cli import arguments
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
 
-def main(workdir: str) -> int:
-    """Print the success before and after RL of the run in ``workdir``. Returns 1 if the run is not evaluated yet."""
+def main(given: Any) -> int:
+    """Print the success before and after RL of the run in ``given.workdir``. 1 if the run is not evaluated yet."""
+    workdir = given.workdir
     rows = read_metrics(workdir)
     before = next((r for r in rows if "eval/success" in r), None)
     after = rows[-1]
@@ -31,11 +34,6 @@ def _figure(row: Mapping[str, float | None], key: str) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        print(f"error: expected one WORKDIR, found {len(sys.argv) - 1} arguments", file=sys.stderr)
-        sys.exit(2)
-    try:
-        sys.exit(main(sys.argv[1]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    parser = arguments.Parser("summary", __doc__)
+    parser.add_argument("workdir", metavar="WORKDIR", help="folder of a run")
+    arguments.run(parser, main)

@@ -1,4 +1,6 @@
-"""Train a recipe: python -m experiments.train --config=FILE.py[:variant] --workdir=DIR [--config.key=value ...]
+"""Train a recipe: jaxmarl-llm train --config=NAME[:variant] --workdir=DIR [--config.key=value ...]
+
+NAME is a shipped configuration, as `--list` prints them, or a file FILE.py. Such a file builds a configuration.
 
 Run the same command again to resume from the newest checkpoint in the workdir. On several hosts the same command runs
 on each host. Under Slurm, on a TPU slice and in a JobSet the processes find each other. Elsewhere each process gets:

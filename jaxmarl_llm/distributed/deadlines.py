@@ -21,7 +21,7 @@ class Deadlines:
 
     compile: float = 3600.0  # one program; this time is not part of the stage that needs the program
     rollout: float = 7200.0  # rollouts of training and of evaluation
-    reward: float = 3600.0
+    reward: float = 3600.0  # from the rewards of a batch to its advantages
     update: float = 7200.0  # includes the update of the agents' memory
     save: float = 3600.0  # checkpoints, metrics, and waiting for other processes at the end of a step
 

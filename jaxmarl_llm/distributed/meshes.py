@@ -35,10 +35,10 @@ class MeshConfig:
     models generate and learn at the same time. "split" needs separate models and host environments.
     """
 
-    data: int = -1
-    fsdp: int = 1
-    tensor: int = 1
-    models: str = "all"
+    data: int = -1  # devices along data: each has its own tasks
+    fsdp: int = 1  # devices along fsdp: parameters are cut, and gathered for use
+    tensor: int = 1  # devices along tensor: heads and MLP columns are cut
+    models: str = "all"  # all: models run one after another on all devices; split: each on its own part
 
     def check(self, path: str) -> None:
         """Raise ConfigError for impossible sizes. ``path``: name of these settings in the message."""

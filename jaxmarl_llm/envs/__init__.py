@@ -1,6 +1,7 @@
 """Environments: the interfaces of array and host environments, the registry, protocols, and one folder for each task.
 
 A folder has `array.py` (pure JAX), `text.py` or `env.py` (Python over text), or `solo.py` (one agent).
+The registry finds them. An environment of a user's own is a `TextTask`, or is named by its dotted module.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.envs.registry import EnvConfig
     from jaxmarl_llm.envs.splits import draw_task, is_held_out
     from jaxmarl_llm.envs.text_adapter import by_last_line, sample_texts
+    from jaxmarl_llm.envs.text_task import TextTask
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -23,6 +25,7 @@ else:
             "EnvConfig": f"{__name__}.registry",
             "HostTask": f"{__name__}.contract",
             "Observation": f"{__name__}.array_env",
+            "TextTask": f"{__name__}.text_task",
             "all_seats": f"{__name__}.array_env",
             "by_last_line": f"{__name__}.text_adapter",
             "draw_task": f"{__name__}.splits",
@@ -41,6 +44,7 @@ __all__ = [
     "EnvConfig",
     "HostTask",
     "Observation",
+    "TextTask",
     "all_seats",
     "by_last_line",
     "draw_task",

@@ -56,7 +56,7 @@ class EnvConfig:
     ``name`` is one of ours, or a dotted name: ``package.module``, or ``package.module:function``.
     """
 
-    name: str = "dispatch"
+    name: str = "dispatch"  # one of ours (jaxmarl-llm envs), package.module, or package.module:function
     args: dict[str, Any] = field(default_factory=dict)  # fields of the module's Config, or arguments of the function
     workers: int = 2  # processes of a host environment; 0: in this process, without timeouts
     timeout: float = 20.0  # seconds for one call of a host environment

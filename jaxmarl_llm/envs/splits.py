@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,8 +25,28 @@ T = TypeVar("T")
 
 def is_held_out(content: str | bytes) -> bool:
     """Whether a task of this ``content`` is held out."""
+    return _position(content) < HELD_OUT_SHARE * 2**64
+
+
+def _position(content: str | bytes) -> int:
+    """The hash of ``content``, evenly in [0, 2^64)."""
     raw = content.encode() if isinstance(content, str) else content
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") < HELD_OUT_SHARE * 2**64
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
+
+
+def split_contents(contents: Sequence[str]) -> np.ndarray | None:
+    """Which of ``contents`` are held out [n] bool, by `is_held_out`; equal contents are on one side.
+
+    Where a few contents leave a side empty, the content of the nearest hash moves there. None: there is one content.
+    """
+    if len(set(contents)) < 2:
+        return None
+    mask = np.array([is_held_out(content) for content in contents])
+    if mask.all() or not mask.any():
+        order = sorted(set(contents), key=_position)
+        moved = order[-1] if mask.all() else order[0]
+        mask = np.where(np.array(contents, object) == moved, ~mask, mask).astype(bool)
+    return mask
 
 
 def draw_task(draw: Callable[[], T], content: Callable[[T], str | bytes], held_out: bool) -> T:

@@ -72,8 +72,9 @@ class Config(BaseConfig):
     continuation: str = "continue"  # of a node's alternatives: continue, or local
     top_k: int | None = 5  # groups selected; None: all with a variance
     scope: str = "task"  # top_k groups of each task, or of the whole batch
-    use_memory: bool = True
+    use_memory: bool = True  # put entries of an adaptive memory into prompts, and evolve it
     memory: MemoryConfig = MemoryConfig()
+    # component -> weight of the reward that memory learns from
     memory_reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0})
 
     def check(self, path: str) -> None:

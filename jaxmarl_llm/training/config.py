@@ -21,7 +21,7 @@ from jaxmarl_llm.training.optimizers import Optimizer
 class Offline:
     """Steps on samples that are there before the first of them."""
 
-    steps: int = 0
+    steps: int = 0  # 0: no such steps
     batch: int = 32  # samples of each role in a step
     optimizer: Optimizer = Optimizer(learning_rate=3e-3)
 
@@ -48,11 +48,11 @@ class RunConfig:
     """Settings of a run: checkpoints, evaluation, logs, and limits that stop the run."""
 
     checkpoint_every: int = 50  # steps; the last step is always saved
-    keep: int = 2  # checkpoints
+    keep: int = 2  # newest checkpoints that stay
     eval_every: int = 50  # steps; 0: only before and after RL
     log_every: int = 10  # steps between console lines; metrics.jsonl has every step
-    tensorboard: bool = True
-    wandb_project: str | None = None
+    tensorboard: bool = True  # write event files for TensorBoard to the workdir
+    wandb_project: str | None = None  # project of Weights and Biases to log to (extra wandb); None: none
     max_bad_steps: int = 10  # in a row, whose loss or gradient was not finite, before the run stops
     deadlines: Deadlines = Deadlines()  # of the stages of a step
     max_logprob_gap: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
@@ -81,13 +81,14 @@ class RunConfig:
 class BaseConfig:
     """Fields of every recipe. A recipe's Config adds its own and sets its defaults."""
 
-    recipe: str
-    seed: int = 0
+    recipe: str  # a module of jaxmarl_llm.recipes, or any importable module; fixed by the configuration file
+    seed: int = 0  # of initialisation, tasks and samples
     steps: int = 200  # of RL, after sft.steps of stage 0
     batch: int = 32  # tasks in a step
     team: TeamConfig = TeamConfig()
     env: EnvConfig = EnvConfig()
     sampling: Sampling = Sampling()
+    # component -> weight; an absent component is logged and not paid
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0, "efficiency": -1.0})
     credit: Credit = Credit()
     loss: Loss = Loss()

@@ -22,13 +22,13 @@ class Optimizer:
     """Configuration of an optax chain: global norm clipping, an update rule, and a warm-up and decay schedule."""
 
     name: str = "adamw"  # adamw, adam, sgd, lion, adafactor
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-3  # largest one, after the warm-up
     schedule: str = "constant"  # constant, linear or cosine (both to 0 over `total_steps`)
     warmup_steps: int = 0  # steps of linear warm-up from 0
     total_steps: int = 0  # length of the schedule in optimizer steps, warm-up included; unused by constant
     weight_decay: float = 0.0  # adamw, lion
-    b1: float = 0.9
-    b2: float = 0.95
+    b1: float = 0.9  # decay of the first moment
+    b2: float = 0.95  # decay of the second moment
     max_grad_norm: float = 1.0  # 0 does not clip
     float32_master_weights: bool = True  # keep float32 copies, and float32 moments, of lower-precision parameters
     offload: bool = False  # a model's optimizer state is in host memory except during its own update

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.cli import catalogue, config_flags
 
 ROOT = Path(__file__).parents[2]
 
@@ -346,13 +346,13 @@ def test_a_recipe_outside_of_the_package_is_found_by_every_entry_point(tmp_path,
 
 
 SHIPPED = [
-    f"{path}:{variant}"
-    for path in sorted((ROOT / "experiments" / "configs").glob("[!_]*.py"))
-    for variant in importlib.import_module(f"experiments.configs.{path.stem}").VARIANTS
+    f"{name}:{variant}"
+    for name in catalogue.config_files()
+    for variant in importlib.import_module(f"jaxmarl_llm.configs.{name}").VARIANTS
 ]
 
 
-@pytest.mark.parametrize("spec", SHIPPED, ids=[Path(spec).name for spec in SHIPPED])
+@pytest.mark.parametrize("spec", SHIPPED, ids=SHIPPED)
 def test_every_variant_that_ships_is_a_configuration(spec):
     cfg = config_flags.load(spec)
     cfg.check("config")

@@ -17,7 +17,7 @@ from jaxmarl_llm.costs.known_shapes import architecture, shape_only
 from jaxmarl_llm.errors import ConfigError
 from tests.test_config_fields import ROOT, SPECS
 
-CONFIGS = ROOT / "experiments" / "configs"
+CONFIGS = ROOT / "jaxmarl_llm" / "configs"
 JOY = f"{CONFIGS}/joyagents_r1.py"
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 1000, "hidden_size": 64,

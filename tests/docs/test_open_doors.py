@@ -17,7 +17,8 @@ from tests.test_layering import ROOT
 
 PAGES = ("write_an_environment", "your_reward_and_data", "write_a_recipe")
 FILE = re.compile(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r"^jaxmarl-llm (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"^jaxmarl-llm (train .*)$", re.MULTILINE)
+OWN = ("capitals", "agree_own", "edited", "lookup", "guess", "graded")  # tasks of 20 lines that train 20 steps
 
 
 def page(name: str) -> str:
@@ -55,7 +56,8 @@ COMMANDS = [(name, line) for name in PAGES for line in COMMAND.findall(page(name
 
 
 def test_the_pages_have_what_the_test_runs():
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 12
+    assert {line.rsplit("workdir=runs/")[1].split()[0] for name, line in COMMANDS if "own_config" in line} == set(OWN)
     for name in PAGES:
         for file, text in FILE.findall(page(name)):
             code = [

@@ -49,22 +49,22 @@ class Config:
     paid for (`env`): ``gated``, only in proportion to accuracy; ``sum``, always, as in the paper.
     """
 
-    domains: tuple[str, ...] = DOMAINS
+    domains: tuple[str, ...] = DOMAINS  # kinds of queries
     mixture: tuple[float, ...] = ()  # empty: equal
     data_dir: str | None = None  # None: the samples in the package
-    split: str = "train"
-    count: int = 0
-    seed: int = 0
+    split: str = "train"  # train or test
+    count: int = 0  # tasks in all; 0: all there are
+    seed: int = 0  # of the order of tasks
     max_turns: int = 8  # M
     max_specialist_turns: int = 6  # of one delegation
     passages: int = 2  # shown to qa without a search
-    passage_chars: int = 240
-    observation_chars: int = 500
+    passage_chars: int = 240  # characters of a passage; longer ones are cut
+    observation_chars: int = 500  # characters of a tool's result; longer ones are cut
     context_chars: int = 1200  # a sub-task; a specialist's whole first message may have twice as many
-    report_chars: int = 200
-    reward: Literal["gated", "sum"] = "gated"
-    format_reward: float = 0.5
-    efficiency_cost: float = 0.3
+    report_chars: int = 200  # characters of a specialist's report; longer ones are cut
+    reward: Literal["gated", "sum"] = "gated"  # gated: form and efficiency in proportion to accuracy; sum: always
+    format_reward: float = 0.5  # reward of well-formed messages
+    efficiency_cost: float = 0.3  # cost of late and cut episodes
 
     def check(self, path: str) -> None:
         if not self.domains or len(set(self.domains)) < len(self.domains) or set(self.domains) - set(DOMAINS):

@@ -82,15 +82,15 @@ class Config:
     """The settings of questions, protocol, rewards and demonstrations."""
 
     seed: int = 0  # of the training tasks
-    tasks: int = 1024
-    protocol: str = "verify"
+    tasks: int = 1024  # training tasks
+    protocol: str = "verify"  # who acts when, see above
     rounds: int = 2  # attempts in verify, hints in meta
     terms: int = 3  # numbers of a chain
     largest: int = 4  # number of a chain
-    modulus: int = 10
+    modulus: int = 10  # results are modulo this number
     filler: int = 0  # letters without meaning in a question
-    accuracy: float = 1.0
-    format: float = 0.1
+    accuracy: float = 1.0  # reward of a right last answer
+    format: float = 0.1  # reward of an episode without a malformed completion
     invalid: float = 0.1  # a penalty
     shaping: float = 0.0  # ReMA: 0.25
     # Probabilities of mistakes in demonstrations.

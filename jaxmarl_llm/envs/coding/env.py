@@ -72,26 +72,26 @@ class Config:
     ``data`` is a directory as in `code_tasks`; None stands for the samples in the package (HumanEval and MBPP).
     """
 
-    benchmark: Literal["humaneval", "coophumaneval", "mbpp"] = "humaneval"
-    data: str | None = None
+    benchmark: Literal["humaneval", "coophumaneval", "mbpp"] = "humaneval"  # data set of the tasks
+    data: str | None = None  # folder of the data sets; None: the samples in the package
     split: str = "train"  # train, dev, test or all
     count: int = 0  # tasks; 0: all
     seed: int = 0  # of their order
-    reward: Literal["strict", "parity"] = "strict"
-    max_turns: int = 1
-    feedback: Literal["plain", "level", "expert"] = "plain"
+    reward: Literal["strict", "parity"] = "strict"  # strict, or parity: the paper's
+    max_turns: int = 1  # turns of an episode
+    feedback: Literal["plain", "level", "expert"] = "plain"  # before a later turn: see above
     shown_tests: int = 1  # asserts that level feedback may show; 0: all
     expert: Any = ""  # module:function, a callable, or an endpoint's base URL
-    expert_model: str = ""
+    expert_model: str = ""  # model that the endpoint is asked for
     expert_key_env: str = "OPENAI_API_KEY"  # the environment variable with the endpoint's key
     expert_timeout: float = 10.0  # seconds for one attempt
-    expert_retries: int = 1
+    expert_retries: int = 1  # attempts after a failed one
     exclude_shared: bool = False  # without the 16 functions that CoopHumanEval shares with HumanEval
     keep_bad_tests: bool = False  # keep CoopHumanEval's asserts that contradict their problem
     unsafe_exec: bool = False  # run generated code with this user's rights where no sandbox works
     cpu: float = 2.0  # seconds for one call, and for loading
     total: float = 6.0  # CPU seconds for one program
-    memory_mb: int = 512
+    memory_mb: int = 512  # memory of one program
     max_timeouts: int = 2  # then the remaining tests of a program count as timed out
 
     def check(self, path: str) -> None:

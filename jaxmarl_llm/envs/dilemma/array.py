@@ -70,9 +70,9 @@ class Config:
     """The settings of the game and its demonstrations."""
 
     seed: int = 0  # of the training tasks
-    tasks: int = 256
-    game: str = "ipd"
-    rounds: int = 10
+    tasks: int = 256  # training tasks
+    game: str = "ipd"  # ipd, or split: Trust-and-Split
+    rounds: int = 10  # rounds of an episode
     message: int = 1  # split: bytes of a message; 0: no messages, one turn a round
     shown: int = 1  # split: past rounds that a prompt shows (ipd shows all)
     response: int = 1  # R of an ipd completion

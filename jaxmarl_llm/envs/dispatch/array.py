@@ -71,12 +71,12 @@ class Config:
 
     seed: int = 0  # of the training tasks
     table_seed: int | None = None  # of the lookup table; None: ``seed``
-    tasks: int = 1024
+    tasks: int = 1024  # training tasks
     mixture: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # weights of KINDS
     response: int = 7  # R
-    accuracy: float = 1.0
-    format: float = 0.25
-    efficiency: float = 0.1
+    accuracy: float = 1.0  # reward of a right reply
+    format: float = 0.25  # reward of a readable route, and of an ended reply
+    efficiency: float = 0.1  # cost of a completion of full length
     # Probabilities of mistakes and memory entries in demonstrations.
     misroute: float = 0.6  # a function query is sent to transform
     wrong_product: float = 0.5  # a product is answered by a wrong random number

@@ -67,8 +67,8 @@ class Config:
     """The settings of protocol, reward and demonstrations."""
 
     seed: int = 0  # of the training tasks
-    tasks: int = 1024
-    protocol: str = "together"
+    tasks: int = 1024  # training tasks
+    protocol: str = "together"  # together, sequential, discussion or solo
     response: int = 10  # R of one string; a solo writer has twice that and the bar
     bar: float = 0.0  # a pair whose components add up to less earns nothing: the higher, the rarer by chance
     own: float = 0.5  # demonstrators: the probability that a letter is of the topic rather than any

@@ -69,8 +69,8 @@ class Config:
     """The settings of the games."""
 
     seed: int = 0  # tasks differ in nothing but the game: cards are dealt by the rollout's key
-    tasks: int = 64
-    games: tuple[str, ...] = ("kuhn_poker",)
+    tasks: int = 64  # training tasks
+    games: tuple[str, ...] = ("kuhn_poker",)  # kuhn_poker, tic_tac_toe or hanabi; one or several
     response: int = 1  # R; above 1 an action is ended by the stop token
     colours: int = 2  # hanabi: colours, and ranks of each
     hand: int = 2  # hanabi: cards of a player

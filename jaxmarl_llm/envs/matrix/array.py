@@ -64,11 +64,11 @@ class Config:
     """The settings of the game, its rewards and demonstrations."""
 
     seed: int = 0  # all tasks are the same game
-    tasks: int = 64
-    game: str = "chicken"
+    tasks: int = 64  # training tasks
+    game: str = "chicken"  # coordination, chicken or prisoners
     payoffs: tuple[tuple[float, float], ...] | None = None  # of (first, second) at CC, CD, DC, DD, instead of a game
     rewards: str = "joint"  # joint or individual
-    rounds: int = 1
+    rounds: int = 1  # rounds of an episode
     response: int = 1  # R
     cooperate: float = 0.5  # share of C among the demonstrations
 

@@ -80,15 +80,15 @@ class Config:
     """The settings of mazes, team and demonstrations."""
 
     seed: int = 0  # of the training tasks
-    tasks: int = 1024
-    size: int = 6
-    walls: float = 0.3
-    shortest: int = 7
-    longest: int = 9
+    tasks: int = 1024  # training tasks
+    size: int = 6  # cells of a side
+    walls: float = 0.3  # share of cells that are walls
+    shortest: int = 7  # least moves of the shortest path
+    longest: int = 9  # most moves of the shortest path
     moves: int = 20  # turns
-    agents: int = 2
-    view: str = "split"
-    topology: str = "complete"
+    agents: int = 2  # agents that must agree
+    view: str = "split"  # split: each agent sees a part; full: all of it
+    topology: str = "complete"  # who hears whom: complete, ring or random
     message: int = 0  # bytes after the direction
     skill: float = 0.8  # share of demonstrators who take the shortest way as they see it, others any direction
     defer: float = 0.0  # share of demonstrators who after a turn without agreement repeat what they heard first

@@ -86,7 +86,7 @@ class Config:
 
     seed: int = 0  # of the training tasks
     table_seed: int | None = None  # of the table of look; None: ``seed``
-    tasks: int = 1024
+    tasks: int = 1024  # training tasks
     hops: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # weights of 2, 3, 4 and 5 hops
     mixture: tuple[float, ...] = (1.0, 1.0, 1.0, 0.5)  # weights of KINDS
     stakes: tuple[float, ...] = (6.0, 3.0, 1.0)  # weights of STAKES
@@ -94,8 +94,8 @@ class Config:
     spellings: int = 3  # of each verb that queries use
     visible: int = 2  # operations that the master sees
     response: int = 4  # R
-    accuracy: float = 1.0
-    pay: float = 1.0
+    accuracy: float = 1.0  # reward of a right last reply
+    pay: float = 1.0  # factor of the stake of a query
     format: float = 0.1  # of all the master's turns together
     efficiency: float = 0.1  # of all turns together
     verify_noise: tuple[float, ...] = (0.0,)  # probability of a flipped verdict: of each role, or one of all roles

@@ -87,7 +87,7 @@ class Config:
     """The settings of requests, rounds and demonstrations."""
 
     seed: int = 0  # of the training tasks
-    tasks: int = 1024
+    tasks: int = 1024  # training tasks
     length: int = 6  # letters of a request
     rounds: int = 1  # revisions (T_max)
     judge: str = "rule"  # rule, or role: a third role gives the verdicts

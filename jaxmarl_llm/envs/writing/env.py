@@ -72,21 +72,21 @@ class Config:
     ``scitldr`` folder, or a hub name ``org/name``. Texts outside [min_source, max_source] are left out, and counted.
     """
 
-    task: Literal["tldr", "arxiv"] = "tldr"
+    task: Literal["tldr", "arxiv"] = "tldr"  # what is written: summaries, or introductions
     reward: Literal["strict", "parity"] = "strict"  # parity: the paper's
     word_lists: str | None = None  # a JSON or text file; None: the lists of this project
     band: Literal["paper", "2026"] = "paper"  # of the length ratio in arxiv
-    data: str | None = None
-    split: str = "train"
+    data: str | None = None  # folder, or hub name org/name; None: the sample in the package
+    split: str = "train"  # train or test
     count: int = 0  # tasks; 0: all there are
-    seed: int = 0
-    max_turns: int = 1
+    seed: int = 0  # of the order of tasks
+    max_turns: int = 1  # turns of an episode
     feedback: Literal["plain", "level"] = "plain"  # before a later turn
     min_words: int | None = None  # of a written text; None: the paper's, 8 for tldr and 128 for arxiv
     max_words: int | None = None  # likewise, 256
     min_source: int = 100  # 100 to 300: what the paper's arXiv set keeps
-    max_source: int = 300
-    reward_fn: str | None = None
+    max_source: int = 300  # longest source text
+    reward_fn: str | None = None  # module:function of a reward of your own
     reward_components: tuple[str, ...] = ("reward",)  # of reward_fn
 
     def check(self, path: str) -> None:

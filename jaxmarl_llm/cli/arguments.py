@@ -1,0 +1,45 @@
+"""Command lines of the commands that take no configuration: argparse, with errors in one line and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from jaxmarl_llm.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line.
+
+    Args:
+        command: Name behind ``jaxmarl-llm``.
+        about: Text at the top of ``--help``.
+    """
+
+    def __init__(self, command: str, about: str | None) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(f"jaxmarl-llm {command}", description=inspect.cleandoc(about or ""), formatter_class=layout)
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line and exit code 2."""
+        end(f"{message}; see {self.prog} --help")
+
+
+def run(parser: Parser, main: Callable[[Any], int | None], arguments: Sequence[str] | None = None) -> NoReturn:
+    """Exit with what ``main(parsed arguments)`` returns; a ``ConfigError`` ends with one line and exit code 2."""
+    try:
+        sys.exit(main(parser.parse_args(arguments)))
+    except ConfigError as error:
+        end(str(error))
+    except BrokenPipeError:  # `| head` has read enough
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def end(message: str) -> NoReturn:
+    """End with the line ``error: message`` and exit code 2."""
+    print("error:", " ".join(message.split()), file=sys.stderr, flush=True)
+    sys.exit(2)

@@ -1,0 +1,137 @@
+"""What this machine has, and what to install:
+
+    jaxmarl-llm doctor [--workdir=DIR]
+
+It prints the versions, the devices that JAX sees, memory, the tier of the sandbox, optional packages and free disk
+space. Exit code 1: something is wrong, and a line that begins with ``problem`` says what.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmarl_llm.cli import arguments
+
+# extra of setup.cfg -> its packages as they are imported, and what it is for
+EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "cuda": (("jax_cuda13_plugin",), "NVIDIA GPUs"),
+    "tpu": (("libtpu",), "TPUs"),
+    "hf": (("datasets", "huggingface_hub"), "data sets and models of the Hugging Face hub"),
+    "gguf": (("gguf",), "GGUF files"),
+    "wandb": (("wandb",), "config.run.wandb_project"),
+    "games": (("pgx", "jaxmarl"), "environment games"),
+    "pettingzoo": (("pettingzoo",), "envs.adapters.pettingzoo"),
+}
+GIB = 2**30
+LEAST_DISK = 2  # GiB free, below which checkpoints of a small run may not fit
+
+
+def versions() -> Iterator[str]:
+    """Lines on the software."""
+    from jaxmarl_llm import __version__
+
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "transformers")}
+    yield f"jaxmarl_llm  {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield f"packages     {', '.join(f'{name} {version}' for name, version in found.items())}"
+
+
+def devices() -> Iterator[str]:
+    """Lines on the devices that JAX sees, and on accelerators of this machine that it does not see."""
+    import jax
+
+    from jaxmarl_llm.runs.preflight import host_memory
+
+    try:
+        seen = jax.devices()
+    except RuntimeError as error:
+        yield f"problem      JAX finds no device: {' '.join(str(error).split())[:200]}"
+        return
+    kinds = {f"{d.platform} ({d.device_kind})": sum(o.device_kind == d.device_kind for o in seen) for d in seen}
+    yield f"devices      {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}"
+    stats = seen[0].memory_stats() or {}
+    if stats.get("bytes_limit"):
+        yield f"memory       {stats['bytes_limit'] / GIB:.1f} GiB of each device"
+    yield f"memory       {host_memory() / GIB:.1f} GiB of this machine, {os.cpu_count()} cores"
+    if seen[0].platform == "cpu":
+        yield from unused(os.environ.get("JAX_PLATFORMS", ""))
+
+
+def unused(platforms: str, root: Path = Path("/")) -> Iterator[str]:
+    """Lines on accelerators of this machine, where JAX sees CPUs alone.
+
+    Args:
+        platforms: Value of JAX_PLATFORMS, which may forbid them.
+        root: Root of the file system.
+    """
+    present = {
+        "cuda": (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidia0").exists(),
+        "tpu": (root / "dev/accel0").exists() or (root / "dev/vfio/0").exists(),
+    }
+    for extra, there in present.items():
+        if there and platforms == "cpu":
+            yield f"accelerator  {EXTRAS[extra][1]} are here and JAX_PLATFORMS=cpu hides them"
+        elif there:
+            yield f"problem      {EXTRAS[extra][1]} are here and JAX does not see them: {install(extra)}"
+
+
+def sandbox() -> Iterator[str]:
+    """The line on the jail for generated programs."""
+    from jaxmarl_llm.sandbox import judge
+
+    try:
+        yield f"sandbox      {judge.probe()}"
+    except judge.SandboxUnavailable as error:
+        yield f"sandbox      none (environment coding): {' '.join(str(error).split())}"
+
+
+def extras() -> Iterator[str]:
+    """A line on each extra of the package."""
+    for extra, (modules, purpose) in EXTRAS.items():
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        state = f"{install(extra)}" if missing else "installed"
+        yield f"extra        {extra:11} {purpose}: {state}"
+
+
+def disk(workdir: str) -> Iterator[str]:
+    """Lines on the folder of a run: free space, and whether it can be written."""
+    place = Path(workdir).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / GIB
+    yield f"disk         {free:.1f} GiB free for {workdir}"
+    if free < LEAST_DISK:
+        yield f"problem      less than {LEAST_DISK} GiB are free for {workdir}: name another folder with --workdir"
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        yield f"problem      cannot write to {place}: {error.strerror or error}"
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra."""
+    return f"pip install 'jaxmarl_llm[{extra}]'"
+
+
+def main(given: Any) -> int:
+    """Print what this machine has. ``given``: the parsed arguments. Returns 1 where there is a problem."""
+    wrong = 0
+    for part in (versions(), devices(), sandbox(), extras(), disk(given.workdir)):
+        for line in part:
+            print(line, flush=True)
+            wrong += line.startswith("problem")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    parser = arguments.Parser("doctor", __doc__)
+    parser.add_argument("--workdir", default="runs", metavar="DIR", help="folder of runs (%(default)s)")
+    arguments.run(parser, main)

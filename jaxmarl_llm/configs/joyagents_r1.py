@@ -1,0 +1,151 @@
+"""JoyAgents-R1 (arXiv 2506.19846). Variants:
+
+tiny        `dispatch`, five random models of 0.1 M parameters, CPU, about a minute (`make demo`): success of sampled
+            episodes on held-out tasks from at most 0.60 after stage 0 to at least 0.90
+harder      `relay_dispatch`: 9 or 11 turns, pay at the end, eight specialists of unequal reliability; two random models
+            of 27 thousand parameters, one of the master and one of all specialists; CPU; for
+            `python -m experiments.studies.mechanisms`
+smollm2     `assistant` on real data (HotpotQA, BFCL, tau-bench retail, GSM8K): five roles, a LoRA each over one
+            SmolLM2-135M-Instruct (`make smollm2` fetches it); CPU, about a minute a step
+mixed       `assistant`, tiny: a Llama master with the SmolLM2 tokenizer (`make weights`) over Qwen3 specialists
+            that read bytes; seconds a step
+qwen2_5_3b  `assistant`, paper scale: five separate Qwen2.5-3B from --config.team.backbone.path, bfloat16; for
+            accelerators, on a mesh (docs/pods.md). --config.team.parameter_sharing=shared: one model plays all five
+            roles
+qwen2_5_7b, qwen2_5_32b
+            the same with larger models
+
+    jaxmarl-llm train --config=joyagents_r1:tiny --workdir=runs/demo
+"""
+
+from ml_collections import ConfigDict
+
+from jaxmarl_llm.agents.memory import MemoryConfig
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
+from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.credit.assign import Credit
+from jaxmarl_llm.distributed.meshes import MeshConfig
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.recipes.joyagents_r1 import Config
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.losses import Loss
+from jaxmarl_llm.training.optimizers import Optimizer
+
+VARIANTS = ("tiny", "harder", "smollm2", "mixed", "qwen2_5_3b", "qwen2_5_7b", "qwen2_5_32b")
+
+
+def get_config(variant: str = "tiny") -> ConfigDict:
+    one_of("variant", variant or "tiny", VARIANTS)
+    return ConfigDict(to_dict(globals()[variant or "tiny"]()))
+
+
+def tiny() -> Config:
+    return Config(
+        steps=250,
+        batch=32,
+        team=TeamConfig(max_new_tokens=7, remat=False),
+        env=EnvConfig("dispatch", {"efficiency": 0.05, "wrong_product": 0.25}),
+        # Keys of similar queries are close: only the same query is read, only it is the same entry.
+        memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.995, refresh_similarity=0.999),
+        credit=Credit(normalise="none"),
+        optimizer=Optimizer(learning_rate=4e-4, schedule="linear", total_steps=250),
+        sft=SFT(steps=300, batch=64, optimizer=Optimizer(learning_rate=3e-3)),
+        run=RunConfig(eval_every=50, checkpoint_every=100),
+    )
+
+
+def harder() -> Config:
+    """At least 9 groups a task, so that K = 5 selects. Specialists share a model, and each has a memory of its own."""
+    specialists = [f"{kind}_{number}" for kind in ("add", "turn", "place", "look") for number in (1, 2)]
+    return Config(
+        steps=200,
+        batch=8,
+        team=TeamConfig(
+            backbone=Backbone(hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1),
+            models=dict.fromkeys(specialists, "specialist"),
+            max_new_tokens=4,
+            remat=False,
+        ),
+        env=EnvConfig("relay_dispatch", {"hops": (0.0, 0.0, 1.0, 1.0), "mistakes": (0.05, 0.35), "misroute": 0.15}),
+        reward={"pay": 1.0, "format": 1.0, "efficiency": -1.0},
+        memory_reward={"pay": 1.0, "format": 1.0},
+        memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.8),
+        optimizer=Optimizer(learning_rate=1e-3),
+        # Fewer samples are learned by heart.
+        sft=SFT(steps=1000, samples=8192, optimizer=Optimizer(learning_rate=5e-3, schedule="linear", total_steps=1000)),
+        run=RunConfig(eval_every=50, checkpoint_every=100),
+    )
+
+
+RIGHT = {"accuracy": 1.0}  # what a memory of `assistant` learns from: it keeps what was right, not what was well-formed
+
+
+def smollm2() -> Config:
+    return Config(
+        steps=24,
+        batch=2,
+        team=TeamConfig(
+            parameter_sharing="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new_tokens=56
+        ),
+        env=EnvConfig("assistant", {"max_turns": 5}, max_prompt=448, eval_tasks=16),
+        sampling=Sampling(temperature=0.8),
+        memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.6),
+        memory_reward=RIGHT,
+        group=4,
+        top_k=5,
+        scope="batch",
+        micro_tokens=1536,
+        optimizer=Optimizer(learning_rate=3e-4),
+        # Of the demonstrations of role math, 3 of 60 fit in 56 tokens.
+        sft=SFT(steps=16, batch=2, samples=64, min_fitting=0.04, optimizer=Optimizer(learning_rate=1e-3)),
+        run=RunConfig(eval_every=0, checkpoint_every=2, log_every=1),
+    )
+
+
+def mixed() -> Config:
+    tiny_qwen3 = Backbone(family="qwen3", tokenizer="bytes", hidden_size=48, head_dim=16)
+    return Config(
+        steps=4,
+        batch=2,
+        team=TeamConfig(
+            backbone=tiny_qwen3,
+            overrides={"master": Backbone(family="llama", tokenizer="weights/smollm2")},
+            max_new_tokens=24,
+        ),
+        env=EnvConfig("assistant", {"max_turns": 5}, max_prompt=1024, eval_tasks=8),
+        memory=MemoryConfig(capacity=16, retrieve=1, warmup=8),
+        memory_reward=RIGHT,
+        sft=SFT(steps=4, batch=4, samples=64, min_fitting=0.0),  # few fit in 24 tokens
+        run=RunConfig(eval_every=0, checkpoint_every=2, log_every=1),
+    )
+
+
+def qwen2_5_3b() -> Config:
+    return at_scale("Qwen/Qwen2.5-3B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=2))
+
+
+def qwen2_5_7b() -> Config:
+    return at_scale("Qwen/Qwen2.5-7B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=4))
+
+
+def qwen2_5_32b() -> Config:
+    return at_scale("Qwen/Qwen2.5-32B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=8))
+
+
+def at_scale(path: str, mesh: MeshConfig) -> Config:
+    """``tensor`` is the number of key/value heads: no finer cut leaves whole heads."""
+    return Config(
+        steps=500,
+        batch=64,
+        team=TeamConfig(backbone=Backbone(path=path, dtype="bfloat16"), max_new_tokens=512),
+        env=EnvConfig("assistant", {"max_turns": 8}, workers=16, max_prompt=2048),
+        memory_reward=RIGHT,
+        group=8,
+        loss=Loss(tis_clip=2.0),
+        micro_tokens=8192,
+        optimizer=Optimizer(learning_rate=1e-6, warmup_steps=10),
+        sft=SFT(steps=200, batch=64, optimizer=Optimizer(learning_rate=1e-5)),
+        mesh=mesh,
+        run=RunConfig(max_logprob_gap=0.5),
+    )

@@ -1,0 +1,75 @@
+"""Rows of a user's own data: a JSONL file, an iterable of mappings, or a `datasets` set of Hugging Face."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmarl_llm.errors import ConfigError
+
+
+class Row(NamedTuple):
+    """One row of data.
+
+    where: file and line, or the number of the row, for messages
+    fields: name -> value
+    """
+
+    where: str
+    fields: dict[str, Any]
+
+
+def read_rows(source: Any, count: int | None = None) -> list[Row]:
+    """Rows of ``source``.
+
+    Args:
+        source: Path of a JSONL file (one object a line; blank lines are skipped), or an iterable of mappings.
+        count: Rows at most; None: all.
+
+    Raises:
+        ConfigError: A line or a row cannot be used; the message names the file, the line and the key.
+    """
+    rows = list(itertools.islice(_of_file(source) if isinstance(source, (str, Path)) else _of_rows(source), count))
+    if not rows:
+        raise ConfigError(f"{_name(source)}: no rows")
+    return rows
+
+
+def _of_file(source: str | Path) -> Iterator[Row]:
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; expected a JSONL file, one object a line")
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield Row(f"{path}:{number}", _object(line, f"{path}:{number}"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        hint = "; the file is one JSON list, write one object a line" if line.strip() in ("[", "[{") else ""
+        raise ConfigError(f"{where}: not JSON: {error}{hint}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f'{where}: expected an object, as {{"question": ...}}, got {type(value).__name__}')
+    return value
+
+
+def _of_rows(source: Any) -> Iterator[Row]:
+    if not isinstance(source, Iterable):
+        raise ConfigError(f"data: expected a path, or an iterable of mappings, got {type(source).__name__}")
+    for number, fields in enumerate(source):
+        if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
+            raise ConfigError(f"row {number}: expected a mapping with names as keys, got {type(fields).__name__}")
+        yield Row(f"row {number}", dict(fields))
+
+
+def _name(source: Any) -> str:
+    return str(source) if isinstance(source, (str, Path)) else "data"
