@@ -36,7 +36,7 @@ from jaxmarl_llm.training.learner import Learner, make_learner
 from jaxmarl_llm.training.optimizers import Optimizer, to_memory
 from jaxmarl_llm.training.step_metrics import diagnose
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
-from jaxmarl_llm.training.train_step import Algorithm, Driver, StepResult, TrainStep
+from jaxmarl_llm.training.train_step import Algorithm, Driver, StepResult, TrainStep, find_update
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState
 
 
@@ -204,8 +204,10 @@ def make_phases(
         episodes: The last step's first episodes, for people.
 
     Raises:
-        ConfigError: The models do not fit the mesh of the configuration.
+        ConfigError: The models do not fit the mesh of the configuration, or ``cfg.update`` has no step to be used in.
     """
+    if cfg.update is not None and not any(isinstance(phase.step, TrainStep) for phase in phases):
+        raise ConfigError(f"config.update: expected None: recipe {cfg.recipe} updates by phases of its own")
     if isinstance(env_runner, ArrayEnvRunner):
         check_step(env_runner.task, cfg.env.name, max(role.max_new_tokens for role in team.roles))
     mesh = meshes.open_mesh(cfg.mesh, team.models)
@@ -284,6 +286,8 @@ def make_recipe(
     if cfg.past.size and any(role.co_players for role in team.roles):
         raise ConfigError("config.past.size: expected 0 with several models of a role in config.team.models")
     algorithm = replace(algorithm, credit=tried_rule(cfg, env_runner, plan, algorithm.credit))
+    if cfg.update is not None:
+        algorithm = replace(algorithm, update=find_update(cfg.update))
     playing = {name for role in team.roles for name in role.players}
     chosen = {m.name: cfg.optimizer if m.name in playing else critic_optimizer or cfg.optimizer for m in team.models}
     learners = {m.name: make_learner(m.policy, cfg.loss, chosen[m.name], cfg.sampling) for m in team.models}

@@ -59,7 +59,8 @@ class Loss:
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
     value_coef: float = 0.0  # coefficient of the squared error of a value head
     value_clip: float | None = None  # largest counted change of a value from the one before the update (PPO)
-    epochs: int = 1  # optimizer steps on one batch, at most EPOCH_LIMIT; with more than one, ratios are to the policy before the first
+    # Optimizer steps on one batch, at most EPOCH_LIMIT. With more than one, ratios are to the policy before the first.
+    epochs: int = 1
 
     ALIASES: ClassVar[dict[str, str]] = {
         "level": "ratio_level",
