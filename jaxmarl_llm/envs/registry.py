@@ -130,6 +130,6 @@ class EnvConfig:
         if isinstance(module, ModuleType):
             task = of_module(module, built, self.eval_tasks)
         else:
-            task = called(f"config.env.name: {self.name}", "it", lambda: module(**built))
+            task = called("config.env.name", self.name, lambda: module(**built))
         check(task, self.name, ours=self.name in MODULES)
         return task
