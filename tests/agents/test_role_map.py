@@ -119,7 +119,7 @@ def test_several_models_of_a_role_all_learn_from_what_they_play(tmp_path):
 
 def test_stage_0_teaches_every_model_of_a_role(tmp_path):
     """Also one that is nobody's first model."""
-    made = recipe(models={"first": ("first", "reserve")})
+    made = recipe(models={"first": ("first", "reserve"), "second": ("second", "reserve")})
     state = made.init(0)
     start = {name: digests(own) for name, own in state.params["agents"].items()}
     with Logger(tmp_path, resume_step=None, total_steps=3, primary=False) as logger:
