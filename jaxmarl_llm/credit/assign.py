@@ -6,7 +6,8 @@ Credit is assigned before completions are split by model, so one agent's advanta
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
-from jaxmarl_llm.config import in_range, one_of
+from jaxmarl_llm.config import in_range, load_object, one_of
 from jaxmarl_llm.credit.advantages import GroupStats
 from jaxmarl_llm.credit.returns import scalarise
 from jaxmarl_llm.credit.rules import (
@@ -31,7 +32,7 @@ from jaxmarl_llm.credit.rules import (
     chain,
 )
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.types import Array, Tree
+from jaxmarl_llm.types import Array, Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
 
 @dataclass(frozen=True)
@@ -105,22 +106,15 @@ def assign(rule: CreditRule | Credit, tree: Tree, *, weights: RewardWeights, siz
         sizes: Numbers of turns, tasks and roles.
     """
     rule = standard_rule(rule) if isinstance(rule, Credit) else rule
+    check_hashable(rule)
     return _assign(rule, tree, dict(weights), sizes=sizes)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "sizes"))
 def _assign(rule: CreditRule, tree: Tree, weights: Mapping[str, float | Array], *, sizes: Sizes) -> Credited:
-    whole = (
-        "A rule named by config.credit.rule replaces the whole chain: compose it with chain(*standard_rule(...).rules)"
-    )
-    try:
-        signal = rule(tree, Signal(scalarise(tree.transitions.rewards, weights), sizes=sizes))
-    except Exception as error:
-        error.add_note(f"In the credit rule {rule}. {whole}.")
-        raise
+    signal = apply_rule(rule, tree, weights, sizes)
     value, advantage, valid, stats = signal.value, signal.advantage, signal.valid, signal.stats
-    if advantage is None or valid is None or value is None:
-        raise ConfigError(f"config.credit: expected value, advantage and valid of each completion from {rule}. {whole}")
+    assert value is not None and advantage is not None and valid is not None
     group, count = signal.group, signal.num_groups
     if group is None or stats is None:  # a rule that compares nobody: one group a node, for metrics and selection
         compared = GroupRelative("node", "none", "none")(tree, signal)
@@ -134,3 +128,115 @@ def _assign(rule: CreditRule, tree: Tree, weights: Mapping[str, float | Array], 
 
     nodes = tree.nodes
     return Credited(value, advantage, valid, group, stats, of(nodes.task), of(nodes.role), of(nodes.turn))
+
+
+WHOLE = "a rule replaces the whole chain: compose it with chain(*standard_rule(...).rules)"
+EXPECTED = "expected a rule (tree, signal) -> signal"
+
+
+def apply_rule(rule: CreditRule, tree: Tree, weights: RewardWeights, sizes: Sizes, name: str | None = None) -> Signal:
+    """The signal that a rule makes of the rewards of a tree.
+
+    Args:
+        rule: The rule.
+        tree: The rollout.
+        weights: Weights of reward components that make the scalar reward.
+        sizes: Numbers of turns, tasks and roles.
+        name: How messages call the rule; None: as Python shows it.
+
+    Raises:
+        ConfigError: The rule raises, which is shown, or does not set one value, advantage and valid a completion.
+    """
+    where = f"config.credit.rule: {name or rule}"
+    try:
+        signal = rule(tree, Signal(scalarise(tree.transitions.rewards, weights), sizes=sizes))
+    except ConfigError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(f"{where}: raised {told}; {WHOLE}") from error
+    if not isinstance(signal, Signal):
+        raise ConfigError(f"{where}: {EXPECTED}, but it returned {type(signal).__name__}")
+    completions = tree.steps.node.shape
+    for field, kind in {"value": jnp.floating, "advantage": jnp.floating, "valid": jnp.bool_}.items():
+        column = getattr(signal, field)
+        if column is None:
+            raise ConfigError(
+                f"{where}: expected value, advantage and valid of each completion, but {field} is not set; {WHOLE}"
+            )
+        shape, dtype = getattr(column, "shape", None), getattr(column, "dtype", None)
+        if shape != completions or not jnp.issubdtype(dtype, kind):
+            wanted = "bool" if field == "valid" else "float"
+            raise ConfigError(
+                f"{where}: {field} has dtype {dtype} and shape {shape}, expected {wanted} of {list(completions)}"
+            )
+    return signal
+
+
+def find_rule(dotted: str, key: str = "config.credit.rule") -> CreditRule:
+    """The credit rule of a dotted name. Raises a `ConfigError` of one line where there is none.
+
+    Args:
+        dotted: ``"package.module:name"``.
+        key: dotted name of the config value, for error messages.
+    """
+    rule = load_object(key, dotted)
+    if not callable(rule):
+        raise ConfigError(f"{key}: {dotted}: {EXPECTED}, got {rule!r}")
+    try:
+        inspect.signature(rule).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {dotted}: {EXPECTED}: {error}") from error
+    check_hashable(rule, f"{key}: {dotted}")
+    return rule
+
+
+def check_hashable(rule: CreditRule, where: str = "config.credit.rule") -> None:
+    """Raise ConfigError for a rule without a hash: it is part of a compiled program's key."""
+    try:
+        hash(rule)
+    except TypeError as error:
+        raise ConfigError(f"{where}: expected a function or a frozen dataclass, which have a hash: {error}") from error
+
+
+def try_rule(
+    rule: CreditRule,
+    components: Sequence[str],
+    sizes: Sizes,
+    rows: tuple[int, int, int],
+    *,
+    seats: int = 1,
+    name: str | None = None,
+) -> None:
+    """Try a rule on shapes alone, before a run.
+
+    Args:
+        rule: The rule.
+        components: Names of reward components.
+        sizes: Numbers of turns, tasks and roles.
+        rows: Numbers of nodes, completions and transitions.
+        seats: Number of roles that act at once.
+        name: How messages call the rule.
+
+    Raises:
+        ConfigError: See `apply_rule`.
+    """
+    check_hashable(rule)
+    tree = _shapes_of_a_tree(components, sizes, rows, seats)
+    weights = dict.fromkeys(components, 1.0)
+    jax.eval_shape(lambda tree: apply_rule(rule, tree, weights, sizes, name), tree)
+
+
+def _shapes_of_a_tree(components: Sequence[str], sizes: Sizes, rows: tuple[int, int, int], seats: int) -> Tree:
+    """A tree of shapes; see `try_rule`. Prompts and completions have 8 tokens."""
+    (n, c, j), size = rows, 8
+    of = jax.ShapeDtypeStruct
+    ints, bools = (lambda *shape: of(shape, jnp.int32)), (lambda *shape: of(shape, jnp.bool_))
+    floats = lambda *shape: of(shape, jnp.float32)
+    retrieved = Retrieval(ints(n, 0), floats(n, 0), floats(n, 0), ints(n))
+    nodes = Nodes(ints(n, size), ints(n), ints(n), ints(n), ints(n), ints(n), ints(n), retrieved, bools(n))
+    said = ints(c, size), ints(c), bools(c, size), floats(c, size)
+    steps = Steps(ints(c), *said, bools(c), ints(c), ints(c), bools(c))
+    rewards = {component: floats(j, sizes.num_roles) for component in components}
+    moves = Transitions(ints(j, seats), ints(j), ints(j), ints(j), rewards, bools(j), bools(j), bools(j))
+    return Tree(nodes, steps, moves, Counts(*(ints() for _ in range(7))))

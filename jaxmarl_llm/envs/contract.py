@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
+from jaxmarl_llm.envs import trials
+from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.chat import with_memory
 from jaxmarl_llm.envs.splits import shared
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt
+from jaxmarl_llm.messages import Action, HostEnv, Prompt
 from jaxmarl_llm.types import PyTree
 
 Samples = Mapping[str, Mapping[str, np.ndarray]]  # role -> tokens [n P], length [n], completion [n R], its length [n]
@@ -139,40 +140,52 @@ def of_module(module: Any, config: Any, eval_tasks: int) -> Environment:
     Raises:
         ConfigError: The module lacks a member.
     """
-    name = getattr(module, "__name__", repr(module))
-    need(module, "make", f"environment {name}", "make(config) -> ArrayEnv or HostEnv")
-    made = module.make(config)
-    optional = {k: getattr(module, k) for k in ("with_memory", "strategy", "episode_metrics") if hasattr(module, k)}
+    what = f"environment {getattr(module, '__name__', repr(module))}"
+    need(module, "make", what, "make(config) -> ArrayEnv or HostEnv")
+    made = trials.called(what, "make", lambda: module.make(config))
     if isinstance(made, ArrayEnv):
-        need(module, "make_tasks", f"environment {name}", "make_tasks(config, seed, n, *, held_out) -> tasks")
-
-        def samples(seed: int, n: int, context: int) -> Samples:
-            return module.demonstrations(config, seed, n, context=context)
-
-        teaches = samples if hasattr(module, "demonstrations") else None
-        try:
-            inspect.signature(module.make_tasks).bind(config, None, eval_tasks, held_out=True)
-        except TypeError as error:
-            expected = "make_tasks(config, seed, n, *, held_out) -> tasks"
-            raise ConfigError(f"environment {name}: make_tasks: {error}; expected {expected}") from None
-        held_out = module.make_tasks(config, None, eval_tasks, held_out=True)
-        more: dict[str, Any] = {
-            k: getattr(module, k)(config) for k in ("entry_length", "same_tasks") if hasattr(module, k)
-        }
-        if hasattr(module, "parts"):
-            more["parts"] = module.parts(config, held_out)
-        return ArrayTask(made, module.make_tasks(config), held_out, teaches, **more)
+        return _of_array_module(module, config, eval_tasks, made, what)
     if not isinstance(made, HostEnv):
-        raise ConfigError(
-            f"environment {name}: make(config) returned {type(made).__name__}, not an ArrayEnv or HostEnv"
-        )
-    need(module, "tasks", f"environment {name}", "tasks(config) -> sequence of tasks")
-    # All usable test tasks, in the order fixed by the seed; loaded now, so that bad data shows before any step.
-    test = module.tasks(dataclasses.replace(config, split="test", count=0))[:eval_tasks]
-    taught = functools.partial(module.demonstrations, config) if hasattr(module, "demonstrations") else None
+        raise ConfigError(f"{what}: make(config) returned {type(made).__name__}, not an ArrayEnv or HostEnv")
+    need(module, "tasks", what, "tasks(config) -> sequence of tasks")
+    optional = {k: getattr(module, k) for k in ("with_memory", "strategy", "episode_metrics") if hasattr(module, k)}
     if hasattr(module, "same_tasks"):
-        optional["same_tasks"] = module.same_tasks(config)
-    return HostTask(_Maker(module.make, config), module.tasks(config), test, taught, **optional)
+        optional["same_tasks"] = trials.called(what, "same_tasks", lambda: module.same_tasks(config))
+    missing = {"split", "count"} - {f.name for f in dataclasses.fields(config)}
+    if missing:
+        raise ConfigError(f"{what}: Config has no field {min(missing)!r}; expected fields split and count")
+    # All usable test tasks, in the order fixed by the seed; loaded now, so that bad data shows before any step.
+    whole = dataclasses.replace(config, split="test", count=0)
+    test, train = (trials.called(what, "tasks", functools.partial(module.tasks, c)) for c in (whole, config))
+    if not isinstance(test, Sequence):
+        raise ConfigError(f"{what}: tasks(config) returned {type(test).__name__}, expected a sequence of tasks")
+    taught = functools.partial(module.demonstrations, config) if hasattr(module, "demonstrations") else None
+    return HostTask(_Maker(module.make, config), train, test[:eval_tasks], taught, **optional)
+
+
+def _of_array_module(module: Any, config: Any, eval_tasks: int, env: ArrayEnv, what: str) -> ArrayTask:
+    """The bundle of an array environment's module; ``env`` is what its ``make`` returned."""
+    expected = "make_tasks(config, seed, n, *, held_out) -> tasks"
+    need(module, "make_tasks", what, expected)
+
+    def samples(seed: int, n: int, context: int) -> Samples:
+        return module.demonstrations(config, seed, n, context=context)
+
+    teaches = samples if hasattr(module, "demonstrations") else None
+    try:
+        inspect.signature(module.make_tasks).bind(config, None, eval_tasks, held_out=True)
+    except TypeError as error:
+        raise ConfigError(f"{what}: make_tasks: {error}; expected {expected}") from None
+    draw = functools.partial(trials.called, what, "make_tasks")
+    held_out = draw(lambda: module.make_tasks(config, None, eval_tasks, held_out=True))
+    more: dict[str, Any] = {
+        k: trials.called(what, k, functools.partial(getattr(module, k), config))
+        for k in ("entry_length", "same_tasks")
+        if hasattr(module, k)
+    }
+    if hasattr(module, "parts"):
+        more["parts"] = trials.called(what, "parts", lambda: module.parts(config, held_out))
+    return ArrayTask(env, draw(lambda: module.make_tasks(config)), held_out, teaches, **more)
 
 
 @dataclass(frozen=True)
@@ -192,20 +205,27 @@ def need(thing: Any, member: str, what: str, expected: str) -> None:
         raise ConfigError(f"{what}: has no function {member!r}; expected {expected}")
 
 
-def check(task: Environment, name: str) -> None:
+def check(task: Environment, name: str, *, ours: bool = False) -> None:
     """Try an environment on its first task, and say what is wrong with it in one line.
 
     Args:
         task: The environment.
         name: How messages call it.
+        ours: It is one of this package, whose tests play it: it is not played here, which would compile programs.
 
     Raises:
         ConfigError: It has no tasks, lacks a function, or a function returns something of another type.
     """
+    what = f"environment {name!r}"
     if isinstance(task, ArrayTask):
-        _check_array(task, f"environment {name!r}")
+        _check_array(task, what)
+        if not ours:
+            trials.check_first_seats(what, task.env, _first(task))
     elif isinstance(task, HostTask):
-        _check_host(task, f"environment {name!r}")
+        env = _check_host(task, what)
+        taught = task.demonstrations
+        if not ours:
+            trials.try_host(what, env, task.tasks[0], None if taught is None else lambda: taught(task.tasks[:1]))
     else:
         raise ConfigError(f"environment {name!r}: expected an ArrayTask or a HostTask, got {type(task).__name__}")
 
@@ -214,30 +234,38 @@ def _check_array(task: ArrayTask, what: str) -> None:
     env = task.env
     if not isinstance(env, ArrayEnv):
         raise ConfigError(f"{what}: env: expected an ArrayEnv, got {type(env).__name__}")
+    trials.check_fields(what, env)
     for part in ("tasks", "held_out"):
         leaves = jax.tree.leaves(getattr(task, part))
         sizes = {np.shape(x)[0] if np.ndim(x) else None for x in leaves}
         if len(sizes) != 1 or sizes & {None, 0}:
             raise ConfigError(f"{what}: {part}: expected arrays with one leading axis of tasks, at least one of them")
-    if not task.same_tasks:
-        apart = ~np.asarray(task.parts.get("seen", np.zeros(np.shape(leaves[0])[0], bool)))
-        _refuse_overlap(what, shared(_rows(task.tasks), _rows(task.held_out)) & apart)
-    if len(env.actors) != env.max_turns:
-        raise ConfigError(
-            f"{what}: actors: expected one entry for each of {env.max_turns} turns, got {len(env.actors)}"
-        )
+    _check_parts(task, what, len(leaves[0]))
+    trials.check_actors(what, env)
     key = jax.random.key(0)
-    first = jax.tree.map(lambda x: jnp.asarray(x)[0], task.tasks)
-    state = _call(what, "reset", lambda: jax.eval_shape(env.reset, key, first))
-    seen = _call(what, "observe", lambda: jax.eval_shape(env.observe, state))
-    if not isinstance(seen, Observation):
-        raise ConfigError(f"{what}: observe(state) returned {type(seen).__name__}, expected an Observation")
-    for field in ("role", "length", "active"):
-        if getattr(seen, field).shape != (env.seats,):
-            got = getattr(seen, field).shape
-            raise ConfigError(f"{what}: observe(state).{field} has shape {got}, expected [seats] = ({env.seats},)")
-    if len(seen.tokens.shape) != 2 or seen.tokens.shape[0] != env.seats:
-        raise ConfigError(f"{what}: observe(state).tokens has shape {seen.tokens.shape}, expected [seats, tokens]")
+    state = trials.called(what, "reset", lambda: jax.eval_shape(env.reset, key, _first(task)))
+    seen = trials.called(what, "observe", lambda: jax.eval_shape(env.observe, state))
+    trials.check_observation(what, env, seen)
+
+
+def _first(task: ArrayTask) -> PyTree:
+    """The first training task."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[0], task.tasks)
+
+
+def _check_parts(task: ArrayTask, what: str, size: int) -> None:
+    """Raise ConfigError where parts mark no tasks, or held-out tasks beyond the part ``seen`` are training tasks."""
+    for part, marks in task.parts.items():
+        if np.shape(marks) != (size,) or np.asarray(marks).dtype != bool:
+            raise ConfigError(f"{what}: parts: {part}: expected one bool for each of {size} held-out tasks")
+    seen = np.asarray(task.parts.get("seen", np.zeros(size, bool)))
+    if seen.all():
+        raise ConfigError(
+            f"{what}: held_out: all {size} held-out tasks are in the part 'seen', which training knows; expected "
+            "settings with some unseen tasks"
+        )
+    if not task.same_tasks:
+        _refuse_overlap(what, shared(_rows(task.tasks), _rows(task.held_out)) & ~seen)
 
 
 def check_step(task: ArrayTask, name: str, response: int) -> None:
@@ -251,46 +279,51 @@ def check_step(task: ArrayTask, name: str, response: int) -> None:
     Raises:
         ConfigError: The step raises, or returns something of another type or shape.
     """
-    env, what, key = task.env, f"environment {name!r}", jax.random.key(0)
-    first = jax.tree.map(lambda x: jnp.asarray(x)[0], task.tasks)
+    env, what, key, first = task.env, f"environment {name!r}", jax.random.key(0), _first(task)
     state = jax.eval_shape(env.reset, key, first)
     tokens, size = jnp.zeros((env.seats, response), jnp.int32), jnp.ones((env.seats,), jnp.int32)
-    out = _call(what, "step", lambda: jax.eval_shape(env.step, key, state, tokens, size))
-    if not (isinstance(out, tuple) and len(out) == 3 and isinstance(out[1], Mapping)):
-        raise ConfigError(f"{what}: step returned {type(out).__name__}, expected (state, {{component: [roles]}}, done)")
-    after, rewards, done = out
-    if str(jax.tree.structure(after)) != str(jax.tree.structure(state)):
-        raise ConfigError(f"{what}: step returned a state of another structure than reset did")
-    if set(rewards) != set(env.components):
-        raise ConfigError(f"{what}: step pays {sorted(rewards)}, but components are {sorted(env.components)}")
-    for component, values in rewards.items():
-        if values.shape != (len(env.roles),):
-            raise ConfigError(
-                f"{what}: reward {component!r} has shape {values.shape}, expected one value a role: ({len(env.roles)},)"
-            )
-    if done.shape != () or done.dtype != bool:
-        raise ConfigError(f"{what}: step returned done of {done.dtype} {done.shape}, expected one bool")
+    out = trials.called(what, "step", lambda: jax.eval_shape(env.step, key, state, tokens, size))
+    trials.check_array_step(what, env, state, out)
 
 
-def _check_host(task: HostTask, what: str) -> None:
-    if not len(task.tasks):
-        raise ConfigError(f"{what}: no training tasks")
-    if not len(task.held_out):
-        raise ConfigError(f"{what}: no held-out tasks; expected at least one")
+def _check_host(task: HostTask, what: str) -> HostEnv:
+    for part, of in {"tasks": "training tasks", "held_out": "held-out tasks"}.items():
+        tasks = getattr(task, part)
+        if not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
+            raise ConfigError(f"{what}: {part}: expected a sequence of {of}, got {type(tasks).__name__}")
+        if not len(tasks):
+            raise ConfigError(f"{what}: {part}: no {of}; expected at least one")
     if not task.same_tasks:
         _refuse_overlap(what, shared(task.tasks, task.held_out))
-    env = _call(what, "make", task.make)
+    env = trials.called(what, "make", task.make)
     if not isinstance(env, HostEnv):
         raise ConfigError(f"{what}: make() returned {type(env).__name__}, expected a HostEnv")
-    state = _call(what, "reset", lambda: env.reset(0, task.tasks[0]))
-    prompts = _call(what, "observe", lambda: env.observe(state))
-    if not isinstance(prompts, Mapping) or not prompts:
-        raise ConfigError(f"{what}: observe(state) returned {type(prompts).__name__}, expected {{role: prompt}}")
-    for role, prompt in prompts.items():
-        if role not in env.roles:
-            raise ConfigError(f"{what}: observe(state) has the role {role!r}; the roles are {', '.join(env.roles)}")
-        if not isinstance(prompt, tuple) or not all(isinstance(m, Message) for m in prompt):
-            raise ConfigError(f"{what}: the prompt of {role!r} is not a tuple of Message")
+    trials.check_fields(what, env)
+    state = trials.called(what, "reset", lambda: env.reset(0, task.tasks[0]))
+    trials.check_prompts(what, env, trials.called(what, "observe", lambda: env.observe(state)))
+    return env
+
+
+def array_demonstrations(task: ArrayTask, seed: int, n: int, context: int) -> Samples:
+    """The checked demonstrations of an array environment. ConfigError of one line where they are none.
+
+    Arguments are those of ``ArrayTask.demonstrations``.
+    """
+    what, teach = f"environment {task.env.name!r}", task.demonstrations
+    if teach is None:
+        raise ConfigError(f"config.sft.steps: expected 0: {what} has no demonstrations")
+    rows = trials.called(what, "demonstrations", lambda: teach(seed, n, context))
+    trials.check_samples(what, rows, task.env.roles)
+    return rows
+
+
+def host_demonstrations(task: HostTask) -> list[tuple[str, Prompt, str]]:
+    """The checked demonstrations of a host environment on its tasks. ConfigError of one line where they are none."""
+    env, teach = task.make(), task.demonstrations
+    what = f"environment {env.name!r}"
+    if teach is None:
+        raise ConfigError(f"config.sft.steps: expected 0: {what} has no demonstrations")
+    return trials.check_triples(what, trials.called(what, "demonstrations", lambda: teach(task.tasks)), env.roles)
 
 
 def _rows(columns: PyTree) -> list[tuple[bytes, ...]]:
@@ -306,15 +339,3 @@ def _refuse_overlap(what: str, trained: np.ndarray) -> None:
             f"{what}: held_out: {int(trained.sum())} of {len(trained)} held-out tasks are also training tasks; "
             "expected none (envs/splits.py has a split by content), or same_tasks where all tasks are one game"
         )
-
-
-def _call(what: str, name: str, function: Callable[[], Any]) -> Any:
-    """The result of a user's function; its own error in one line."""
-    try:
-        return function()
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{what}: {name} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        ) from error

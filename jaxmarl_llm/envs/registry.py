@@ -28,6 +28,7 @@ from jaxmarl_llm.config import (
 )
 from jaxmarl_llm.envs.contract import Environment, check, need, of_module
 from jaxmarl_llm.envs.protocols import PROTOCOLS
+from jaxmarl_llm.envs.trials import called
 from jaxmarl_llm.errors import ConfigError
 
 FORMS = {"array": "", "env": "", "text": "_text", "solo": "_solo"}  # module of a task's folder -> ending of the name
@@ -96,7 +97,7 @@ class EnvConfig:
         """
         module, args = self.module, self.args
         if not isinstance(module, ModuleType):
-            signature = inspect.signature(module)
+            signature = self._signature(module)
             if seed is not None and "seed" in signature.parameters:
                 args = {"seed": seed, **args}
             try:
@@ -107,9 +108,21 @@ class EnvConfig:
         if not hasattr(module, "Config"):
             need(module, "make", f"config.env.name: {self.name}", "a module with Config and make(config)")
             raise ConfigError(f"config.env.name: {self.name}: has no Config; expected a frozen dataclass")
+        if not (isinstance(module.Config, type) and dataclasses.is_dataclass(module.Config)):
+            raise ConfigError(f"config.env.name: {self.name}: Config is no dataclass; expected a frozen dataclass")
         if seed is not None and "seed" in {f.name for f in dataclasses.fields(module.Config)}:
             args = {"seed": seed, **args}
-        return from_dict(module.Config, args, path)
+        return called(f"config.env.name: {self.name}", "Config", lambda: from_dict(module.Config, args, path))
+
+    def _signature(self, function: Any) -> inspect.Signature:
+        """The arguments of the function that ``name`` names; ConfigError where it is none."""
+        expected = "expected a function that returns an ArrayTask or a HostTask"
+        if not callable(function):
+            raise ConfigError(f"config.env.name: {self.name}: {expected}, got {type(function).__name__}")
+        try:
+            return inspect.signature(function)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"config.env.name: {self.name}: {expected}: {error}") from None
 
     def environment(self, seed: int | None = None) -> Environment:
         """The environment with its tasks, tried on the first of them. ``seed``: see `build`."""
@@ -117,6 +130,6 @@ class EnvConfig:
         if isinstance(module, ModuleType):
             task = of_module(module, built, self.eval_tasks)
         else:
-            task = module(**built)
-        check(task, self.name)
+            task = called("config.env.name", self.name, lambda: module(**built))
+        check(task, self.name, ours=self.name in MODULES)
         return task

@@ -180,6 +180,7 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     if "accuracy" not in env_runner.env.components:
         raise ConfigError(f"config.env: environment {name!r} pays no 'accuracy', which the vote is scored by")
     plan = make_plan(cfg)
+    rule = phases.tried_rule(cfg, env_runner, plan)
     made = lambda loss, optimizer: {m.name: make_learner(m.policy, loss, optimizer, Sampling()) for m in team.models}
     tutors, learners = made(SFT_LOSS, cfg.imitation.optimizer), made(cfg.loss, cfg.optimizer)
     latest: dict[str, Any] = {}
@@ -194,7 +195,6 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
             part, key = tasks[start : start + cfg.batch], jax.random.fold_in(jax.random.fold_in(state.key, now), k)
             played = env_runner.play(team, state.params, state.memory, part, plan, key, cfg.sampling, None, version=now)
             sizes = Sizes(env_runner.env.max_turns, len(part), len(team.roles))
-            rule = phases.credit_rule(cfg.credit)
             credited = to_host(assign(rule, played.tree, weights=cfg.reward, sizes=sizes))
             latest.update(played=played, credited=credited, selected=credited.stats.count > 0)
             parts.append(gather(team, played, credited))

@@ -141,6 +141,15 @@ def _rows_of(plan: Plan, env: ArrayEnv, branch: Branch, states: int) -> Rows:
     return Rows(nodes, nodes * plan.width(branch), states * len(plan.actions(branch, env.seats)))
 
 
+def table_rows(plan: Plan, env: ArrayEnv, batch: int) -> Rows:
+    """Rows of the three tables that `make_rollout` makes of ``batch`` tasks."""
+    total = Rows(0, 0, 0)
+    for frontier in frontiers(plan, env, batch):
+        for branch, states in frontier.items():
+            total = _add(total, _rows_of(plan, env, branch, states))
+    return total
+
+
 def _add(rows: Rows, more: Rows, times: int | jax.Array = 1) -> Rows:
     return Rows(*(a + times * b for a, b in zip(rows, more, strict=True)))
 
@@ -180,8 +189,14 @@ def layout(plan: Plan, env: ArrayEnv, batch: int) -> list[Block]:
 
 
 def check_seats(env: ArrayEnv, tree: Tree) -> None:
-    """Raise ValueError where a role of ``tree`` took a seat that ``env.actors`` does not give to this role."""
+    """Raise ConfigError where a role of ``tree`` took a seat that ``env.actors`` does not give to this role."""
     nodes = tree.nodes
+    unknown = nodes.valid & ((nodes.role < 0) | (nodes.role >= len(env.roles)))
+    for i in np.flatnonzero(unknown)[:1]:
+        raise ConfigError(
+            f"environment {env.name!r}, turn {nodes.turn[i]}: observe(state).role is {nodes.role[i]}, expected 0 to "
+            f"{len(env.roles) - 1}"
+        )
     seat = np.arange(len(nodes.role)) % env.seats
     may = np.zeros((env.max_turns, env.seats, len(env.roles)), bool)
     for turn in range(env.max_turns):
@@ -189,7 +204,7 @@ def check_seats(env: ArrayEnv, tree: Tree) -> None:
             may[turn, env.seats_of(turn, (role,)), role] = True
     for i in np.flatnonzero(nodes.valid & ~may[nodes.turn, seat, nodes.role])[:1]:
         at, taker = int(nodes.turn[i]), env.roles[int(nodes.role[i])]
-        raise ValueError(
+        raise ConfigError(
             f"environment {env.name!r}, turn {at}: seat {seat[i]} was taken by {taker!r}, but actors[{at}] is "
             f"{env.actors[at]}: expected as many as seats in their order, or another number of roles for any seat"
         )

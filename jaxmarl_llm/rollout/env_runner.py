@@ -18,7 +18,14 @@ from jaxmarl_llm.distributed.meshes import model_mesh
 from jaxmarl_llm.distributed.sharding import current, put_whole, to_host, to_rollout
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.chat import asked
-from jaxmarl_llm.envs.contract import ArrayTask, Environment, HostTask, check
+from jaxmarl_llm.envs.contract import (
+    ArrayTask,
+    Environment,
+    HostTask,
+    array_demonstrations,
+    check,
+    host_demonstrations,
+)
 from jaxmarl_llm.envs.protocols import wrap
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
@@ -163,9 +170,7 @@ class ArrayEnvRunner(EnvRunner):
         return self._watched(RolloutResult(tree, prompt, completion, [], None), held_out)
 
     def demonstrations(self, team, n, seed, context, *, min_fitting=0.0):
-        if self.task.demonstrations is None:
-            raise ConfigError(f"config.sft.steps: expected 0: environment {self.env.name!r} has no demonstrations")
-        rows = self.task.demonstrations(seed, n, context)
+        rows = array_demonstrations(self.task, seed, n, context)
         return {
             r: Demonstrations(d["tokens"], d["length"], d["completion"], d["completion_length"])
             for r, d in rows.items()
@@ -285,9 +290,7 @@ class HostEnvRunner(EnvRunner):
 
     def demonstrations(self, team, n, seed, context, *, min_fitting=0.0):
         rng = np.random.default_rng([seed, 7])
-        if self.task.demonstrations is None:
-            raise ConfigError(f"config.sft.steps: expected 0: environment {self.env.name!r} has no demonstrations")
-        rows = self.task.demonstrations(self.tasks)
+        rows = host_demonstrations(self.task)
         by_role: dict[str, list] = {role: [] for role in self.env.roles}
         for role, prompt, completion in rows:
             by_role["solo" if self.cfg.protocol == "solo" else role].append((prompt, completion))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxmarl_llm.envs.trials import is_flag
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.rollout.env_pool import Failure
 from jaxmarl_llm.types import POLICY, Counts, Nodes, Retrieval, Steps, Team, Transitions, Tree
@@ -75,7 +76,7 @@ def checked(result: Any) -> Any:
     """``result`` of the environment's step, or a Failure when it is not (state, rewards by role, done)."""
     if isinstance(result, Failure):
         return result
-    well = isinstance(result, tuple) and len(result) == 3 and isinstance(result[1], Mapping)
+    well = isinstance(result, tuple) and len(result) == 3 and isinstance(result[1], Mapping) and is_flag(result[2])
     if not well or not all(isinstance(by_component, Mapping) for by_component in result[1].values()):
         return Failure("raised", f"step returned {reprlib.repr(result)}, expected (state, rewards by role, done)")
     return result

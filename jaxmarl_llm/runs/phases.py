@@ -17,16 +17,17 @@ from absl import logging
 
 from jaxmarl_llm.agents import memory, snapshots
 from jaxmarl_llm.agents.team import init_params, make_team
-from jaxmarl_llm.config import load_object
-from jaxmarl_llm.credit.assign import Credit, standard_rule
-from jaxmarl_llm.credit.rules import CreditRule
+from jaxmarl_llm.credit.assign import Credit, find_rule, standard_rule, try_rule
+from jaxmarl_llm.credit.rules import CreditRule, Sizes
 from jaxmarl_llm.distributed import meshes
+from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.contract import Environment, check_step
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.rollout.array import table_rows
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, make_env_runner
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
-from jaxmarl_llm.rollout.plans import Plan
+from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.drivers import HostDriver
@@ -35,7 +36,7 @@ from jaxmarl_llm.training.learner import Learner, make_learner
 from jaxmarl_llm.training.optimizers import Optimizer, to_memory
 from jaxmarl_llm.training.step_metrics import diagnose
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
-from jaxmarl_llm.training.train_step import Algorithm, Driver, StepResult, TrainStep
+from jaxmarl_llm.training.train_step import Algorithm, Driver, StepResult, TrainStep, find_update
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState
 
 
@@ -203,8 +204,10 @@ def make_phases(
         episodes: The last step's first episodes, for people.
 
     Raises:
-        ConfigError: The models do not fit the mesh of the configuration.
+        ConfigError: The models do not fit the mesh of the configuration, or ``cfg.update`` has no step to be used in.
     """
+    if cfg.update is not None and not any(isinstance(phase.step, TrainStep) for phase in phases):
+        raise ConfigError(f"config.update: expected None: recipe {cfg.recipe} updates by phases of its own")
     if isinstance(env_runner, ArrayEnvRunner):
         check_step(env_runner.task, cfg.env.name, max(role.max_new_tokens for role in team.roles))
     mesh = meshes.open_mesh(cfg.mesh, team.models)
@@ -239,11 +242,22 @@ def credit_rule(cfg: Credit, standard: CreditRule | None = None) -> CreditRule:
         cfg: Settings.
         standard: The recipe's rule; None: `standard_rule`.
     """
-    if cfg.rule is None:
-        return standard or standard_rule(cfg)
-    rule = load_object("config.credit.rule", cfg.rule)
-    if not callable(rule):
-        raise ConfigError(f"config.credit.rule: {cfg.rule}: expected a rule (tree, signal) -> signal, got {rule!r}")
+    return (standard or standard_rule(cfg)) if cfg.rule is None else find_rule(cfg.rule)
+
+
+def tried_rule(cfg: BaseConfig, env_runner: EnvRunner, plan: Plan, standard: CreditRule | None = None) -> CreditRule:
+    """The credit rule of a configuration, tried on the shapes of its rollout. ``standard``: see `credit_rule`.
+
+    Raises:
+        ConfigError: The rule raises, or returns something else than one advantage a completion.
+    """
+    rule, env = credit_rule(cfg.credit, standard), env_runner.env
+    if isinstance(env, ArrayEnv):
+        rows, seats = tuple(map(int, table_rows(plan, env, cfg.batch))), env.seats
+    else:
+        rows, seats = (cfg.batch, *[cfg.batch * plan.width(ROOT)] * 2), len(env.roles)
+    sizes = Sizes(env.max_turns, cfg.batch, len(env.roles))
+    try_rule(rule, env.components, sizes, rows, seats=seats, name=cfg.credit.rule)
     return rule
 
 
@@ -278,7 +292,9 @@ def make_recipe(
         raise ConfigError("config.past.size: expected 0 with a memory: past policies have none")
     if cfg.past.size and any(role.co_players for role in team.roles):
         raise ConfigError("config.past.size: expected 0 with several models of a role in config.team.models")
-    algorithm = replace(algorithm, credit=credit_rule(cfg.credit, algorithm.credit))
+    algorithm = replace(algorithm, credit=tried_rule(cfg, env_runner, plan, algorithm.credit))
+    if cfg.update is not None:
+        algorithm = replace(algorithm, update=find_update(cfg.update))
     playing = {name for role in team.roles for name in role.players}
     chosen = {m.name: cfg.optimizer if m.name in playing else critic_optimizer or cfg.optimizer for m in team.models}
     learners = {m.name: make_learner(m.policy, cfg.loss, chosen[m.name], cfg.sampling) for m in team.models}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from jaxmarl_llm.agents.snapshots import Past
 from jaxmarl_llm.agents.team import TeamConfig
-from jaxmarl_llm.config import ROW_LIMIT, at_least, finite, in_range
+from jaxmarl_llm.config import ROW_LIMIT, at_least, finite, in_range, load_object
 from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.distributed.deadlines import Deadlines
 from jaxmarl_llm.distributed.meshes import MeshConfig
@@ -93,6 +93,7 @@ class BaseConfig:
     credit: Credit = Credit()
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
+    update: str | None = None  # package.module:function of an `UpdateFunction` of your own; None: the recipe's
     micro_tokens: int = 16_384  # trunk tokens P + G R of one micro-batch, on each device that holds rows
     sft: SFT = SFT()
     past: Past = Past()  # earlier policies as opponents
@@ -106,6 +107,8 @@ class BaseConfig:
         at_least(f"{path}.micro_tokens", self.micro_tokens, 1)
         for component, weight in self.reward.items():
             finite(f"{path}.reward.{component}", weight)
+        if self.update is not None:
+            load_object(f"{path}.update", self.update)
         if self.sampling.temperature == 0:
             raise ConfigError(f"{path}.sampling.temperature: expected > 0 for training, got 0")
         if self.past.size and self.team.critic != "none":

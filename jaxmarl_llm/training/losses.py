@@ -27,6 +27,7 @@ from jaxmarl_llm.types import Array
 
 # Log-ratios are clipped to [-20, 20], so that no ratio overflows. Beyond, their gradient is 0 (verl clips them alike).
 MAX_LOG_RATIO = 20.0
+EPOCH_LIMIT = 2**10  # optimizer steps on one batch
 KINDS = ("token", "sequence", "sum", "constant")  # of `aggregation_weights`
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -58,7 +59,8 @@ class Loss:
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
     value_coef: float = 0.0  # coefficient of the squared error of a value head
     value_clip: float | None = None  # largest counted change of a value from the one before the update (PPO)
-    epochs: int = 1  # optimizer steps on one batch; with more than one, ratios are to the policy before the first
+    # Optimizer steps on one batch, at most EPOCH_LIMIT. With more than one, ratios are to the policy before the first.
+    epochs: int = 1
 
     ALIASES: ClassVar[dict[str, str]] = {
         "level": "ratio_level",
@@ -87,7 +89,7 @@ class Loss:
             raise ConfigError(f"{path}.dual_clip: expected a finite number > 1 or None, got {self.dual_clip}")
         if self.aggregation == "constant" and self.constant is None:
             raise ConfigError(f"{path}.constant: expected tokens > 0 with {path}.aggregate='constant', got None")
-        at_least(f"{path}.epochs", self.epochs, 1)
+        at_least(f"{path}.epochs", self.epochs, 1, EPOCH_LIMIT)
         if self.objective == "dpo":
             self._check_dpo(path)
 

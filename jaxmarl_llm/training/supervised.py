@@ -34,7 +34,7 @@ def supervised_step(
     *,
     advantages: tuple[float, ...] = (1.0,),
 ) -> tuple[TrainState, dict[str, dict[str, Any]]]:
-    """Update every model on samples of its roles.
+    """Update every model on samples of its roles. All models that learn a role take its samples of the step.
 
     Completions of a sample share its prompt: one with advantage 1 is maximum likelihood, two with advantages 1 and -1
     are a preference (loss dpo).
@@ -73,7 +73,8 @@ def supervised_step(
         gain = np.broadcast_to(np.array(advantages, np.float32)[:, None], mask.shape)
         nothing = np.zeros(mask.shape, np.float32)
         batch = Batch(take(d.tokens)[:, :p], take(d.length), completions, weights, gain, nothing)
-        batches.setdefault(role.model, []).append(batch)
+        for model in role.players[: role.learning]:
+            batches.setdefault(model, []).append(batch)
     return driver.optimize(team.models, learners, loss, state, batches)
 
 

@@ -9,6 +9,7 @@ What distinguishes one algorithm from another is an `Algorithm`: functions that 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from jaxtyping import Bool, Int
 from jaxmarl_llm.agents import snapshots
 from jaxmarl_llm.agents.memory import MemoryConfig
 from jaxmarl_llm.agents.team import with_past
+from jaxmarl_llm.config import load_object
 from jaxmarl_llm.credit.assign import Credited, assign
 from jaxmarl_llm.credit.rules import CreditRule, RewardWeights, Sizes
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.env_runner import Demonstrations, EnvRunner
 from jaxmarl_llm.rollout.keys import OPPONENTS, STEP_SELECTION, TASKS, stream
 from jaxmarl_llm.rollout.plans import Plan
@@ -71,31 +74,126 @@ class CriticAdvantages(Protocol):
         ...
 
 
+class RewardSchedule(Protocol):
+    """Weights of reward components that change during a run.
+
+    Args:
+        rl_step: Number of the RL step.
+
+    Returns:
+        Weight of each component by name: the same names at each step.
+    """
+
+    def __call__(self, rl_step: Step, /) -> RewardWeights: ...
+
+
+class GroupSelection(Protocol):
+    """Which groups are trained.
+
+    Args:
+        credited: Advantages, and statistics of the K groups.
+        num_tasks: Number of tasks of the batch.
+
+    Returns:
+        Whether each group is trained [K] bool.
+    """
+
+    def __call__(self, credited: Credited, num_tasks: int, /) -> Array: ...
+
+
+class StepSelection(Protocol):
+    """Which completions are trained.
+
+    Args:
+        key: Random key of the step.
+        tree: The rollout.
+        trained: Completions that are valid and of a selected group [C] bool.
+
+    Returns:
+        Whether each completion is trained [C] bool. Only completions of ``trained`` count.
+    """
+
+    def __call__(self, key: Array, tree: Tree, trained: Array, /) -> Array: ...
+
+
+class TrainableRoles(Protocol):
+    """Which roles learn.
+
+    Args:
+        rl_step: Number of the RL step.
+
+    Returns:
+        Whether each role learns [A] bool.
+    """
+
+    def __call__(self, rl_step: Step, /) -> Array: ...
+
+
+Updates = tuple[TrainState, dict[str, dict[str, Any]]]
+
+
+class UpdateFunction(Protocol):
+    """How a step changes parameters and optimizer states.
+
+    ``config.update`` names a function of a user's own: ``"package.module:function"``. On the host,
+    ``driver.optimize`` reuses the memory of the state's arrays: copy those that are read afterwards.
+
+    Args:
+        step: The training step's parts: configuration, team, learners by model.
+        driver: Runs it. ``driver.optimize`` takes optimizer steps on micro-batches.
+        state: Before the update.
+        batches: Micro-batches of each model that may learn.
+
+    Returns:
+        The new state, and metrics of each updated model by name. ``driver.optimize`` returns both.
+    """
+
+    def __call__(
+        self, step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]], /
+    ) -> Updates: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Algorithm:
     """The parts that differ between algorithms. Functions are pure: inside a compiled run they are traced.
 
     Attributes:
         credit: From rewards to advantages, see credit/rules.py.
-        reward: Weights of reward components, or a function of the RL step that gives them (a reward schedule).
-        select: (credited, number of tasks) -> groups to train on [K].
-        select_steps: (key, tree, trained [C]) -> completions to train on [C], among the trained ones.
-        trainable_roles: RL step -> roles that learn [A]; None: all. A model of none of them stays bit-identical.
+        reward: Weights of reward components, or a `RewardSchedule`.
+        select: Which groups are trained.
+        select_steps: Which completions are trained, among those of selected groups; None: all.
+        trainable_roles: Which roles learn; None: all. A model of none of them stays bit-identical.
         critic: Advantages from critics in place of the credit rule's; None: no critics.
         memory: Settings of the adaptive memory; None: no memory.
         memory_reward: Weights of the reward that memories learn from.
-        update: (step, driver, state, micro-batches by model) -> (state, metrics by model); None: `policy_update`.
+        update: How parameters change; None: `policy_update`.
     """
 
     credit: CreditRule
-    reward: RewardWeights | Callable[[Step], RewardWeights]
-    select: Callable[[Credited, int], Array] = all_groups
-    select_steps: Callable[[Array, Tree, Array], Array] | None = None
-    trainable_roles: Callable[[Step], Array] | None = None
+    reward: RewardWeights | RewardSchedule
+    select: GroupSelection = all_groups
+    select_steps: StepSelection | None = None
+    trainable_roles: TrainableRoles | None = None
     critic: CriticAdvantages | None = None
     memory: MemoryConfig | None = None
     memory_reward: RewardWeights = ()
-    update: Callable[[TrainStep, Driver, TrainState, Mapping[str, list[Batch]]], Updates] | None = None
+    update: UpdateFunction | None = None
+
+
+def find_update(dotted: str, key: str = "config.update") -> UpdateFunction:
+    """The update function of a dotted name. Raises a `ConfigError` of one line where there is none.
+
+    Args:
+        dotted: ``"package.module:function"``.
+        key: dotted name of the config value, for error messages.
+    """
+    function = load_object(key, dotted)
+    try:
+        inspect.signature(function).bind(None, None, None, None)
+    except (TypeError, ValueError) as error:
+        wanted = "expected a function of (step, driver, state, batches)"
+        raise ConfigError(f"{key}: {dotted}: {wanted}: {error}") from error
+    return function
 
 
 class StepResult(NamedTuple):
@@ -209,7 +307,7 @@ class TrainStep:
             trained = self.trained(driver, credited, selected, tree, key, rl_step)
         with driver.stage("update", "update"):
             batches = driver.lay_out(self, tree, played, credited.advantage, trained, targets)
-            state, updated = (algorithm.update or policy_update)(self, driver, state, batches)
+            state, updated = self.updated(driver, state, batches)
         metrics |= {f"critic/{name}/loss": m["value_loss"] for name, m in updated.items() if "value_loss" in m}
         if algorithm.memory is not None:
             with driver.stage("memory", "memory"):
@@ -219,6 +317,19 @@ class TrainStep:
         if cfg.past.size:
             state = driver.when((rl_step + 1) % cfg.past.every == 0, _push_snapshot, state)
         return state, StepResult(tree, played, credited, selected, updated, metrics)
+
+    def updated(self, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
+        """The state and metrics that the algorithm's update makes; ConfigError where they have another type."""
+        update = self.algorithm.update or policy_update
+        result = update(self, driver, state, batches)
+        well = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], TrainState)
+        if not well or not isinstance(result[1], Mapping) or not set(result[1]) <= set(self.learners):
+            got = type(result).__name__ if not well else f"metrics of {result[1]!r}"
+            name = self.cfg.update or update
+            raise ConfigError(
+                f"config.update: {name}: expected (state, {{model: metrics}}), but it returned {got[:200]}"
+            )
+        return result
 
     def opponents(self, state: TrainState, key: jax.Array) -> tuple[Params, Array | None]:
         """Parameters of the rollout, and which player takes which role: past policies among them."""
@@ -251,9 +362,6 @@ class TrainStep:
             learns = driver.host(algorithm.trainable_roles(rl_step))
             trained = trained & learns[tree.nodes.role[tree.steps.node]]
         return trained
-
-
-Updates = tuple[TrainState, dict[str, dict[str, Any]]]
 
 
 def policy_update(step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:

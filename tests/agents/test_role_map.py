@@ -117,6 +117,18 @@ def test_several_models_of_a_role_all_learn_from_what_they_play(tmp_path):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def test_stage_0_teaches_every_model_of_a_role(tmp_path):
+    """Also one that is nobody's first model."""
+    made = recipe(models={"first": ("first", "reserve"), "second": ("second", "reserve")})
+    state = made.init(0)
+    start = {name: digests(own) for name, own in state.params["agents"].items()}
+    with Logger(tmp_path, resume_step=None, total_steps=3, primary=False) as logger:
+        state, seen = made.step(state, logger)
+    assert set(start) == {"first", "reserve", "second"}
+    assert all(digests(own) != start[name] for name, own in state.params["agents"].items())
+    assert {f"sft/{name}/nll" for name in start} <= set(seen)
+
+
 def test_what_a_second_model_plays_is_trained():
     made = recipe(models={"first": ("first", "second")})
     state, step = made.init(0), made.phases[-1].step

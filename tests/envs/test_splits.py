@@ -5,14 +5,18 @@ import json
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.data import code_tasks, loaders
 from jaxmarl_llm.envs import contract, registry, splits
+from jaxmarl_llm.envs.dilemma import array as dilemma
 from jaxmarl_llm.envs.dispatch import array as dispatch
+from jaxmarl_llm.envs.maze import array as maze
 from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.envs.relay_dispatch import array as relay
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from tests.test_config_fields import SPECS
@@ -77,24 +81,91 @@ def test_no_held_out_task_is_a_training_task_of_any_seed(name):
     assert first != second, "the tasks of two seeds are the same"
 
 
-CONTENT = {  # environment -> what makes the task of a prompt itself, read from the prompt's text; None: no task in it
-    "chain": lambda p: (
-        (m := re.search(r"\d([+-]\d)+", p)) and f"{[*map(int, re.findall(r'[0-9]', m[0]))]}{re.sub('[0-9]', '', m[0])}"
-    ),
-    "safety": lambda p: p[1:7],
-    "dispatch": lambda p: None if "cap?" in p else re.split(r"[|>]", p[1:])[0],
+def of_chain(role, asked):
+    shown = re.search(r"\d([+-]\d)+", asked)
+    return shown and [f"{[*map(int, re.findall(r'[0-9]', shown[0]))]}{re.sub('[0-9]', '', shown[0])}"]
+
+
+def of_dispatch(role, asked):
+    return None if "cap?" in asked else re.split(r"[|>]", asked[1:])[:1]
+
+
+def of_duet(role, asked):
+    return [np.sort(np.array([*asked[1:4].encode()], np.int32)).tobytes()]
+
+
+def of_hands(role, own, other, last):
+    """Both tasks of two rounds in which a role had these hands: the other's last hand is not shown."""
+    own, other, last = (dilemma.HANDS.index(hand[0]) for hand in (own, other, last))
+    deals = [[[own, other], [last, hidden]] for hidden in range(3) if hidden != last]
+    return [np.array(d, np.int32)[:, :: 1 if role == "first" else -1].tobytes() for d in deals]
+
+
+def of_dilemma(role, asked):
+    shown = re.match(r"[12]([rps])([rps])..,([rps])", asked)
+    return shown and of_hands(role, *shown.groups())
+
+
+def of_dilemma_text(role, asked):
+    shown = re.match(r"Earlier, with (\w+) against (\w+): .*\nNow your hand is (\w+)", asked)
+    return shown and of_hands(role, *shown.groups())
+
+
+def of_relay(role, asked):
+    """The first hop of a master's task of two hops, both of which it sees."""
+    shown = re.fullmatch(r"Q([^;|]+);([^;|]+)\|(\w\d)>", asked) if role == "master" else None
+    return shown and [f"{shown[3]} {SPELLED[shown[1]]} {SPELLED[shown[2]]}"]
+
+
+SPELLED = {  # operation in any spelling -> in the first one
+    relay.spell(kind, argument, spelling): relay.spell(kind, argument, 0)
+    for kind, arguments in enumerate(relay.ARGUMENTS)
+    for argument in range(len(arguments))
+    for spelling in range(3)
 }
+# environment -> its arguments, and the tasks that a prompt of a role may be of; None: no task is shown
+CONTENT = {
+    "chain": ({}, of_chain),
+    "chain_text": ({}, of_chain),
+    "safety": ({}, lambda role, asked: [asked[1:7]]),
+    "safety_text": ({}, lambda role, asked: re.findall(r"Request: (\w+)", asked)),
+    "duet": ({}, of_duet),
+    "dilemma": ({"game": "split", "rounds": 2}, of_dilemma),
+    "dilemma_text": ({"game": "split", "rounds": 2}, of_dilemma_text),
+    "dispatch": ({}, of_dispatch),
+    "dispatch_solo": ({}, of_dispatch),
+    "relay_dispatch": ({"hops": (1, 0, 0, 0)}, of_relay),
+}
+
+
+def prompts_of(environment):
+    """(role, prompt) of demonstrations; of a chat its last message."""
+    if isinstance(environment, contract.HostTask):
+        return [(role, prompt[-1].text) for role, prompt, _ in environment.demonstrations(environment.tasks)]
+    text, rows = ByteTokenizer().decode, environment.demonstrations(0, 300, 0)
+    return [(role, text(ids[:n])) for role, d in rows.items() for ids, n in zip(d["tokens"], d["length"], strict=True)]
+
+
+def test_every_generated_environment_is_looked_at():
+    """Prompts of a maze do not show where the team began."""
+    assert {*CONTENT, "maze", "maze_text"} == set(GENERATED)
 
 
 @pytest.mark.parametrize("name", CONTENT)
 def test_no_demonstration_shows_a_held_out_task(name):
     """The lookups of dispatch are on both sides."""
-    made = EnvConfig(name, {}, eval_tasks=8).environment(0)
-    text = ByteTokenizer().decode
-    rows = made.demonstrations(0, 300, 0).values()
-    prompts = [text(ids[:n]) for d in rows for ids, n in zip(d["tokens"], d["length"], strict=True)]
-    shown = {c for p in prompts if (c := CONTENT[name](p)) is not None}
-    assert len(shown) > 100 and not [c for c in shown if splits.is_held_out(c)]
+    args, content = CONTENT[name]
+    made = EnvConfig(name, {"tasks": 300, **args}, eval_tasks=8, workers=0).environment(0)
+    shown = [tasks for role, asked in prompts_of(made) if (tasks := content(role, asked))]
+    assert len(shown) > 50 and not [tasks for tasks in shown if all(map(splits.is_held_out, tasks))]
+
+
+def test_demonstrations_of_mazes_are_of_training_tasks():
+    """Those of the text form are of the same scenes."""
+    for seat in (0, 1):
+        tasks = jax.device_get(maze.scenes(maze.Config(), 0, 200, seat)[0].task)
+        rows = {"walls": tasks["walls"].astype(bool), "start": tasks["start"], "goal": tasks["goal"]}
+        assert maze.on_side(rows, False).all() and not maze.on_side(rows, True).any()
 
 
 SHARED_DATA = ROOT.parent / "shared" / "data"  # whole data sets, where somebody has them
@@ -189,3 +260,11 @@ def test_unseen_and_seen_queries_of_dispatch_are_evaluated_apart():
     made = cfg.env.environment(cfg.seed)
     assert set(made.parts) == {"seen", "unseen"} and made.parts["seen"].sum() > 20
     assert (made.parts["seen"] == (made.held_out["kind"] == dispatch.LOOKUP)).all()
+
+
+def test_held_out_tasks_that_are_all_known_are_refused():
+    with pytest.raises(ConfigError, match=r"'dispatch': held_out: all 256 held-out tasks are in the part 'seen'"):
+        EnvConfig("dispatch", {"mixture": (0, 1, 0, 0)}).environment(0)
+    made = EnvConfig("dispatch", {"mixture": (0, 1, 0, 0.1)}).environment(0)
+    with pytest.raises(ConfigError, match="parts: seen: expected one bool for each of 256 held-out tasks"):
+        contract.check(dataclasses.replace(made, parts={"seen": np.ones(3, bool)}), "dispatch")

@@ -245,8 +245,12 @@ def make_tasks(
     if config.game == "ipd":
         return matrix.make_tasks(config.as_matrix, seed, n)
     rng, count = task_draws(config, seed, n, 3, held_out)
-    one = lambda: draw_task(lambda: _deal(rng, (config.rounds,)), np.ndarray.tobytes, held_out)
-    return {"hands": np.stack([one() for _ in range(count)])}
+    return {"hands": np.stack([_hands(rng, config, held_out) for _ in range(count)])}
+
+
+def _hands(rng: np.random.Generator, config: Config, held_out: bool = False) -> np.ndarray:
+    """The hands [M 2] of a task of split on one side of the split by content."""
+    return draw_task(lambda: _deal(rng, (config.rounds,)), np.ndarray.tobytes, held_out)
 
 
 def same_tasks(config: Config) -> bool:
@@ -277,12 +281,14 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
 
 
 def _demonstration(rng: np.random.Generator, config: Config, seat: int) -> tuple[str, str]:
-    """A prompt and completion of the player in ``seat`` in split."""
+    """A prompt and completion of the player in ``seat`` in split: a round of a training task, whose hands it shows."""
     letter = lambda: HANDS[rng.integers(3)]
     claim = lambda: CLAIMS[rng.integers(len(CLAIMS))]
     message = lambda hand: (hand if rng.random() < config.honest else letter())[: config.message]
-    rounds = rng.integers(0, config.past + 1)
-    dealt = [[HANDS[h] for h in _deal(rng, ())] for _ in range(rounds + 1)]
+    hands = _hands(rng, config)[:, [seat, 1 - seat]]
+    rounds = rng.integers(0, config.past + 1)  # that the prompt shows
+    at = rng.integers(config.past, config.rounds) if rounds == config.past else rounds  # early rounds show all before
+    dealt = [[HANDS[h] for h in pair] for pair in hands[at - rounds : at + 1]]
     past = "".join(f"{own}{other}{claim()}{claim()}{COMMA}" for own, other in dealt[:-1])
     own, other = dealt[-1]
     mark, subject = "12"[seat], past + own
