@@ -45,6 +45,15 @@ def referred(text: str) -> set[str]:
     return found
 
 
+# Functions of several modules with one meaning, which is documented at one place.
+DOCUMENTED_ONCE = {"get_config": "jaxmarl_llm/cli/config_flags.py"}
+
+
+def variant(name: str, tree: ast.Module) -> bool:
+    """Whether the docstring of a module of configurations lists a variant of this name."""
+    return re.search(rf"^(\w+, )*{name}\b", ast.get_docstring(tree) or "", re.MULTILINE) is not None
+
+
 def faults(source: str) -> list[str]:
     """Faults of one module, one line each."""
     tree = ast.parse(source)
@@ -52,6 +61,8 @@ def faults(source: str) -> list[str]:
     found = []
     for node in public(tree):
         text = ast.get_docstring(node)
+        if text is None and (node.name in DOCUMENTED_ONCE or variant(node.name, tree)):
+            continue
         if text is None:
             found.append(f"{node.lineno}: {node.name} has no docstring")
             continue

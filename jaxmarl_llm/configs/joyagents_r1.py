@@ -134,7 +134,12 @@ def qwen2_5_32b() -> Config:
 
 
 def at_scale(path: str, mesh: MeshConfig) -> Config:
-    """``tensor`` is the number of key/value heads: no finer cut leaves whole heads."""
+    """A configuration at scale. The ``tensor`` axis is the number of key/value heads: finer cuts leave no whole heads.
+
+    Args:
+        path: Folder or hub name of the backbone.
+        mesh: Devices of the run.
+    """
     return Config(
         steps=500,
         batch=64,

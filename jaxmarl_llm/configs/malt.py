@@ -52,6 +52,7 @@ def tiny() -> Config:
 
 
 def control() -> Config:
+    """The variant ``random``."""
     return dataclasses.replace(tiny(), labels="random")
 
 

@@ -138,7 +138,7 @@ class _Listener(threading.Thread):
 
 
 def end_now(code: int, ended: threading.Event) -> None:
-    """End this process and its worker processes after `GRACE` seconds, unless ``ended`` is set before."""
+    """End this process and its worker processes with exit ``code`` after `GRACE` seconds, unless ``ended`` is set."""
     if ended.wait(GRACE):
         return
     call_at_exit()

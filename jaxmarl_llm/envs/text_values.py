@@ -26,7 +26,14 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def check_arity(what: str, function: Any, counts: Sequence[int], expected: str) -> None:
-    """Raise ConfigError unless ``function`` takes one of ``counts`` positional arguments. ``what``: its name."""
+    """Raise ConfigError unless a function takes one of several numbers of positional arguments.
+
+    Args:
+        what: Name of the function in the message.
+        function: The user's function.
+        counts: Numbers of arguments.
+        expected: The arguments in words, for the message.
+    """
     if not callable(function):
         raise ConfigError(f"{what}: expected a function of {expected}, got {type(function).__name__}")
     if not any(takes(function, count) for count in counts):
@@ -36,8 +43,14 @@ def check_arity(what: str, function: Any, counts: Sequence[int], expected: str) 
 def render(what: str, template: Template, task: Mapping[str, Any], texts: Texts) -> Any:
     """The text of a template or of a function for one task.
 
+    Args:
+        what: Name of the template in messages.
+        template: A template or a function.
+        task: Fields of the task.
+        texts: Texts of the roles that acted.
+
     Raises:
-        ConfigError: The task lacks a field, or the function raises. ``what``: name of the template in the message.
+        ConfigError: The task lacks a field, or the function raises.
     """
     try:
         if not isinstance(template, str):
@@ -77,7 +90,7 @@ def paid(result: Any, roles: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def number(name: Any, value: Any) -> float | None:
-    """``value`` as a float; None stays None. Raises ConfigError for anything that is no number."""
+    """``value`` as a float; None stays None. Raises ConfigError with ``name`` for anything that is no number."""
     if value is None:
         return None
     try:

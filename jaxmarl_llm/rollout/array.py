@@ -142,7 +142,13 @@ def _rows_of(plan: Plan, env: ArrayEnv, branch: Branch, states: int) -> Rows:
 
 
 def table_rows(plan: Plan, env: ArrayEnv, batch: int) -> Rows:
-    """Rows of the three tables that `make_rollout` makes of ``batch`` tasks."""
+    """Rows of the three tables that `make_rollout` makes.
+
+    Args:
+        plan: Who samples how many completions.
+        env: The environment.
+        batch: Number of tasks.
+    """
     total = Rows(0, 0, 0)
     for frontier in frontiers(plan, env, batch):
         for branch, states in frontier.items():

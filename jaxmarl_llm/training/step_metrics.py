@@ -96,7 +96,10 @@ def diagnose(
 
 
 def count_invalid(played: RolloutResult) -> tuple[int, int]:
-    """Joint actions without a valid reward, and all joint actions. A task without a first prompt counts as one."""
+    """Joint actions of ``played`` without a valid reward, and all joint actions.
+
+    A task without a first prompt counts as one joint action.
+    """
     moves, unplayed = played.tree.transitions, played.records.unplayed if played.records is not None else 0
     tried = int(moves.played.sum())
     return tried - int(moves.valid[moves.played].sum()) + unplayed, tried + unplayed

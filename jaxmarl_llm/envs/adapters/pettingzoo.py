@@ -113,19 +113,22 @@ class _Play:
 
 
 def show_observation(agent: str, observation: Any) -> str:
-    """The text of an observation: text as it is, numbers with spaces between; of a mapping its ``observation``."""
+    """The text of what ``agent`` observes: text as it is, numbers with spaces between.
+
+    Of a mapping ``observation`` the value of its key ``observation`` is shown.
+    """
     if isinstance(observation, Mapping) and "observation" in observation:
         observation = observation["observation"]
     return observation if isinstance(observation, str) else " ".join(map(str, np.asarray(observation).ravel().tolist()))
 
 
 def show_tokens(agent: str, observation: Any) -> Prompt:
-    """An observation of token ids as a prompt without a template."""
+    """The token ids that ``agent`` observes as a prompt without a template; ``observation`` is an array of ids."""
     return (Message("raw", "", tuple(int(token) for token in np.asarray(observation).ravel())),)
 
 
 def read_action(agent: str, completion: Action, space: Any) -> Any:
-    """The action of a completion: its last integer in a Discrete space, its text in a Text space."""
+    """The action of ``agent`` in a completion: the last integer in a Discrete space, the text in a Text space."""
     if hasattr(space, "n"):
         found = re.findall(r"-?\d+", completion.text)
         return int(found[-1]) if found else None

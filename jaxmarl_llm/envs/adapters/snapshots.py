@@ -26,5 +26,5 @@ def freeze(env: Any, name: str) -> bytes:
 
 
 def thaw(snapshot: bytes) -> Any:
-    """A copy of the environment as it was."""
+    """A copy of the environment as it was at its ``snapshot``."""
     return pickle.loads(snapshot)
