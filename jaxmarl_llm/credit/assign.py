@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def apply_rule(rule: CreditRule, tree: Tree, weights: RewardWeights, sizes: Size
     """
     where = f"config.credit.rule: {name or rule}"
     try:
-        signal = rule(tree, Signal(scalarise(tree.transitions.rewards, weights), sizes=sizes))
+        signal = rule(tree, Signal(scalarise(tree.transitions.rewards, dict(weights)), sizes=sizes))
     except ConfigError:
         raise
     except Exception as error:
@@ -159,12 +159,13 @@ def apply_rule(rule: CreditRule, tree: Tree, weights: RewardWeights, sizes: Size
         raise ConfigError(f"{where}: {EXPECTED}, but it returned {type(signal).__name__}")
     completions = tree.steps.node.shape
     for field, kind in {"value": jnp.floating, "advantage": jnp.floating, "valid": jnp.bool_}.items():
-        column = getattr(signal, field)
+        column: Any = getattr(signal, field)
         if column is None:
             raise ConfigError(
                 f"{where}: expected value, advantage and valid of each completion, but {field} is not set; {WHOLE}"
             )
-        shape, dtype = getattr(column, "shape", None), getattr(column, "dtype", None)
+        shape: Any = getattr(column, "shape", None)
+        dtype: Any = getattr(column, "dtype", None)
         if shape != completions or not jnp.issubdtype(dtype, kind):
             wanted = "bool" if field == "valid" else "float"
             raise ConfigError(
@@ -203,7 +204,7 @@ def try_rule(
     rule: CreditRule,
     components: Sequence[str],
     sizes: Sizes,
-    rows: tuple[int, int, int],
+    rows: Sequence[int],
     *,
     seats: int = 1,
     name: str | None = None,
@@ -227,10 +228,10 @@ def try_rule(
     jax.eval_shape(lambda tree: apply_rule(rule, tree, weights, sizes, name), tree)
 
 
-def _shapes_of_a_tree(components: Sequence[str], sizes: Sizes, rows: tuple[int, int, int], seats: int) -> Tree:
+def _shapes_of_a_tree(components: Sequence[str], sizes: Sizes, rows: Sequence[int], seats: int) -> Tree:
     """A tree of shapes; see `try_rule`. Prompts and completions have 8 tokens."""
     (n, c, j), size = rows, 8
-    of = jax.ShapeDtypeStruct
+    of: Any = jax.ShapeDtypeStruct
     ints, bools = (lambda *shape: of(shape, jnp.int32)), (lambda *shape: of(shape, jnp.bool_))
     floats = lambda *shape: of(shape, jnp.float32)
     retrieved = Retrieval(ints(n, 0), floats(n, 0), floats(n, 0), ints(n))

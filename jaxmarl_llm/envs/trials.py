@@ -80,9 +80,9 @@ def check_observation(what: str, env: ArrayEnv, seen: Any) -> None:
         shape = getattr(getattr(seen, field), "shape", None)
         if shape != (env.seats,):
             raise ConfigError(f"{what}: observe(state).{field} has shape {shape}, expected [seats] = ({env.seats},)")
-    shape = getattr(seen.tokens, "shape", ())
-    if len(shape) != 2 or shape[0] != env.seats:
-        raise ConfigError(f"{what}: observe(state).tokens has shape {shape}, expected [seats, tokens]")
+    size: Any = getattr(seen.tokens, "shape", ())
+    if len(size) != 2 or size[0] != env.seats:
+        raise ConfigError(f"{what}: observe(state).tokens has shape {size}, expected [seats, tokens]")
     for field, kind in {"role": jnp.integer, "tokens": jnp.integer, "length": jnp.integer, "active": jnp.bool_}.items():
         dtype = getattr(seen, field).dtype
         if not jnp.issubdtype(dtype, kind):
@@ -231,7 +231,8 @@ def _play(what: str, env: HostEnv, task: Any, texts: Mapping[str, str]) -> BaseE
     state = called(what, "reset", lambda: env.reset(0, task))
     for turn in range(min(env.max_turns, TRIED_TURNS)):
         try:
-            prompts = env.observe(state) if turn else called(what, "observe", lambda s=state: env.observe(s))
+            see = functools.partial(env.observe, state)
+            prompts = see() if turn else called(what, "observe", see)
             if turn and not prompts:
                 return None
             check_prompts(what, env, prompts)
