@@ -37,7 +37,9 @@ from jaxmarl_llm.sandbox.judge import Limits, Test
 
 FLAGS = flags.FLAGS
 HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, memory_mb=256)
-REFERENCE_LIMITS = Limits(cpu=30.0, total=90.0)  # whether they are right is the question: MBPP/123 takes 5 s
+REFERENCE_LIMITS = Limits(
+    cpu=30.0, total=90.0, wall=270.0
+)  # whether they are right is the question: MBPP/123 takes 5 s
 # Verdicts of these depend on which of two limits is met first, so only that they do not pass is compared.
 RACES = {name for name, program in hostile_programs.EVERYTHING.items() if len(program.verdicts.split()) > 1}
 
