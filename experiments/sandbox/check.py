@@ -36,7 +36,7 @@ from jaxmarl_llm.sandbox import judge as sandbox
 from jaxmarl_llm.sandbox.judge import Limits, Test
 
 FLAGS = flags.FLAGS
-HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, memory_mb=256)
+HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, wall=4.0, memory_mb=256)
 REFERENCE_LIMITS = Limits(
     cpu=30.0, total=90.0, wall=270.0
 )  # whether they are right is the question: MBPP/123 takes 5 s
@@ -69,7 +69,7 @@ def mbpp(folder: Path) -> Iterator[Case]:
 
 def attacks(outside: str, port: int) -> Iterator[Case]:
     for name in hostile_programs.EVERYTHING:
-        yield f"hostile: {name}", name, [Test(hostile_programs.TEST, ("f",))]
+        yield f"hostile: {name}", name, [Test(hostile_programs.EVERYTHING[name].test, ("f",))]
 
 
 def _judge(case: Case, outside: str, port: int) -> tuple[str, tuple[str, ...], str, float]:
@@ -98,6 +98,7 @@ def main(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as outside, socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             Path(outside, "secret").write_text("secret")
+            kept = hostile_programs.fingerprint(outside)
             cases = [*humaneval(FLAGS.data), *mbpp(FLAGS.data), *attacks(outside, port)]
             cases = cases[:: max(1, len(cases) // FLAGS.limit)] if FLAGS.limit else cases
             spawn = multiprocessing.get_context("spawn")
@@ -114,8 +115,8 @@ def main(argv: list[str]) -> None:
                 harm.append("a program reached the network")
             except BlockingIOError:
                 pass
-            if os.listdir(outside) != ["secret"]:
-                harm.append(f"files outside: {os.listdir(outside)}")
+            if hostile_programs.fingerprint(outside) != kept:
+                harm.append(f"files outside: {hostile_programs.fingerprint(outside)}")
             time.sleep(1)
             if left := set(hostile_programs.survivors(os.getpid())) - before:
                 harm.append(f"processes left: {left}")

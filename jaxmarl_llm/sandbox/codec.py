@@ -149,8 +149,15 @@ def _reject_hash_collisions(value: Any, deep: bool = False) -> None:
             continue
         same_hash = by_hash.setdefault(key, set())
         try:
-            same_hash.add(hex(item) if kind is int else repr(item))  # text, because hashes of text are seeded
+            same_hash.add(_text(item))  # text, because hashes of text are seeded
         except ValueError:  # an integer inside has too many digits
             same_hash.add(str(id(item)))
         if len(same_hash) > MAX_COLLISIONS:
             raise ProtocolError(f"more than {MAX_COLLISIONS} values with one hash")
+
+
+def _text(item: Any) -> str:
+    """Text that is the same for equal numbers, ranges and containers. ValueError for an integer of too many digits."""
+    if type(item) is range:  # range(3, 3) equals range(5, 5), and range(0, 3, 2) equals range(0, 4, 2)
+        return repr((item[0], item[-1], item.step)) if len(item) > 1 else repr(list(item))
+    return hex(item) if type(item) is int else repr(item)

@@ -13,6 +13,7 @@ import re
 
 from jaxmarl_llm.envs.coding.analysis.syntax import compiles, parse
 
+MAX_CODE = 1 << 16  # characters of a completion; a longer one is read as empty, to bound the time (upstream: no limit)
 _HEADER = re.compile(r"^\s*def\s+\w+\s*\(")
 _QUOTES = ('"""', "'''")
 _CODE_SIGNS = ("def ", "return ", "if ", "for ", "while ", "=", "(", ")", "[", "]")
@@ -26,6 +27,8 @@ def clean(text: str) -> str:
     """All function definitions in a completion, as upstream cuts them out: fences removed, then from each ``def`` as
     long as lines are blank, indented further, or begin a docstring at any depth.
     """
+    if len(text) > MAX_CODE:
+        return ""
     text = re.sub(r"```python\s*\n?", "", text)
     lines = re.sub(r"```\s*\n?", "", text).split("\n")
     blocks: list[list[str]] = []
