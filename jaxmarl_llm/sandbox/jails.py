@@ -4,20 +4,21 @@
 tier         confinement                                                          needs
 ============ ==================================================================== =====================================
 ``bwrap``    bubblewrap: own user, process, network, mount and IPC namespaces,    bubblewrap; user namespaces, or root
-             a file system of the Python installation alone, a small ``/tmp``;
-             seccomp where libseccomp is found
-``landlock`` Landlock: reads the Python installation, writes nowhere; seccomp:    Linux >= 5.13 with Landlock,
-             no new processes, no sockets, no signals, no change of metadata      libseccomp
+             a file system of the interpreter and its library alone, a small
+             ``/tmp`` with few files; seccomp on x86-64 and AArch64
+``landlock`` Landlock: reads the interpreter and its library, writes nowhere;     Linux >= 5.13 with Landlock, x86-64
+             seccomp                                                              or AArch64
 ``unsafe``   only limits of resources                                             the caller's consent
 ============ ==================================================================== =====================================
 
-In every tier, rlimits hold, the environment contains no secrets, and the process dies with its judge. Seccomp denies
-new processes (threads are allowed), sockets of every family, signals, tracing, mounts and namespaces, keys, BPF,
-io_uring, and memory that RLIMIT_AS does not count (System V shared memory, memfd).
+In every tier, rlimits hold, the environment contains no secrets, and the process dies with its judge. Seccomp allows
+what Python needs to compute, threads and files included, and nothing else (see `seccomp`). Where this process may make
+control groups, they limit memory and processes too (see `cgroups`). docs/sandbox.md has the table of what each tier
+confines.
 
 If the caller is root, the jail runs under a separate user id that owns nothing. RLIMIT_NPROC does not limit root, and
-it counts by user, so jails with the same id would share one limit of threads. bubblewrap then starts as root, because
-another user may be unable to read the interpreter. The id changes before the program is loaded.
+it counts by user, so jails with the same id would share one limit of threads. The jail starts as root, because another
+user may be unable to read the interpreter. The id changes before the program is loaded.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxmarl_llm.sandbox import codec, command_line, seccomp
+from jaxmarl_llm.sandbox import cgroups, codec, command_line, seccomp
 
 START_SECONDS = 20.0  # wall time in which an interpreter must start
 TICK = 0.05  # seconds between two checks of the clocks
 WALL = 3.0  # allowed wall seconds for each CPU second
 STARVED = 4.0  # multiple of the wall deadline after which a lack of processor time is an error of the machine
 SLEEP = 0.05  # seconds of waiting that a process must have for each time that it gave up its processor
+KERNEL_MB = 64  # memory that the kernel may hold for one jail, where control groups count it
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -77,6 +79,7 @@ class Jail:
         self._switches = 0
         self.wall = 0.0  # seconds of all requests, without waiting for a processor
         self.pid = 0
+        self._cgroup: cgroups.Group | None = None
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         try:
@@ -145,6 +148,9 @@ class Jail:
             raise Stopped("infra_error", f"{tier}: {self._complaint()}") from None
         if hello != b'"ready"':
             raise Stopped("infra_error", f"{tier}: unexpected greeting")
+        if tier != "unsafe":  # the kernel's own memory for a jail comes on top of its address space and files
+            memory = (limits.memory_mb + limits.tmp_mb + KERNEL_MB) << 20
+            self._cgroup = cgroups.limited(self.pid, memory, limits.threads)
 
     def _complaint(self) -> str:
         """Last line that bubblewrap or the interpreter wrote to stderr."""
@@ -273,6 +279,8 @@ class Jail:
         number = -code if code < 0 else code - 128
         if number == signal.SIGXCPU or (number == signal.SIGKILL and self.cpu() >= self.limits.total):
             return Stopped("timeout", f"more than {self.limits.total:g} s of CPU in all")
+        if number == signal.SIGKILL and self._cgroup is not None and self._cgroup.out_of_memory():
+            return Stopped("oom", "more memory than its control group allows")
         if 0 < number < 65:
             return Stopped("crash", f"ended by signal {number}")
         return Stopped("crash", f"exited with code {code}")
@@ -288,6 +296,8 @@ class Jail:
         except (ProcessLookupError, PermissionError):
             pass
         self._process.wait()
+        if self._cgroup is not None:
+            self._cgroup.close()
         self._channel.close()
         if self._process.stderr is not None:
             self._process.stderr.close()
