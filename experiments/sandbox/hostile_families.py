@@ -90,7 +90,7 @@ def f(x):
 # Values that take the judge long to decode, or much memory: the JSON of a reply, as an expression.
 REPLIES = {
     "ranges of one hash": (
-        "protocol",
+        "protocol timeout",
         """'{"s":[' + ','.join('{"r":[%d,%d,1]}' % (k * M, k * M + 1)"""
         """ for k in range(39000)) + ']}'""",
     ),
