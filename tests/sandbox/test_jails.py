@@ -150,32 +150,33 @@ def f(path):
 
 DISOBEYS = "import ctypes, time\nlibc = ctypes.CDLL(None)\nlibc.prctl(1, 0, 0, 0, 0)\nwhile True: time.sleep(60)"
 KILLED = """
-import sys, threading, time
+import sys
 sys.path.insert(0, {root!r})
-from jaxmarl_llm.sandbox import judge as sandbox
-sandbox._known = {{False: {tier!r}}}
-def tell():
-    time.sleep(1.5)
-    print("up", flush=True)
-threading.Thread(target=tell, daemon=True).start()
-sandbox.judge({program!r}, [], sandbox.Limits(cpu=60, total=60, wall=200))
+from jaxmarl_llm.sandbox import jails, judge as sandbox
+session = sandbox._Session({tier!r}, "import ctypes, time", sandbox.Limits(cpu=60, total=60, wall=200))
+session.load()
+print(session._jail.pid, flush=True)
+session._jail.ask("load", {program!r}, seconds=60)
 """
 
 
 def test_no_program_outlives_its_judge(tier):
     script = KILLED.format(root=str(ROOT), tier=tier, program=DISOBEYS)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "up\n"
-    left = set(hostile_programs.survivors(process.pid))
-    assert left
+    jail = int(process.stdout.readline())
+    deadline = time.monotonic() + 30
+    while "nanosleep" not in Path(f"/proc/{jail}/wchan").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)  # until the program has asked to outlive its judge
+    assert jail in hostile_programs.survivors(process.pid)
     process.kill()
     process.wait()
     process.stdout.close()
     deadline = time.monotonic() + 10
-    while left and time.monotonic() < deadline:
+    while not (over := dead(jail)) and time.monotonic() < deadline:
         time.sleep(0.05)
-        left &= {pid for pid in left if Path(f"/proc/{pid}").exists() and not dead(pid)}
-    assert not left
+    if not over:
+        os.kill(jail, 9)
+    assert over
 
 
 def dead(pid):
