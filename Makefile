@@ -16,7 +16,7 @@ help:
 	@echo "make check      slow tests, the site, notebooks, compiles for TPUs, and Python 3.12 where it is found"
 	@echo "make lint types notebooks aot"
 	@echo "make docs       the site with the API reference, in build/site; warnings are errors"
-	@echo "make sandbox    install what runs generated code safely: bubblewrap and libseccomp"
+	@echo "make sandbox    install what runs generated code safely: bubblewrap"
 	@echo "make transformers4  an environment with transformers 4, in which a slow test loads exports"
 	@echo "make peers      other systems beside which experiments.bench measures, each in an environment of its own"
 	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
@@ -95,11 +95,11 @@ types: $(VENV)/.installed-test
 
 # What is missing is installed where that is possible and named where it is not; the tests of the sandbox then skip.
 sandbox:
-	@if command -v bwrap >/dev/null && $(PYTHON) -c 'import ctypes; ctypes.CDLL("libseccomp.so.2")' 2>/dev/null; then :; \
+	@if command -v bwrap >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		{ apt-get -qq update && apt-get -qq install -y bubblewrap libseccomp2 >/dev/null; } \
-			|| echo "sandbox: apt-get could not install bubblewrap and libseccomp2"; \
-	else echo "sandbox: install bubblewrap and libseccomp2 (apt-get, as root; libseccomp on Fedora and Arch)"; fi
+		{ apt-get -qq update && apt-get -qq install -y bubblewrap >/dev/null; } \
+			|| echo "sandbox: apt-get could not install bubblewrap"; \
+	else echo "sandbox: install bubblewrap"; fi
 
 # As in the tests (tests/conftest.py): half the compile time on CPU.
 notebooks: export XLA_FLAGS := --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters

@@ -54,6 +54,8 @@ class HostEnv(NamedTuple):
         component; a component that is absent counts as 0.0, a value that is None or not finite makes the
         transition invalid (left out of every statistic, counted), as does raising.
     verify(state) -> rewards, or None: a local verdict on an unfinished state, for plans that do not play on.
+    seconds: longest time of a step that an action can cause. The pool's timeout must be longer, else the action decides
+        that its step has no reward.
     """
 
     name: str
@@ -64,3 +66,4 @@ class HostEnv(NamedTuple):
     observe: Callable[[Any], Mapping[str, Prompt]]
     step: Callable[[int, Any, Mapping[str, Action]], tuple[Any, Rewards, bool]]
     verify: Callable[[Any], Rewards] | None = None
+    seconds: float = 0.0

@@ -1,13 +1,13 @@
 """Check whether the verdicts of the sandbox are correct and repeatable, also on an overloaded machine.
 
-    python -m experiments.sandbox.check --data=DIR [--repeats=5] [--oversubscribe=4] [--workers=0] [--limit=N]
+    python -m experiments.sandbox.check [--data=DIR] [--tier=TIER] [--repeats=5] [--oversubscribe=4] [--workers=0]
 
-It runs the reference solutions of HumanEval and MBPP (sanitised) below DIR, and the programs of `hostile_programs`,
-``--repeats`` times. At the same time it runs ``--oversubscribe`` busy processes for each processor. ``--workers`` is
-the number of parallel judges; 0 means one for each processor.
+It runs the programs of `hostile_programs` ``--repeats`` times. With ``--data`` it also runs the reference solutions of
+HumanEval and MBPP (sanitised) below DIR. At the same time it runs ``--oversubscribe`` busy processes for each
+processor. ``--workers`` is the number of parallel judges; 0 means one for each processor. ``--limit`` judges a part.
 
 It prints counts, times, and every program with a wrong verdict or with different verdicts. The exit code is 1 if there
-is such a program.
+is such a program, one without a verdict, a change outside, or a process that is left.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from jaxmarl_llm.sandbox import judge as sandbox
 from jaxmarl_llm.sandbox.judge import Limits, Test
 
 FLAGS = flags.FLAGS
-HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, memory_mb=256)
-REFERENCE_LIMITS = Limits(cpu=30.0, total=90.0)  # whether they are right is the question: MBPP/123 takes 5 s
+HOSTILE_LIMITS = Limits(cpu=1.0, total=3.0, wall=4.0, memory_mb=256)
+REFERENCE_LIMITS = Limits(
+    cpu=30.0, total=90.0, wall=270.0
+)  # whether they are right is the question: MBPP/123 takes 5 s
 # Verdicts of these depend on which of two limits is met first, so only that they do not pass is compared.
 RACES = {name for name, program in hostile_programs.EVERYTHING.items() if len(program.verdicts.split()) > 1}
 
@@ -66,13 +68,14 @@ def mbpp(folder: Path) -> Iterator[Case]:
         yield f"MBPP/{task['task_id']}", task["code"], [Test(test, names, setup) for test in task["test_list"]]
 
 
-def attacks(outside: str, port: int) -> Iterator[Case]:
+def attacks() -> Iterator[Case]:
     for name in hostile_programs.EVERYTHING:
-        yield f"hostile: {name}", name, [Test(hostile_programs.TEST, ("f",))]
+        yield f"hostile: {name}", name, [Test(hostile_programs.EVERYTHING[name].test, ("f",))]
 
 
-def _judge(case: Case, outside: str, port: int) -> tuple[str, tuple[str, ...], str, float]:
+def _judge(case: Case, outside: str, port: int, tier: str) -> tuple[str, tuple[str, ...], str, float]:
     name, program, tests = case
+    sandbox._known[False] = tier
     attack = name.startswith("hostile: ")
     if attack:  # aimed here, because the judge is this process
         program = hostile_programs.prepare(program, outside, port, os.getpid())
@@ -81,8 +84,12 @@ def _judge(case: Case, outside: str, port: int) -> tuple[str, tuple[str, ...], s
 
 
 def main(argv: list[str]) -> None:
-    if FLAGS.data is None or not Path(FLAGS.data).is_dir():
+    if FLAGS.data is not None and not Path(FLAGS.data).is_dir():
         raise ConfigError("--data: name the folder that holds humaneval/ and mbpp/")
+    tier = FLAGS.tier or sandbox.probe()
+    if reason := sandbox.examine(tier):
+        raise ConfigError(f"--tier: {tier} does not work on this machine: {reason}")
+    sandbox._known[False] = tier
     cores = len(os.sched_getaffinity(0))
     print(sandbox.describe())
     before = set(hostile_programs.survivors(os.getpid()))  # orphans of others
@@ -97,11 +104,13 @@ def main(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as outside, socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             Path(outside, "secret").write_text("secret")
-            cases = [*humaneval(FLAGS.data), *mbpp(FLAGS.data), *attacks(outside, port)]
+            kept = hostile_programs.fingerprint(outside)
+            cases = [*humaneval(FLAGS.data), *mbpp(FLAGS.data)] if FLAGS.data else []
+            cases += attacks()
             cases = cases[:: max(1, len(cases) // FLAGS.limit)] if FLAGS.limit else cases
             spawn = multiprocessing.get_context("spawn")
             with concurrent.futures.ProcessPoolExecutor(FLAGS.workers or cores, mp_context=spawn) as pool:
-                jobs = [pool.submit(_judge, c, outside, port) for _ in range(FLAGS.repeats) for c in cases]
+                jobs = [pool.submit(_judge, c, outside, port, tier) for _ in range(FLAGS.repeats) for c in cases]
                 for job in concurrent.futures.as_completed(jobs):
                     name, got, detail, took = job.result()
                     verdicts[name].append(got)
@@ -113,8 +122,8 @@ def main(argv: list[str]) -> None:
                 harm.append("a program reached the network")
             except BlockingIOError:
                 pass
-            if os.listdir(outside) != ["secret"]:
-                harm.append(f"files outside: {os.listdir(outside)}")
+            if hostile_programs.fingerprint(outside) != kept:
+                harm.append(f"files outside: {hostile_programs.fingerprint(outside)}")
             time.sleep(1)
             if left := set(hostile_programs.survivors(os.getpid())) - before:
                 harm.append(f"processes left: {left}")
@@ -134,7 +143,8 @@ def main(argv: list[str]) -> None:
             f"{group:10} {len(passed)} of {len(names)} programs pass; seconds a program: median "
             f"{statistics.median(times):.3f}, longest {max(times):.1f}"
         )
-        wrong = passed if group == "hostile" else [n for n in names if n not in passed]
+        forged = [n for n in names if any("pass" in got for got in verdicts[n])]
+        wrong = forged if group == "hostile" else [n for n in names if n not in passed]
         for name in wrong:
             print(f"  WRONG {name}: {verdicts[name]} {details[name]}")
         unlike = [n for n in names if len(set(verdicts[n])) > 1]
@@ -148,6 +158,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("data", None, "Folder with humaneval/ and mbpp/.")
+    flags.DEFINE_enum("tier", None, sandbox.TIERS, "Tier of the sandbox; none: the first one that works.")
     flags.DEFINE_integer("repeats", 5, "How often everything is judged.")
     flags.DEFINE_integer("oversubscribe", 4, "Busy processes for each processor.")
     flags.DEFINE_integer("workers", 0, "Judges at once; 0: one for each processor.")

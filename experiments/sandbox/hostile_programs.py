@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import NamedTuple
+
+from experiments.sandbox import hostile_families
 
 
 class Hostile(NamedTuple):
     verdicts: str  # what the test may end with, names of `Verdict` in lower case, separated by spaces
     program: str
+    test: str
 
 
-ANSWER = 918_273_645  # stands in no jail
+ANSWER = hostile_families.ANSWER  # stands in no jail
 TEST = f"result = f(3)\nassert result == {ANSWER}, result"
 
 # Name and verdicts, then the program, to the next heading.
@@ -560,24 +564,27 @@ EVERYTHING: dict[str, Hostile] = {}
 for _part in re.split(r"^=== ", re.sub(r"^# [A-Z].*$", "", PROGRAMS, flags=re.M), flags=re.M)[1:]:
     _heading, _, _text = _part.partition("\n")
     _name, _, _verdicts = _heading.rpartition(": ")
-    EVERYTHING[_name] = Hostile(_verdicts, _text)
+    EVERYTHING[_name] = Hostile(_verdicts, _text, TEST)
 EVERYTHING |= {
-    f"{base} that equals everything": Hostile("fail", EQUAL.replace("BASE", base).replace("VALUE", value))
+    f"{base} that equals everything": Hostile("fail", EQUAL.replace("BASE", base).replace("VALUE", value), TEST)
     for base, value in BASES.items()
 }
 EVERYTHING |= {
-    f"forged reply: {what}": Hostile("protocol", FORGED.replace("REPLY", repr(reply)))
+    f"forged reply: {what}": Hostile("protocol", FORGED.replace("REPLY", repr(reply)), TEST)
     for what, reply in REPLIES.items()
 }
 EVERYTHING |= {
-    "null bytes": Hostile("fail", "def f(x): return 0\n\x00\x00"),
-    "surrogates": Hostile("fail", "# \udcff\ndef f(x): return '\udcff'"),
-    "one megabyte of comment": Hostile("fail", "#" + "x" * (1 << 20) + "\ndef f(x): return 0"),
-    "one megabyte of brackets": Hostile("fail oom crash", "a = " + "[" * (1 << 20)),
-    "one megabyte of code": Hostile("fail timeout oom", "a = 1\n" * ((1 << 20) // 6) + "def f(x): return 0"),
-    "too long": Hostile("fail", "#" + "x" * (3 << 20)),
-    "deep expression": Hostile("fail oom crash", "a = " + "-" * 200_000 + "1"),
-    "empty": Hostile("fail", ""),
+    "null bytes": Hostile("fail", "def f(x): return 0\n\x00\x00", TEST),
+    "surrogates": Hostile("fail", "# \udcff\ndef f(x): return '\udcff'", TEST),
+    "one megabyte of comment": Hostile("fail", "#" + "x" * (1 << 20) + "\ndef f(x): return 0", TEST),
+    "one megabyte of brackets": Hostile("fail oom crash", "a = " + "[" * (1 << 20), TEST),
+    "one megabyte of code": Hostile("fail timeout oom", "a = 1\n" * ((1 << 20) // 6) + "def f(x): return 0", TEST),
+    "too long": Hostile("fail", "#" + "x" * (3 << 20), TEST),
+    "deep expression": Hostile("fail oom crash", "a = " + "-" * 200_000 + "1", TEST),
+    "empty": Hostile("fail", "", TEST),
+}
+EVERYTHING |= {
+    name: Hostile(v, program, test or TEST) for name, (v, program, test) in hostile_families.generated().items()
 }
 
 
@@ -588,6 +595,17 @@ def prepare(name: str, outside: str, port: int, pid: int) -> str:
     for mark, value in marks.items():
         text = text.replace(mark, str(value))
     return text
+
+
+def fingerprint(folder: str | Path) -> list[tuple]:
+    """What a program must not change: names, contents and metadata of the files below ``folder``."""
+    found = []
+    for path in sorted(Path(folder).rglob("*")):
+        status = path.lstat()
+        kept = (status.st_mode, status.st_uid, status.st_gid, status.st_nlink, status.st_size, status.st_mtime_ns)
+        values = [(name, os.getxattr(path, name)) for name in os.listxattr(path, follow_symlinks=False)]
+        found.append((str(path), *kept, values, path.read_bytes() if path.is_file() else b""))
+    return found
 
 
 def survivors(judge: int) -> list[int]:

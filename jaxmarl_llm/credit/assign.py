@@ -193,7 +193,7 @@ def find_rule(dotted: str, key: str = "config.credit.rule") -> CreditRule:
 
 
 def check_hashable(rule: CreditRule, where: str = "config.credit.rule") -> None:
-    """Raise ConfigError for a rule without a hash: it is part of a compiled program's key."""
+    """Raise ConfigError for a rule without a hash: it is part of a compiled program's key. ``where``: its key."""
     try:
         hash(rule)
     except TypeError as error:

@@ -40,7 +40,7 @@ def in_words(error: BaseException) -> str:
 
 
 def check_fields(what: str, env: ArrayEnv | HostEnv) -> None:
-    """Raise ConfigError where names, counts or functions of an environment have another type."""
+    """Raise ConfigError where names, counts or functions of the environment ``env`` have another type."""
     for field in ("roles", "components"):
         names = getattr(env, field)
         well = isinstance(names, tuple) and names and all(isinstance(name, str) for name in names)
@@ -59,7 +59,7 @@ def check_fields(what: str, env: ArrayEnv | HostEnv) -> None:
 
 
 def check_actors(what: str, env: ArrayEnv) -> None:
-    """Raise ConfigError unless ``actors`` has the roles of every turn, as indices of roles."""
+    """Raise ConfigError unless ``actors`` of ``env`` has the roles of every turn, as indices of roles."""
     if len(env.actors) != env.max_turns:
         raise ConfigError(
             f"{what}: actors: expected one entry for each of {env.max_turns} turns, got {len(env.actors)}"
@@ -73,7 +73,10 @@ def check_actors(what: str, env: ArrayEnv) -> None:
 
 
 def check_observation(what: str, env: ArrayEnv, seen: Any) -> None:
-    """Raise ConfigError for an observation of another type, shape or dtype. ``seen`` may hold shapes alone."""
+    """Raise ConfigError for an observation of ``env`` of another type, shape or dtype.
+
+    ``seen`` may hold shapes alone.
+    """
     if not isinstance(seen, Observation):
         raise ConfigError(f"{what}: observe(state) returned {type(seen).__name__}, expected an Observation")
     for field in ("role", "length", "active"):
@@ -94,7 +97,7 @@ def _name_of(kind: Any) -> str:
 
 
 def check_first_seats(what: str, env: ArrayEnv, task: PyTree) -> None:
-    """Raise ConfigError where the first observation of ``task`` has roles or lengths out of range."""
+    """Raise ConfigError where the first observation of ``task`` in ``env`` has roles or lengths out of range."""
     seen = called(what, "observe", lambda: jax.device_get(jax.jit(lambda t: _first(env, t))(task)))
     actors, size = env.actors[0], seen.tokens.shape[1]
     for seat in np.flatnonzero(seen.active):
@@ -249,7 +252,7 @@ def _play(what: str, env: HostEnv, task: Any, texts: Mapping[str, str]) -> BaseE
 
 
 def check_prompts(what: str, env: HostEnv, prompts: Any) -> None:
-    """Raise ConfigError unless ``prompts`` are messages by role."""
+    """Raise ConfigError unless ``prompts`` are messages by role of ``env``."""
     if not isinstance(prompts, Mapping) or not prompts:
         raise ConfigError(f"{what}: observe(state) returned {type(prompts).__name__}, expected {{role: prompt}}")
     for role, prompt in prompts.items():
@@ -270,7 +273,7 @@ def is_flag(value: Any) -> bool:
 
 
 def check_host_step(what: str, env: HostEnv, result: Any) -> None:
-    """Raise ConfigError for a result of ``step`` of another type, or rewards of unknown roles or components.
+    """Raise ConfigError for a result of ``env.step`` of another type, or rewards of unknown roles or components.
 
     A reward that is None or not finite is none of these: it makes the joint action invalid.
     """

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from jaxmarl_llm.distributed import processes
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import HostEnv
 
 LONGEST_TRACE = 8000  # characters of a traceback that are kept, from its end
@@ -68,12 +69,17 @@ class EnvPool:
     """Processes that run the functions of a host environment.
 
     ``factory``: makes the environment; picklable. ``workers``: number of processes; 0 runs calls in this process,
-    without a timeout. ``timeout``: seconds for each call.
+    without a timeout. ``timeout``: seconds for each call. ConfigError where an action could outlast the timeout.
     """
 
     def __init__(self, factory: Callable[[], HostEnv], *, workers: int = 2, timeout: float = 20.0):
         self.env = factory()  # an error of construction is raised here, not in a worker
         self.timeout = timeout
+        if workers and timeout <= self.env.seconds:  # an action would decide that its step has no reward
+            raise ConfigError(
+                f"config.env.timeout: expected more than {self.env.seconds:g}, the seconds that a step of "
+                f"{self.env.name!r} may take, got {timeout:g}"
+            )
         self._factory, self._workers = factory, workers
         self._pool: ProcessPool | None = None
 

@@ -16,6 +16,7 @@ import sys
 
 DEPTH = 64  # allowed levels of nesting in a result
 ITEMS = 100_000  # allowed elements of an iterator or a range in a result
+ELEMENTS = 200_000  # allowed values, brackets included, in the JSON of a reply; a bound of the cost of decoding it
 TAGS = {"tuple": "t", "set": "s", "frozenset": "f"}
 
 
@@ -75,6 +76,15 @@ def encode(value, depth=0):
     raise Unplain(f"{kind.__module__}.{kind.__qualname__} is not plain data")
 
 
+def elements(text):
+    """Number of values in JSON ``text``, where each bracket adds one."""
+    count = text.count(",") + text.count("[") + text.count("{")
+    if count > ELEMENTS and '"' in text:  # many may stand in strings
+        parts = text.replace("\\\\", "").replace('\\"', "").split('"')[::2]
+        count = sum(part.count(",") + part.count("[") + part.count("{") for part in parts)
+    return count
+
+
 def quote(text):
     """JSON string of the first 300 characters of ``text``."""
     return _json.encode_basestring_ascii(str(text)[:300])
@@ -114,25 +124,28 @@ def send(channel, text):
         data = data[os.write(channel, data) :]
 
 
+def call(number, *args):
+    """Result of a system call. Raises OSError when it fails. args: integers, bytes, and pointers."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    words = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
+    result = libc.syscall(ctypes.c_long(number), *words)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"system call {number}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
 def landlock(paths):
     """Restrict this process by Landlock to reading below ``paths``. Needs Linux >= 5.13."""
     import ctypes
 
-    libc = ctypes.CDLL(None, use_errno=True)
     create, add, restrict = 444, 445, 446  # system calls; the same numbers on every architecture
-
-    def call(number, *args):
-        result = libc.syscall(ctypes.c_long(number), *args)
-        if result < 0:
-            raise OSError(ctypes.get_errno(), f"landlock: {os.strerror(ctypes.get_errno())}")
-        return result
-
-    abi = call(create, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    abi = call(create, None, 0, 1)
     execute, read_file, read_dir = 1, 4, 8
     rights = (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1  # ABI 2: rename, 3: truncate, 5: ioctl
     handled = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)  # ABI 4 adds TCP, 6 signals
-    size = 8 if abi < 4 else 16 if abi < 6 else 24
-    rules = call(create, ctypes.byref(handled), ctypes.c_size_t(size), ctypes.c_uint(0))
+    rules = call(create, ctypes.byref(handled), 8 if abi < 4 else 16 if abi < 6 else 24, 0)
     for path in paths:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -140,9 +153,9 @@ def landlock(paths):
             continue
         allowed = execute | read_file | (read_dir if os.path.isdir(path) else 0)  # execute: needed to map libraries
         rule = allowed.to_bytes(8, sys.byteorder) + fd.to_bytes(4, sys.byteorder)
-        call(add, ctypes.c_int(rules), ctypes.c_int(1), rule, ctypes.c_uint(0))
+        call(add, rules, 1, rule, 0)
         os.close(fd)
-    call(restrict, ctypes.c_int(rules), ctypes.c_uint(0))
+    call(restrict, rules, 0)
     os.close(rules)
 
 
@@ -156,17 +169,41 @@ def prctl(option, value, more=None):
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
-def drop_capabilities():
-    """Remove all capabilities of this process."""
+def set_capabilities(bits):
+    """Reduce the capabilities of this process to ``bits`` (bit number: capability)."""
     import ctypes
 
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    if ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()):
+    if ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)(bits, bits)):
         raise OSError("capset: refused")
 
 
+def change_user(uid, capabilities):
+    """Take the user and group id ``uid``, and keep only the capabilities in ``capabilities`` (bits)."""
+    if capabilities:
+        prctl(8, 1)  # PR_SET_KEEPCAPS: the change of the user id clears them otherwise
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    if os.getresuid() != (uid,) * 3:
+        raise OSError("the user id did not change")
+
+
+def mount_tmp(limits):
+    """Mount a writable /tmp. limits: size in bytes and number of files, as options of tmpfs.
+
+    bubblewrap limits the size alone. Empty files have no size and take memory of the kernel.
+    """
+    import ctypes
+
+    flags = 2 | 4 | 8  # MS_NOSUID, MS_NODEV, MS_NOEXEC
+    if ctypes.CDLL(None).mount(b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(flags), limits.encode()):
+        raise OSError("no /tmp can be mounted")
+    os.chdir("/tmp")
+
+
 def install(filter_):
-    """Install a seccomp filter. ``filter_``: BPF program that libseccomp exported."""
+    """Install a seccomp filter. ``filter_``: BPF program."""
     import ctypes
 
     class Program(ctypes.Structure):
@@ -179,28 +216,31 @@ def install(filter_):
 def confine(how):
     """Permanently remove rights that the program must not have.
 
-    how: rlimits, uid, die_with (process id of the judge), readable (paths) and filter (BPF program); None leaves one
-    out.
+    how: rlimits, tmp (options of `mount_tmp`), uid, capabilities (bits to keep), die_with (process id of the judge),
+    readable (paths) and filter (BPF program); None leaves one out.
     """
     import resource
 
     null = os.open("/dev/null", os.O_RDWR)
+    if how["tmp"] is not None:
+        mount_tmp(how["tmp"])
     for name, value in how["rlimits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     if how["uid"] is not None:
-        os.setgroups([])
-        os.setresgid(how["uid"], how["uid"], how["uid"])
-        os.setresuid(how["uid"], how["uid"], how["uid"])
-        if os.getresuid() != (how["uid"],) * 3:
-            raise OSError("the user id did not change")
+        change_user(how["uid"], how["capabilities"])
     if how["die_with"] is not None:
         prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL; a change of the user id would clear it
         if os.getppid() != how["die_with"]:
             os._exit(0)
-    if how["readable"] is not None:
+    if how["filter"] is not None or how["readable"] is not None:
         prctl(38, 1)  # PR_SET_NO_NEW_PRIVS
-        drop_capabilities()
+        set_capabilities(how["capabilities"])
+    if how["readable"] is not None:
+        # The folder of the library is not readable, because it contains the folder of installed packages. The import
+        # system keeps its list of the folder.
+        sys.meta_path[-1].find_spec("no_such_module", None)
         landlock(how["readable"])
+    if how["filter"] is not None:
         install(how["filter"])
     for fd in (0, 1, 2):  # last, so that errors above still reach stderr
         os.dup2(null, fd)
@@ -241,6 +281,8 @@ def main():
         reply = answer(module.__dict__, message)
         if len(reply) > how["reply_bytes"]:
             reply = f'["{message[0]}","unplain","a result of more than {how["reply_bytes"]} bytes"]'
+        elif elements(reply) > ELEMENTS:
+            reply = f'["{message[0]}","unplain","a result of more than {ELEMENTS} elements"]'
         send(channel, reply)
 
 

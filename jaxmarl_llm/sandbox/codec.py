@@ -1,7 +1,8 @@
 """Decoder for the replies of a jail: untrusted JSON to plain builtins, with limits on size, depth and time.
 
-A limit on size does not limit time: half a megabyte of integers with one hash keeps ``set()`` busy for minutes, in the
-process that decides the verdict. `plain` rejects such hash collisions.
+A limit on bytes does not limit time and memory. Half a megabyte of integers with one hash keeps ``set()`` busy for
+minutes, in the process that decides the verdict. Four megabytes of empty lists take 160 MB. So the number of elements
+is limited before anything is built, and `plain` rejects hash collisions.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from jaxmarl_llm.sandbox.child import ITEMS
+from jaxmarl_llm.sandbox.child import ELEMENTS, ITEMS, elements
 
 DEPTH = 200  # JSON levels; a tag needs one, so more than twice the allowed levels of values
 INTEGER_BITS = 1 << 18  # 79,000 decimal digits; a test may compute a power of a result
@@ -24,6 +25,8 @@ class ProtocolError(Exception):
 
 def decode(text: bytes) -> Any:
     """JSON value in ``text``, with tags. Raises ProtocolError."""
+    if elements(text.decode("latin-1")) > ELEMENTS:
+        raise ProtocolError(f"a reply of more than {ELEMENTS} elements")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -138,7 +141,7 @@ def _reject_hash_collisions(value: Any, deep: bool = False) -> None:
             continue
         if kind in (list, tuple, set, frozenset):
             stack.extend(item if deep else ())
-        elif kind not in (int, float, complex) or (kind is int and -(2**60) < item < 2**60):
+        elif kind not in (int, float, complex, range) or (kind is int and -(2**60) < item < 2**60):
             continue
         try:
             key = hash(tuple(item) if kind in (list, set) else item)  # a test may convert lists to tuples
@@ -146,8 +149,15 @@ def _reject_hash_collisions(value: Any, deep: bool = False) -> None:
             continue
         same_hash = by_hash.setdefault(key, set())
         try:
-            same_hash.add(hex(item) if kind is int else repr(item))  # text, because hashes of text are seeded
+            same_hash.add(_text(item))  # text, because hashes of text are seeded
         except ValueError:  # an integer inside has too many digits
             same_hash.add(str(id(item)))
         if len(same_hash) > MAX_COLLISIONS:
             raise ProtocolError(f"more than {MAX_COLLISIONS} values with one hash")
+
+
+def _text(item: Any) -> str:
+    """Text that is the same for equal numbers, ranges and containers. ValueError for an integer of too many digits."""
+    if type(item) is range:  # range(3, 3) equals range(5, 5), and range(0, 3, 2) equals range(0, 4, 2)
+        return repr((item[0], item[-1], item.step)) if len(item) > 1 else repr(list(item))
+    return hex(item) if type(item) is int else repr(item)

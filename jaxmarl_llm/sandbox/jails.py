@@ -4,20 +4,21 @@
 tier         confinement                                                          needs
 ============ ==================================================================== =====================================
 ``bwrap``    bubblewrap: own user, process, network, mount and IPC namespaces,    bubblewrap; user namespaces, or root
-             a file system of the Python installation alone, a small ``/tmp``;
-             seccomp where libseccomp is found
-``landlock`` Landlock: reads the Python installation, writes nowhere; seccomp:    Linux >= 5.13 with Landlock,
-             no new processes, no sockets, no signals, no change of metadata      libseccomp
+             a file system of the interpreter and its library alone, a small
+             ``/tmp`` with few files; seccomp on x86-64 and AArch64
+``landlock`` Landlock: reads the interpreter and its library, writes nowhere;     Linux >= 5.13 with Landlock, x86-64
+             seccomp                                                              or AArch64
 ``unsafe``   only limits of resources                                             the caller's consent
 ============ ==================================================================== =====================================
 
-In every tier, rlimits hold, the environment contains no secrets, and the process dies with its judge. Seccomp denies
-new processes (threads are allowed), sockets of every family, signals, tracing, mounts and namespaces, keys, BPF,
-io_uring, and memory that RLIMIT_AS does not count (System V shared memory, memfd).
+In every tier, rlimits hold, the environment contains no secrets, and the process dies with its judge. Seccomp allows
+what Python needs to compute, threads and files included, and nothing else (see `seccomp`). Where this process may make
+control groups, they limit memory and processes too (see `cgroups`). docs/sandbox.md has the table of what each tier
+confines.
 
 If the caller is root, the jail runs under a separate user id that owns nothing. RLIMIT_NPROC does not limit root, and
-it counts by user, so jails with the same id would share one limit of threads. bubblewrap then starts as root, because
-another user may be unable to read the interpreter. The id changes before the program is loaded.
+it counts by user, so jails with the same id would share one limit of threads. The jail starts as root, because another
+user may be unable to read the interpreter. The id changes before the program is loaded.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxmarl_llm.sandbox import codec, command_line, seccomp
+from jaxmarl_llm.sandbox import cgroups, codec, command_line, seccomp
 
 START_SECONDS = 20.0  # wall time in which an interpreter must start
 TICK = 0.05  # seconds between two checks of the clocks
 WALL = 3.0  # allowed wall seconds for each CPU second
 STARVED = 4.0  # multiple of the wall deadline after which a lack of processor time is an error of the machine
+SLEEP = 0.05  # seconds of waiting that a process must have for each time that it gave up its processor
+KERNEL_MB = 64  # memory that the kernel may hold for one jail, where control groups count it
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -73,18 +76,15 @@ class Jail:
     def __init__(self, tier: str, limits: Any):
         self.limits, self._data, self._nonce = limits, bytearray(), ""
         self._cpu = self._delay = 0.0
+        self._switches = 0
+        self.wall = 0.0  # seconds of all requests, without waiting for a processor
         self.pid = 0
+        self._cgroup: cgroups.Group | None = None
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        fds = [theirs.fileno()]
         try:
-            filter_ = seccomp.seccomp_filter(True) if tier == "bwrap" else None
-            if tier == "bwrap":
-                if filter_ is not None:
-                    fds.append(seccomp.memory_file(filter_))
-                command = command_line.bwrap_command(fds[0], fds[1] if filter_ else None, limits.tmp_mb << 20)
-            else:
-                command = command_line.python_command(fds[0])
+            start = command_line.bwrap_command if tier == "bwrap" else command_line.python_command
+            command = start(theirs.fileno())
             self._process = subprocess.Popen(
                 command,
                 env={**command_line.ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath)}
@@ -94,7 +94,7 @@ class Jail:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=fds,
+                pass_fds=[theirs.fileno()],
                 start_new_session=tier != "bwrap",
             )
         except OSError as error:
@@ -102,8 +102,6 @@ class Jail:
             raise Stopped("infra_error", f"{tier} does not start: {error}") from None
         finally:
             theirs.close()
-            for fd in fds[1:]:
-                os.close(fd)
         self._group = tier != "bwrap"
         self._channel = ours
         try:
@@ -115,13 +113,16 @@ class Jail:
     def _start(self, tier: str) -> None:
         """Send the rights and limits to the new process, and wait until it is confined."""
         limits = self.limits
+        filter_ = None if tier == "unsafe" else seccomp.seccomp_filter()
         how = {
-            "uid": command_line.jail_uid() if tier == "bwrap" else None,
-            "die_with": None if tier == "bwrap" else os.getpid(),
-            "readable": [*command_line.readable(), "/dev/null", "/dev/urandom", "/dev/zero"]
-            if tier == "landlock"
+            "tmp": f"size={limits.tmp_mb << 20},nr_inodes={limits.files + 1},mode=1777"
+            if tier == "bwrap" and limits.tmp_mb
             else None,
-            "filter": seccomp.seccomp_filter(False) if tier == "landlock" else None,
+            "uid": None if tier == "unsafe" else command_line.jail_uid(),
+            "capabilities": command_line.capabilities() if tier == "landlock" and os.getuid() == 0 else 0,
+            "die_with": None if tier == "bwrap" else os.getpid(),
+            "readable": [*command_line.readable(), *command_line.DEVICES] if tier == "landlock" else None,
+            "filter": filter_,
             "reply_bytes": limits.output_bytes,
             "rlimits": {
                 "RLIMIT_CPU": math.ceil(limits.total) + 2,  # later than the finer clock of `_Clock`
@@ -130,7 +131,8 @@ class Jail:
                 "RLIMIT_FSIZE": limits.file_mb << 20,
                 "RLIMIT_NOFILE": 64,
                 # Without seccomp, this limit also allows processes, which would escape the clock.
-                "RLIMIT_NPROC": 1 if tier == "bwrap" and seccomp.seccomp_filter(True) is None else limits.threads,
+                "RLIMIT_NPROC": 1 if tier == "bwrap" and filter_ is None else limits.threads,
+                "RLIMIT_SIGPENDING": 64,  # also the number of POSIX timers
                 "RLIMIT_CORE": 0,
                 "RLIMIT_MEMLOCK": 0,
                 "RLIMIT_MSGQUEUE": 0,
@@ -146,6 +148,9 @@ class Jail:
             raise Stopped("infra_error", f"{tier}: {self._complaint()}") from None
         if hello != b'"ready"':
             raise Stopped("infra_error", f"{tier}: unexpected greeting")
+        if tier != "unsafe":  # the kernel's own memory for a jail comes on top of its address space and files
+            memory = (limits.memory_mb + limits.tmp_mb + KERNEL_MB) << 20
+            self._cgroup = cgroups.limited(self.pid, memory, limits.threads)
 
     def _complaint(self) -> str:
         """Last line that bubblewrap or the interpreter wrote to stderr."""
@@ -171,6 +176,13 @@ class Jail:
         with contextlib.suppress(OSError, ValueError, IndexError):
             self._delay = int(Path(f"/proc/{self.pid}/schedstat").read_bytes().split()[1]) / 1e9
         return self._delay
+
+    def _slept(self) -> int:
+        """Number of times that its main thread gave up its processor."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            lines = Path(f"/proc/{self.pid}/status").read_bytes().split(b"\n")
+            self._switches = next(int(x.split()[1]) for x in lines if x.startswith(b"voluntary_ctxt_switches"))
+        return self._switches
 
     # Frames
 
@@ -217,15 +229,15 @@ class Jail:
         del self._data[:size]
         return frame
 
-    def ask(self, verb: str, *args: Any, seconds: float) -> list:
+    def ask(self, verb: str, *args: Any, seconds: float, wall: float = math.inf) -> list:
         """Send a request and return the reply, without its nonce.
 
-        verb: "load" or "call". args: plain data; ValueError for other arguments. seconds: allowed CPU time. Raises
-        Stopped when the jail must end.
+        verb: "load" or "call". args: plain data; ValueError for other arguments. seconds: allowed CPU time. wall:
+        allowed wall time, if it is less than `WALL` times ``seconds``. Raises Stopped when the jail must end.
         """
         nonce = secrets.token_hex(8)
         payload = marshal.dumps((nonce, verb, *args))
-        clock = _Clock(self, seconds)
+        clock = _Clock(self, seconds, wall)
         try:
             self._reject_early_bytes()
             self._write(payload, clock)
@@ -236,6 +248,8 @@ class Jail:
             raise self._ended(clock) from None
         except codec.ProtocolError as error:
             raise Stopped("protocol", str(error)) from None
+        finally:
+            self.wall += clock.counted()
         # A reply that was written before its request cannot contain the nonce.
         if not isinstance(reply, list) or len(reply) < 3 or reply[0] != nonce:
             raise Stopped("protocol", "a reply to another request")
@@ -265,6 +279,8 @@ class Jail:
         number = -code if code < 0 else code - 128
         if number == signal.SIGXCPU or (number == signal.SIGKILL and self.cpu() >= self.limits.total):
             return Stopped("timeout", f"more than {self.limits.total:g} s of CPU in all")
+        if number == signal.SIGKILL and self._cgroup is not None and self._cgroup.out_of_memory():
+            return Stopped("oom", "more memory than its control group allows")
         if 0 < number < 65:
             return Stopped("crash", f"ended by signal {number}")
         return Stopped("crash", f"exited with code {code}")
@@ -280,6 +296,8 @@ class Jail:
         except (ProcessLookupError, PermissionError):
             pass
         self._process.wait()
+        if self._cgroup is not None:
+            self._cgroup.close()
         self._channel.close()
         if self._process.stderr is not None:
             self._process.stderr.close()
@@ -292,27 +310,35 @@ class _TimeUp(Exception):
 class _Clock:
     """Time budget of one request. A call returns whether the time is over; ``verdict`` then holds the error.
 
-    jail: the process that is measured. seconds: allowed CPU time. Time in which the process waits for a processor does
-    not count for the wall deadline, so a busy machine changes no verdict.
+    jail: the process that is measured. seconds: allowed CPU time. wall: allowed wall time. Time in which the process
+    waits for a processor does not count for the wall deadline, so a busy machine changes no verdict.
+
+    A program that sleeps for moments waits for a processor after each. It could so wait for ever on a busy machine, and
+    have no verdict. So each time that a process gives up its processor takes `SLEEP` seconds from its waiting.
     """
 
-    def __init__(self, jail: Jail, seconds: float):
-        self._jail, self._seconds = jail, seconds
+    def __init__(self, jail: Jail, seconds: float, wall: float = math.inf):
+        self._jail, self._seconds, self._deadline = jail, seconds, min(WALL * seconds, wall)
         self._wall, self._cpu, self._delay = time.monotonic(), jail.cpu(), jail._waited()
+        self._switches = jail._slept()
         self._next = self._wall + TICK
         self.verdict = Stopped("timeout", "")
+
+    def counted(self) -> float:
+        """Wall seconds so far, without waiting for a processor."""
+        waited = self._jail._waited() - self._delay - SLEEP * (self._jail._slept() - self._switches)
+        return time.monotonic() - self._wall - max(0.0, waited)
 
     def __call__(self) -> bool:
         now = time.monotonic()
         if now < self._next:
             return False
         self._next = now + TICK
-        wall, deadline = now - self._wall, WALL * self._seconds
         if self._jail.cpu() - self._cpu >= self._seconds:
             self.verdict = Stopped("timeout", f"more than {self._seconds:g} s of CPU")
-        elif wall - (self._jail._waited() - self._delay) >= deadline:
-            self.verdict = Stopped("timeout", f"no answer within {deadline:g} s")
-        elif wall >= STARVED * deadline:
+        elif self.counted() >= self._deadline:
+            self.verdict = Stopped("timeout", f"no answer within {self._deadline:g} s")
+        elif now - self._wall >= STARVED * WALL * max(self._seconds, self._jail.limits.cpu):
             self.verdict = Starved()
         else:
             return False

@@ -4,10 +4,14 @@
     report = sandbox.judge("def add(a, b):\\n    return a + b\\n", [sandbox.Test("assert add(2, 3) == 5", ("add",))])
 
 A test is trusted Python and runs in the calling process. That process is a worker of `rollout.env_pool.EnvPool`, not
-the trainer; the timeout of EnvPool ends a test that does not return. The names in ``functions`` are bound to proxies. A
+the trainer. The names in ``functions`` are bound to proxies. A
 call sends the name and the arguments to the jail, and the reply is decoded to plain builtins. So a program can return
 wrong values, but no object of its own class. It cannot return an object that equals everything, inspect frames, or
 change a test.
+
+One budget of CPU and of wall time holds for the whole call: all calls of the program, the decoding of its replies, and
+the tests. Its end is the verdict TIMEOUT. So a program cannot choose to have no verdict. What the machine caused, such
+as a jail that does not start or gets no processor, is INFRA_ERROR.
 
 Differences from running test and program in one process: a function does not change the arguments of its caller. A
 result that is not plain data (an object of the program's own class, a function) fails the test. A match of a regular
@@ -16,7 +20,6 @@ expression becomes its truth value. An exception is raised as the nearest builti
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import dataclasses
 import enum
@@ -33,10 +36,12 @@ from typing import Any, NamedTuple
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.sandbox import codec, command_line, seccomp
+from jaxmarl_llm.sandbox.budget import Budget, interrupting
 from jaxmarl_llm.sandbox.jails import Jail, Starved, Stopped
+from jaxmarl_llm.sandbox.replies import line, value_of
 
 TIERS = ("bwrap", "landlock")
-HINT = "install bubblewrap and libseccomp (Debian, Ubuntu: `make sandbox`, or apt-get install bubblewrap libseccomp2)"
+HINT = "install bubblewrap (Debian, Ubuntu: `make sandbox`, or apt-get install bubblewrap)"
 
 
 class Verdict(enum.StrEnum):
@@ -55,22 +60,24 @@ class Verdict(enum.StrEnum):
 class Limits:
     """Limits of a program.
 
-    cpu: CPU seconds for one call, and for loading; the wall deadline is 3 times as long. total: CPU seconds for loading
-    and all calls, including restarted jails. memory_mb: address space. output_bytes: one encoded result. program_bytes:
-    source code. file_mb: one file. tmp_mb: size of /tmp; 0 makes everything read-only. Only CPU time limits empty files
-    in /tmp, about 100 MB a second. threads: processes and threads.
+    cpu: CPU seconds for one call, and for loading; the wall deadline is 3 times as long. total: CPU seconds of one
+    `judge` call: loading, all calls, restarted jails, decoding of replies, and tests. wall: wall seconds of the same,
+    sleep included. memory_mb: address space. output_bytes: one encoded result. program_bytes: source code. file_mb: one
+    file. tmp_mb: size of /tmp; 0 makes everything read-only. files: files, folders and links in /tmp. threads:
+    processes and threads.
 
-    `judge` ends after about ``total`` wall seconds for a program that computes. For a program that sleeps, it takes ``3
-    * cpu`` for each timeout: ``stop_after_timeouts`` of them, or one in loading. Waiting for a processor adds to it.
+    A `judge` call takes at most about ``wall`` seconds and the start of one jail. Waiting for a processor adds to it.
     """
 
     cpu: float = 5.0
     total: float = 20.0
+    wall: float = 30.0
     memory_mb: int = 512
     output_bytes: int = 4 << 20
     program_bytes: int = 2 << 20
     file_mb: int = 8
     tmp_mb: int = 16
+    files: int = 1024
     threads: int = 16
 
 
@@ -93,7 +100,7 @@ class Report(NamedTuple):
     """Verdicts on one program.
 
     load: verdict on loading. tests: verdict on each test. details: one line for each test, empty for a pass.
-    load_detail: one line about loading. seconds: wall time.
+    load_detail: the line about loading. seconds: wall time.
     """
 
     load: Verdict
@@ -115,10 +122,6 @@ class Report(NamedTuple):
 
 class SandboxUnavailable(ConfigError):
     """Error: no tier works on this machine. The message gives the reason for each tier, and what to install."""
-
-
-class CandidateError(Exception):
-    """Stands for a program's exception that has no builtin base class below Exception."""
 
 
 def judge(
@@ -155,21 +158,31 @@ def judge(
 
 
 class _Session:
-    """Session of one program: its current jail, and the CPU time it has used."""
+    """Session of one program: its current jail, and the time that it has used."""
 
     def __init__(self, tier: str, program: str, limits: Limits):
         self._tier, self._program, self._limits = tier, program, limits
         self._jail: Jail | None = None
-        self._spent = 0.0  # CPU seconds of earlier jails
+        self._budget = Budget(limits.total, limits.wall)
+        self._loaded = False
         self._stopped: Stopped | None = None
+        self._testing = False  # the test itself runs, not a call into the jail
 
     def load(self) -> tuple[Verdict, str]:
-        """Start a jail and load the program. Tries a second time after an error of the machine."""
+        """Start a jail and load the program. Tries a second time after an error of the machine.
+
+        The first start is the machine's time. The program caused all others.
+        """
         if len(self._program) > self._limits.program_bytes:
             return Verdict.FAIL, f"a program of more than {self._limits.program_bytes} characters"
+        if over := self._over():
+            return Verdict.TIMEOUT, over
         for attempt in (1, 2):
             try:
+                start = time.monotonic()
                 self._jail = Jail(self._tier, self._limits)
+                if self._loaded:
+                    self._budget.jails_wall += time.monotonic() - start
                 reply = self._ask("load", self._program)
             except Stopped as stopped:
                 self.close()
@@ -177,15 +190,16 @@ class _Session:
                     return Verdict(stopped.kind), stopped.detail
             else:
                 try:
-                    _value(reply)
+                    value_of(reply)
                 except Exception as error:
                     self.close()
                     return _failure(error)
+                self._loaded = True
                 return Verdict.PASS, ""
         raise AssertionError("two attempts end in a verdict")
 
     def run(self, test: Test) -> tuple[Verdict, str]:
-        """Verdict on one test and one line about it. Repeats the test once if the machine gave no processor time."""
+        """Verdict on one test and a line about it. Repeats the test once if the machine gave no processor time."""
         verdict, detail = self._run(test)
         if isinstance(self._stopped, Starved):
             verdict, detail = self._run(test)
@@ -203,11 +217,16 @@ class _Session:
             code = _compiled(test.code)
             exec(_compiled(test.setup), scope)
         except Exception as error:
-            return Verdict.INFRA_ERROR, f"the test itself is broken: {_line(error)}"
+            return Verdict.INFRA_ERROR, f"the test itself is broken: {line(error)}"
         scope |= {name: functools.partial(self._call, name) for name in test.functions}
         failure: BaseException | None = None
         try:
-            exec(code, scope)
+            with interrupting(self._look):
+                try:
+                    self._testing = True
+                    exec(code, scope)
+                finally:
+                    self._testing = False
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a test may call sys.exit
@@ -217,12 +236,32 @@ class _Session:
             return Verdict(self._stopped.kind), self._stopped.detail
         return (Verdict.PASS, "") if failure is None else _failure(failure)
 
+    def _look(self) -> None:
+        """End a test that has spent the budget. A test may compute for ever with a value that the program chose."""
+        if self._testing and (over := self._over()):
+            self._testing, self._stopped = False, Stopped("timeout", over)
+            raise self._stopped
+
+    def _over(self) -> str:
+        """Which limit of the whole call is exceeded, in a few words; empty if none."""
+        return self._budget.over(*self._used())
+
+    def _used(self) -> tuple[float, float]:
+        """CPU and wall seconds of the current jail."""
+        return (self._jail.cpu(), self._jail.wall) if self._jail is not None else (0.0, 0.0)
+
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the program in the jail, for a test."""
+        self._testing = False
         if self._stopped is not None:  # the test continued after its jail died
             raise self._stopped
         try:
-            return _value(self._ask("call", name, args, kwargs))
+            reply = self._ask("call", name, args, kwargs)
+            try:
+                return value_of(reply)
+            finally:
+                if over := self._over():  # also spent in decoding
+                    raise Stopped("timeout", over)
         except ValueError as error:
             if "unmarshallable" in str(error):
                 raise TypeError(f"an argument of {name} is no plain data") from None
@@ -231,64 +270,31 @@ class _Session:
             self._stopped = Stopped("protocol", str(error))
         except Stopped as stopped:
             self._stopped = stopped
+        finally:
+            self._testing = self._stopped is None
         self.close()
         raise self._stopped
 
     def _ask(self, verb: str, *args: Any) -> list:
-        """Reply of the jail within the remaining CPU time."""
+        """Reply of the jail within the remaining time."""
         assert self._jail is not None
-        left = self._limits.total - self._spent - self._jail.cpu()
-        if left <= 0:
-            raise Stopped("timeout", f"more than {self._limits.total:g} s of CPU in all")
-        return self._jail.ask(verb, *args, seconds=min(self._limits.cpu, left))
+        if over := self._over():
+            raise Stopped("timeout", over)
+        cpu, wall = self._budget.left(*self._used())
+        return self._jail.ask(verb, *args, seconds=min(self._limits.cpu, cpu), wall=wall)
 
     def close(self) -> None:
         """End the current jail."""
         if self._jail is not None:
             self._jail.close()
-            self._spent += self._jail.cpu()
+            self._budget.jails_cpu += self._jail.cpu()
+            self._budget.jails_wall += self._jail.wall
             self._jail = None
-
-
-def _value(reply: list) -> Any:
-    """Value that a reply returns; raises the exception that it reports. ProtocolError for a malformed reply."""
-    match reply:
-        case ["ok", value]:
-            return codec.plain(value)
-        case ["unplain", str(why)]:
-            raise CandidateError(f"the function returned {why}")
-        case ["raised", list(names), str(own), str(message)] if all(isinstance(n, str) for n in names):
-            raise _builtin_error(names, own, message)
-    raise codec.ProtocolError("a reply of unknown form")
-
-
-def _builtin_error(names: list[str], own: str, message: str) -> Exception:
-    """Exception of the first builtin class in ``names`` whose constructor takes only a message.
-
-    names: base classes, nearest first. own: class in the program. message: text of the exception.
-    """
-    for name in names:
-        cls = getattr(builtins, name, None)
-        if isinstance(cls, type) and issubclass(cls, Exception) and cls not in (Exception, StopIteration):
-            with contextlib.suppress(TypeError):  # UnicodeDecodeError, ExceptionGroup
-                return cls(message)
-    return CandidateError(f"{own}: {message}" if own not in ("Exception", "BaseException") else message)
 
 
 def _failure(error: BaseException) -> tuple[Verdict, str]:
     """Verdict for an exception of a test or a program, and one line about it."""
-    return (Verdict.OOM if isinstance(error, MemoryError) else Verdict.FAIL), _line(error)
-
-
-def _line(error: BaseException) -> str:
-    """Class and message of an exception, in one line of at most 200 characters."""
-    try:
-        text = str(error)
-    except Exception:  # the message may contain an integer with too many digits
-        text = ""
-    name = "" if isinstance(error, CandidateError) else type(error).__name__
-    line = ": ".join(part for part in (name, " ".join(text.split())) if part)
-    return line[:200].encode("utf-8", "replace").decode("utf-8") or type(error).__name__
+    return (Verdict.OOM if isinstance(error, MemoryError) else Verdict.FAIL), line(error)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -305,22 +311,17 @@ _known: dict[bool, str | SandboxUnavailable] = {}
 
 _LOOK = """
 import os
-
 def work(n):
     return [i * i for i in range(n)]
-
 def leave(path):
     with open(path, "w") as f:
         f.write("out")
-
 def peek(path):
     with open(path) as f:
         return f.read()
-
 def dial(port):
     import socket
     socket.create_connection(("127.0.0.1", port), timeout=1).close()
-
 def spawn():
     return os.fork()
 """
@@ -355,8 +356,8 @@ def _probe(unsafe: bool) -> str | SandboxUnavailable:
 
 def examine(tier: str) -> str:
     """Reason why ``tier`` does not work on this machine, in a few words; empty if it works."""
-    if tier == "landlock" and seccomp.seccomp_filter(False) is None:
-        return "libseccomp was not found"
+    if tier == "landlock" and seccomp.seccomp_filter() is None:
+        return f"no seccomp filter for {os.uname().machine}"
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         secret, written = Path(folder, "secret"), Path(folder, "written")
         secret.write_text("secret")
@@ -380,7 +381,7 @@ def examine(tier: str) -> str:
                         attempt()
                         return f"{what} is not refused"
             except (Stopped, Exception) as error:
-                return _line(error)
+                return line(error)
         if written.exists():
             return "writing outside is not refused"
     return ""
@@ -393,7 +394,6 @@ def describe(unsafe: bool = False) -> str:
         return (
             "sandbox: tier=UNSAFE: generated code runs with this user's rights and network; only resources are limited"
         )
-    uid = command_line.jail_uid() if tier == "bwrap" else None
-    uid = uid or (command_line.NOBODY if tier == "bwrap" else os.getuid())
-    filtered = "off" if seccomp.seccomp_filter(True) is None else "on"
+    uid = command_line.jail_uid() or (command_line.NOBODY if tier == "bwrap" else os.getuid())
+    filtered = "off" if seccomp.seccomp_filter() is None else "on"
     return f"sandbox: tier={tier} uid={uid} seccomp={filtered} net=off"

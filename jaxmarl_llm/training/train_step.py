@@ -133,7 +133,7 @@ Updates = tuple[TrainState, dict[str, dict[str, Any]]]
 
 
 class UpdateFunction(Protocol):
-    """How a step changes parameters and optimizer states.
+    """Function that changes parameters and optimizer states in a step.
 
     ``config.update`` names a function of a user's own: ``"package.module:function"``. On the host,
     ``driver.optimize`` reuses the memory of the state's arrays: copy those that are read afterwards.

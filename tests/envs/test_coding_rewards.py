@@ -1,10 +1,13 @@
 """The coding rewards: published golden vectors, the rules of ``strict``, any text a model may write, and hacks."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmarl_llm.envs.coding import published_reward
+from jaxmarl_llm.envs.coding import rewards as coding_rewards
 from jaxmarl_llm.envs.coding.analysis import syntax as code_ast
 from jaxmarl_llm.envs.coding.rewards import (
     COMPONENTS,
@@ -312,7 +315,7 @@ def test_nesting_beyond_analysis_earns_no_cooperation():
     graded = grade_strict(AUX, main, RIGHT, run_here)
     assert graded.rewards["syntax"] in (0.0, 0.5) and graded.rewards["cooperation"] in (0.0, 1.5)
     chain = "def sq(n):\n" + "".join(
-        f"    {'el' if i else ''}if n == {i}:\n        return aux(n)+{i}-{i}\n" for i in range(400)
+        f"    {'el' if i else ''}if n == {i}:\n        return aux(n)+{i}-{i}\n" for i in range(300)
     )
     graded = grade_strict(AUX, chain, RIGHT, run_here)
     assert graded.rewards["tests"] == 1.0 and graded.rewards["cooperation"] == 0.0
@@ -430,3 +433,53 @@ def test_reachability():
 
 def test_honest_main_is_honest():
     assert strict(AUX, HONEST, RIGHT, run_here)["cooperation"] == 1.5
+
+
+@pytest.mark.parametrize("digits", ["0x" + "f" * 12_000, "0o" + "7" * 12_000, "0b" + "1" * 15_000, "9" * 12_000])
+@pytest.mark.parametrize("use", ["return {}", "return aux(n) + {}", "return aux({})", "return [{}, n]"])
+def test_a_literal_that_python_cannot_print_is_no_program(digits, use):
+    """Its author gets a low reward, never a missing one."""
+    graded = grade_strict(AUX, f"def sq(n):\n    {use.format(digits)}\n", RIGHT, run_here)
+    assert graded.rewards == {"structure": 1.0, "syntax": 0.0, "tests": 0.0, "cooperation": 0.0}
+    short = grade_strict(AUX, f"def sq(n):\n    {use.format(digits[:900])}\n", RIGHT, run_here)
+    assert short.rewards["syntax"] == 0.5
+
+
+def test_what_reading_a_text_raises_is_a_failure_of_its_author(monkeypatch, caplog):
+    def broken(*args):
+        raise ValueError("a text that nobody thought of")
+
+    for name, expected in {"code_of": 0.0, "defined": 0.0, "combine": 1.0, "compiles": 1.0}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(code_ast, name, broken)
+            assert grade_strict(AUX, HONEST, RIGHT, run_here).total == expected
+    monkeypatch.setattr(coding_rewards, "cooperation", broken)
+    graded = grade_strict(AUX, HONEST, RIGHT, run_here)
+    assert graded.rewards["tests"] == 1.0 and graded.rewards["cooperation"] == 0.0
+    assert "ValueError: a text that nobody thought of" in caplog.text
+
+
+HEAD, RETURN = "def sq(n):\n", "    return aux(n)\n"
+LONG_TEXTS = {
+    "broken definitions": "@\n" * (code_ast.MAX_CODE // 2),
+    "and": f"{HEAD}    return aux(n)" + " and n" * ((code_ast.MAX_CODE - 40) // 6) + "\n",
+    "statements": HEAD + "    1" + ";1" * ((code_ast.MAX_CODE - 50) // 2) + f"\n{RETURN}",
+    "lambda": f"{HEAD}    return " + "lambda:" * ((code_ast.MAX_CODE - 40) // 7) + "n\n",
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "lambda" else pytest.param(n, marks=pytest.mark.slow) for n in LONG_TEXTS])
+def test_reading_the_longest_texts_takes_bounded_time(name):
+    text = LONG_TEXTS[name]
+    assert 0.95 * code_ast.MAX_CODE < len(text) <= code_ast.MAX_CODE
+    start = time.process_time()
+    grade_strict(text.replace("sq(", "aux("), text, RIGHT, all_pass)
+    assert time.process_time() - start < 8  # 2 s; `coding.env.READING` allows 4 s
+
+
+def test_longer_texts_are_read_as_empty():
+    longer = HONEST + "#" * code_ast.MAX_CODE
+    assert grade_strict(AUX, longer, RIGHT, all_pass).rewards["structure"] == 0.4
+    assert grade_parity(AUX, longer, RIGHT, all_pass).rewards["structure"] == 1.0
+    longest = HONEST + "#" * published_reward.MAX_CODE
+    assert grade_parity(AUX, longest, RIGHT, all_pass).rewards["structure"] == 0.4

@@ -12,9 +12,9 @@ the tests seem to stand in the code. A sample whose verdict could not be reached
 
 Feedback for the next turn: ``plain`` (revise), ``level`` (diagnostics) or ``expert`` (an outside expert's edits, see
 `expert`). Generated code runs in `sandbox` only; without a working one ``make`` and ``tasks`` refuse, unless
-``unsafe_exec``. A program that sleeps costs at most ``3 * cpu * (max_timeouts + 1)`` seconds of wall time, one that
-computes about ``3 * total``: the environment's timeout (``env.timeout``) must be longer, else such a sample is invalid
-and not failed; an expert's ``(expert_retries + 1) * expert_timeout`` comes on top.
+``unsafe_exec``. One judge call takes at most ``wall`` seconds, and reading the two texts a few more; then the program
+has failed. The environment's timeout (``env.timeout``) must be longer, so that only the machine's own delays make a
+sample invalid. An expert's ``(expert_retries + 1) * expert_timeout`` comes on top.
 
 Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.
 """
@@ -61,6 +61,7 @@ __all__ = [
 
 Task = dict[str, Any]
 SPLITS = ("train", "dev", "test", "all")
+READING = 4.0  # seconds for reading the two texts and starting a jail, on a slow machine
 MOST_SECONDS, MOST_MEMORY = 3600, 2**20  # CPU seconds and MiB that one program may be given
 GRADERS = {"strict": grade_strict, "parity": grade_parity}
 
@@ -90,7 +91,8 @@ class Config:
     keep_bad_tests: bool = False  # keep CoopHumanEval's asserts that contradict their problem
     unsafe_exec: bool = False  # run generated code with this user's rights where no sandbox works
     cpu: float = 2.0  # seconds for one call, and for loading
-    total: float = 6.0  # CPU seconds for one program
+    total: float = 6.0  # CPU seconds for one program, its judge included
+    wall: float = 10.0  # wall seconds for the same, sleep included
     memory_mb: int = 512  # memory of one program
     max_timeouts: int = 2  # then the remaining tests of a program count as timed out
 
@@ -104,6 +106,8 @@ class Config:
             checks.refuse(path, "total", f"more than 0 and at most {MOST_SECONDS} seconds", self.total)
         if not 0 < self.cpu <= self.total:
             checks.refuse(path, "cpu", f"more than 0 and at most total={self.total:g} seconds", self.cpu)
+        if not 0 < self.wall <= MOST_SECONDS:
+            checks.refuse(path, "wall", f"more than 0 and at most {MOST_SECONDS} seconds", self.wall)
         checks.in_range(path, self, 1, MOST_MEMORY, "memory_mb")
         expert.check_limits(path, self.expert_timeout, self.expert_retries)
         if not isinstance(self.expert, str) and not callable(self.expert):
@@ -144,6 +148,7 @@ def make(config: Config) -> HostEnv:
         reset=reset,
         observe=observe,
         step=partial(step, config),
+        seconds=config.wall + READING,
     )
 
 
@@ -200,7 +205,7 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
 
 def grade(config: Config, task: Mapping[str, Any], helper: str, main: str) -> Graded:
     """The program's rewards by the configured rules. Raises Unscored where the sandbox gives no verdict."""
-    limits = sandbox.Limits(cpu=config.cpu, total=config.total, memory_mb=config.memory_mb)
+    limits = sandbox.Limits(config.cpu, config.total, config.wall, config.memory_mb)
     report = partial(sandbox.judge, limits=limits, stop_after_timeouts=config.max_timeouts, unsafe=config.unsafe_exec)
     return GRADERS[config.reward](helper, main, task, report)
 

@@ -15,6 +15,7 @@ import re
 
 from jaxmarl_llm.envs.coding.analysis.syntax import compiles, parse
 
+MAX_CODE = 1 << 16  # characters of a completion; a longer one is read as empty, to bound the time (upstream: no limit)
 _HEADER = re.compile(r"^\s*def\s+\w+\s*\(")
 _QUOTES = ('"""', "'''")
 _CODE_SIGNS = ("def ", "return ", "if ", "for ", "while ", "=", "(", ")", "[", "]")
@@ -30,6 +31,8 @@ def clean(text: str) -> str:
     Fences are removed. A definition goes from ``def`` on as long as lines are blank, indented further, or begin a
     docstring at any depth.
     """
+    if len(text) > MAX_CODE:
+        return ""
     text = re.sub(r"```python\s*\n?", "", text)
     lines = re.sub(r"```\s*\n?", "", text).split("\n")
     blocks: list[list[str]] = []

@@ -23,6 +23,7 @@ sandbox.
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -75,7 +76,8 @@ def grade_parity(helper: str, main: str, task: Task, report_fn: ReportFn) -> Gra
     """Grade a joint action by the published reward."""
     rewards = dict.fromkeys(COMPONENTS, 0.0)
     entry, prompt = task["entry_point"], task["prompt"]
-    aux_code, main_code = published_reward.extract(helper, AUX), published_reward.extract(main, entry)
+    aux_code = _read(published_reward.extract, helper, AUX) or ""
+    main_code = _read(published_reward.extract, main, entry) or ""
     rewards["structure"] = 0.4 * published_reward.has_return(aux_code) + 0.6 * published_reward.has_return(main_code)
     if not published_reward.has_return(main_code):
         return Graded(rewards)
@@ -93,33 +95,43 @@ def grade_parity(helper: str, main: str, task: Task, report_fn: ReportFn) -> Gra
     if report.passed and aux_code and published_reward.calls_aux(main_code):
         rewards["cooperation"] = 0.5 + (not published_reward.is_wrapper(main_code))
         rewards["cooperation"] -= 0.5 * published_reward.ignores_result(main_code)
-    return Graded(rewards, solved, tuple(tests), report, hardcoded=hardcoded(program, task["test"]))
+    copied = bool(_read(hardcoded, program, task["test"]))
+    return Graded(rewards, solved, tuple(tests), report, hardcoded=copied)
 
 
 def grade_strict(helper: str, main: str, task: Task, report_fn: ReportFn) -> Graded:
     """Grade a joint action by the strict reward."""
     rewards = dict.fromkeys(COMPONENTS, 0.0)
     entry = task["entry_point"]
-    helper_code, main_code = code_ast.code_of(helper), code_ast.code_of(main)
-    has_aux, has_main = code_ast.defined(helper_code, AUX), code_ast.defined(main_code, entry)
+    helper_code, main_code = _read(code_ast.code_of, helper) or "", _read(code_ast.code_of, main) or ""
+    has_aux, has_main = bool(_read(code_ast.defined, helper_code, AUX)), bool(_read(code_ast.defined, main_code, entry))
     rewards["structure"] = 0.4 * has_aux + 0.6 * has_main
     if not has_main:
         return Graded(rewards)
-    program = code_ast.combine(prelude(task["prompt"], entry), helper_code, main_code)
-    if not code_ast.compiles(program):
+    program = _read(code_ast.combine, prelude(task["prompt"], entry), helper_code, main_code)
+    if program is None or not _read(code_ast.compiles, program):
         return Graded(rewards)
     rewards["syntax"] = 0.5
     tests = check_tests(task["test"], entry, prelude(task["prompt"], entry))
     solved, report = _judged(report_fn, program, tests, task)
     rewards["tests"] = report.passed / len(tests)
-    copied = hardcoded(program, task["test"])
+    copied = bool(_read(hardcoded, program, task["test"]))
     notes = ["answers of the tests stand in the code"] if copied else []
-    found = cooperation(main_code, entry)
+    found = _read(cooperation, main_code, entry)
     if found is None:
         notes.append("too complex to analyse")
-    elif report.passed and has_aux and found.used and works(helper_code):
+    elif report.passed and has_aux and found.used and _read(works, helper_code):
         rewards["cooperation"] = 0.5 + (not found.wrapper) - 0.5 * (found.ignored > 0)
     return Graded(rewards, solved, tests, report, found, tuple(notes), copied)
+
+
+def _read(function: Callable[..., Any], *texts: str) -> Any:
+    """``function(*texts)`` of a completion; None where it raises. What a text causes is never a missing verdict."""
+    try:
+        return function(*texts)
+    except Exception as error:
+        logging.getLogger(__name__).warning("reading a completion: %s: %s", type(error).__name__, str(error)[:200])
+        return None
 
 
 def _judged(report_fn: ReportFn, program: str, tests: Sequence[Test], task: Task) -> tuple[bool, Report]:

@@ -15,12 +15,14 @@ import textwrap
 import warnings
 from typing import Any
 
-MAX_CODE = 1 << 16  # characters of a completion; a longer one is read as empty
+MAX_CODE = 1 << 14  # characters of a completion; a longer one is read as empty, because analysis takes 60 µs for each
 MAX_DEPTH = 100  # levels of a syntax tree that are analysed; the recursive passes below need a few frames for each
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.M | re.S)
 _START = re.compile(r"(?:async[ \t]+def|def|class|import|from|@|if|try|[A-Za-z_]\w*[ \t]*(?::[^=\n]+)?=(?!=))")
 _DEF = re.compile(r"(?:async[ \t]+)?def[ \t]+\w+[ \t]*\(")
+# Python reads a longer literal in hexadecimal, but cannot print it. In decimal, it is a syntax error for Python too.
+_LONG_LITERAL = re.compile(r"0[xXoObB][0-9a-fA-F_]{3500}")
 _STRINGS = re.compile(r'"""[\s\S]*?"""|\'\'\'[\s\S]*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*')
 _KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
@@ -45,6 +47,8 @@ def fault(source: str) -> str:
 
 
 def _parsed(source: str) -> ast.Module | Exception:
+    if _LONG_LITERAL.search(source):
+        return ValueError("an integer of more than 3500 digits")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -55,6 +59,8 @@ def _parsed(source: str) -> ast.Module | Exception:
 
 def compiles(source: str) -> bool:
     """Whether the text is a program. A return outside a function parses, but does not compile."""
+    if _LONG_LITERAL.search(source):
+        return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
