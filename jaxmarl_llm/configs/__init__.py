@@ -2,3 +2,35 @@
 
 A module has `VARIANTS`, the names of its configurations, and `get_config(variant)`. Its docstring describes each.
 """
+
+from typing import TYPE_CHECKING
+
+from jaxmarl_llm._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxmarl_llm.configs import (
+        advantage_alignment,
+        dr_mas,
+        grpo,
+        joyagents_r1,
+        magrpo,
+        malt,
+        marshal,
+        rema,
+        waltzrl,
+    )
+
+__all__ = [
+    "advantage_alignment",
+    "dr_mas",
+    "grpo",
+    "joyagents_r1",
+    "magrpo",
+    "malt",
+    "marshal",
+    "rema",
+    "waltzrl",
+]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_exports(__name__, objects={}, modules={name: f"{__name__}.{name}" for name in __all__})
