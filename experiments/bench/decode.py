@@ -22,19 +22,20 @@ from jaxmarl_llm.models.decoder import Config, make_policy
 # Shape, samples, prompt, response, others, targets.
 Case = tuple[str, int, int, int, tuple[str, ...], dict[str, float]]
 JAX, HF, TUNIX = "naive JAX", "transformers", "google-tunix"
+HF_SHARED = "transformers, prompt shared"  # as a user writes it who knows that the prompt is shared
 CASES: dict[str, tuple[Case, ...]] = {
     "cpu": (
         ("smollm2_135m", 1, 512, 64, (HF,), {HF: 1.2}),
-        ("smollm2_135m", 16, 512, 64, (JAX, HF, TUNIX), {HF: 3, JAX: 2}),
+        ("smollm2_135m", 16, 512, 64, (JAX, HF, HF_SHARED, TUNIX), {HF: 3, JAX: 2}),
         ("qwen2_5_0_5b", 1, 512, 64, (HF,), {HF: 1.2}),
-        ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF), {HF: 3, JAX: 2}),
+        ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF, HF_SHARED), {HF: 3, JAX: 2}),
     ),
     "accelerator": (
         ("qwen2_5_0_5b", 1, 512, 64, (HF,), {}),
-        ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF), {}),
+        ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF, HF_SHARED), {}),
     ),
-    "tiny": (("tiny", 4, 16, 8, (JAX, HF, TUNIX), {JAX: 2}),),
-    "tiny_accelerator": (("tiny", 4, 16, 8, (JAX, HF), {}),),
+    "tiny": (("tiny", 4, 16, 8, (JAX, HF, HF_SHARED, TUNIX), {JAX: 2}),),
+    "tiny_accelerator": (("tiny", 4, 16, 8, (JAX, HF, HF_SHARED), {}),),
 }
 
 
@@ -54,23 +55,33 @@ def sampler(cfg: Config, tokens: np.ndarray, group: int, response: int, *, repea
 
 
 def case(
-    suite: Suite, shape: str, group: int, p: int, r: int, others: tuple[str, ...], targets: dict[str, float]
+    suite: Suite,
+    shape: str,
+    group: int,
+    p: int,
+    r: int,
+    others: tuple[str, ...],
+    targets: dict[str, float],
+    part: str = "decode",
 ) -> Row:
     cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
     tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
     forms, facts = {"ours": sampler(cfg, tokens, group, r)}, {}
     if JAX in others:
         forms[JAX] = sampler(cfg, tokens, 1, r, repeat=group)
-    if HF in others and torch_forms.available():
-        forms[HF] = torch_forms.sampler(torch_forms.model(cfg, suite.device).eval(), tokens, group, r)
+    if {HF, HF_SHARED} & set(others) and torch_forms.available():
+        net = torch_forms.model(cfg, suite.device).eval()
+        made = {HF: torch_forms.sampler, HF_SHARED: torch_forms.shared_sampler}
+        forms |= {name: make(net, tokens, group, r) for name, make in made.items() if name in others}
     with contextlib.ExitStack() as stack:
         if TUNIX in others:
             spec = {"what": "sample", "hf": cfg.to_hf(), "group": group, "prompt": p, "response": r}
             peer = stack.enter_context(peers.start(TUNIX, suite.peers, spec))
             forms[TUNIX] = peer.step
             facts[f"versions of {TUNIX}"] = ", ".join(f"{k} {v}" for k, v in peer.versions.items())
-        limits = dict.fromkeys(others, trunk_ratio(group, p, r)) if group > 1 else {}
-        row = measure("decode", f"{shape}, G={group}, P={p}, R={r}", forms, suite.repeats, targets=targets)
+        repeated = [name for name in others if name != HF_SHARED]
+        limits = dict.fromkeys(repeated, trunk_ratio(group, p, r)) if group > 1 else {}
+        row = measure(part, f"{shape}, G={group}, P={p}, R={r}", forms, suite.repeats, targets=targets)
     if suite.accelerator:
         facts |= machine.roofline(cfg, group, p, r, float(np.median(row.values["ours"])))
     return dataclasses.replace(row, limits=limits, facts={**row.facts, **facts})

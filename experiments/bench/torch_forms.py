@@ -64,6 +64,40 @@ def sampler(net: Any, tokens: np.ndarray, group: int, response: int) -> Callable
     return run
 
 
+def shared_sampler(net: Any, tokens: np.ndarray, group: int, response: int) -> Callable[[], Any]:
+    """Function of samples [G R] with the prompt in the cache once: prefilled alone, then expanded to G rows.
+
+    Args:
+        net: A transformers model.
+        tokens: One prompt [1 P].
+        group: Samples.
+        response: Tokens of each.
+    """
+    import inspect
+
+    import torch
+
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(net.device)
+    # transformers 5.24 renamed the argument.
+    name = "cache" if "cache" in inspect.signature(net.forward).parameters else "past_key_values"
+
+    def run() -> Any:
+        with torch.no_grad():
+            out = net(ids, use_cache=True, logits_to_keep=1)
+            cache = out["past_key_values"] if "past_key_values" in out else out["cache"]
+            cache.batch_repeat_interleave(group)
+            logits, said = out.logits[:, -1].repeat_interleave(group, 0), []
+            for _ in range(response):
+                token = torch.multinomial(torch.softmax(logits.float(), -1), 1)
+                said.append(token)
+                if len(said) < response:
+                    logits = net(token, use_cache=True, logits_to_keep=1, **{name: cache}).logits[:, -1]
+        _wait(net)
+        return torch.cat(said, 1)
+
+    return run
+
+
 def updater(
     net: Any, tokens: np.ndarray, completions: np.ndarray, advantages: np.ndarray, micro_batches: int
 ) -> Callable[[], Any]:

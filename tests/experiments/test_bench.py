@@ -16,7 +16,7 @@ import pytest
 
 from experiments import bench
 from experiments.bench import __main__ as command
-from experiments.bench import peers, torch_forms
+from experiments.bench import peers, sweep, torch_forms
 from experiments.bench.apart import apart
 from experiments.studies import common as budget
 from jaxmarl_llm.errors import ConfigError
@@ -122,6 +122,25 @@ OTHERS = {
     "product": {"weights [out in]", "q k v, gate up joined", "a row at a time", "vmapped"},
     "invariant": {"invariant"},
 }
+
+
+@pytest.mark.parity
+def test_a_shared_prompt_of_transformers_draws_what_generate_draws(monkeypatch):
+    """The most likely tokens, and as many of them; and a sweep has a row for each length and group."""
+    torch = pytest.importorskip("torch")
+    net = torch_forms.model(bench.SHAPES["tiny"]).eval()
+    tokens = np.random.default_rng(0).integers(0, 1024, (1, 12)).astype(np.int32)
+    monkeypatch.setattr(torch, "multinomial", lambda p, n: p.argmax(-1, keepdim=True))
+    said = torch_forms.shared_sampler(net, tokens, 3, 6)()
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        want = net.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)[:, 12:]
+    assert said.shape == (3, 6) and (said == want).all()
+    monkeypatch.undo()
+    rows = list(sweep.run(bench.SUITES["tiny"]))
+    assert [row.case for row in rows] == [f"tiny, G={g}, P={p}, R=8" for p in (8, 16) for g in (1, 2)]
+    assert all(set(row.others()) == {"transformers", "transformers, prompt shared"} for row in rows)
+    assert all("transformers, prompt shared" not in row.limits for row in rows)
 
 
 CHECKED = [

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from experiments.bench import KEEP_FREED_MEMORY
 from jaxmarl_llm.errors import ConfigError
 
 DRIVERS = {"TRL": "trl_grpo", "CoMLRL": "comlrl_magrpo", "google-tunix": "tunix_grpo"}
@@ -28,12 +29,17 @@ class Peer:
     """
 
     def __init__(
-        self, command: list[str], name: str, limit: float = 1800.0, folder: tempfile.TemporaryDirectory | None = None
+        self,
+        command: list[str],
+        name: str,
+        limit: float = 1800.0,
+        folder: tempfile.TemporaryDirectory | None = None,
+        env: dict[str, str] | None = None,
     ) -> None:
         self.name, self._limit, self._folder = name, limit, folder
         self._log = tempfile.NamedTemporaryFile("w+", prefix=f"{name}-", suffix=".log")  # noqa: SIM115
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, bufsize=1, env=env
         )
         self.versions: dict[str, str] = self._answer("ready")["versions"]
 
@@ -87,7 +93,7 @@ class Peer:
 
 def start(name: str, home: str, spec: dict[str, Any]) -> Peer:
     """Start the driver of ``name`` in ``home``/torch or ``home``/tunix. Raises ConfigError if this environment is
-    missing.
+    missing. The process keeps freed memory, as ours does (`bench.KEEP_FREED_MEMORY`).
     """
     python = Path(home) / HOMES[name] / "bin" / "python"
     if not python.is_file():
@@ -95,4 +101,5 @@ def start(name: str, home: str, spec: dict[str, Any]) -> Peer:
     driver = Path(__file__).parent / f"{DRIVERS[name]}.py"
     folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
     spec = {"threads": os.cpu_count() or 1, "folder": folder.name, **spec}
-    return Peer([str(python), str(driver), json.dumps(spec)], name, folder=folder)
+    env = {**os.environ, "GLIBC_TUNABLES": KEEP_FREED_MEMORY}
+    return Peer([str(python), str(driver), json.dumps(spec)], name, folder=folder, env=env)
