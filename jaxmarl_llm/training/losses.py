@@ -88,7 +88,7 @@ class Loss:
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ConfigError(f"{path}.dual_clip: expected a finite number > 1 or None, got {self.dual_clip}")
         if self.aggregation == "constant" and self.constant is None:
-            raise ConfigError(f"{path}.constant: expected tokens > 0 with {path}.aggregate='constant', got None")
+            raise ConfigError(f"{path}.constant: expected tokens > 0 with {path}.aggregation='constant', got None")
         at_least(f"{path}.epochs", self.epochs, 1, EPOCH_LIMIT)
         if self.objective == "dpo":
             self._check_dpo(path)
