@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import io
@@ -191,7 +192,7 @@ def read_summary(folder: Path) -> None:
     from jaxmarl_llm.cli import summary
 
     with contextlib.redirect_stdout(io.StringIO()):
-        summary.main(str(folder))
+        summary.main(argparse.Namespace(workdir=str(folder)))
 
 
 # Data sets and the splits that are read. Six rows whose split is drawn from a hash may have none in the other split.

@@ -29,9 +29,10 @@ from experiments.studies.paired import LEVEL, detectable, holm, p_value
 from jaxmarl_llm.cli import config_flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("out", "docs/results/ablations.json", "Where the figures go.")
-flags.DEFINE_integer("seeds", 5, "Seeds 0 to N-1.")
-flags.DEFINE_integer("steps", 200, "RL steps of the reference; they set the token budget.")
+# Other entry points, imported in the same process by tests, have flags of these names.
+flags.DEFINE_string("out", "docs/results/ablations.json", "Where the figures go.", allow_override=True)
+flags.DEFINE_integer("seeds", 5, "Seeds 0 to N-1.", allow_override=True)
+flags.DEFINE_integer("steps", 200, "RL steps of the reference; they set the token budget.", allow_override=True)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "node-wise, all groups, memory": {},

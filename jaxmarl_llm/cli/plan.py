@@ -166,7 +166,9 @@ def remarks(cfg: Any, plan: Any, work: Any) -> list[str]:
     if plan.stop_above is not None:
         notes.append("no state is left early (stop_above): counts are the most there may be")
     if cfg.team.batch_invariant:
-        notes.append("FLOPs, bytes and seconds of generation are those without team.batch_invariant, which takes longer")
+        notes.append(
+            "FLOPs, bytes and seconds of generation are those without team.batch_invariant, which takes longer"
+        )
     if work.engine == "host":
         notes.append("FLOPs and seconds, at least: prompts of a task begin alike and are cached, completions differ")
     return notes

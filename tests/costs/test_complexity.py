@@ -680,7 +680,7 @@ def test_an_interrupted_sweep_is_resumed(tmp_path, monkeypatch, capsys):
     assert "(results/doc.png)" in text and (tmp_path / "results" / "doc.png").exists()
     assert re.search(r"8 other settings: rounds spread by 100%, \*\*unstable", text)
     file.write_text("hello\n")
-    with pytest.raises(ConfigError, match="not JSON"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: not valid JSON"):
         sampling_sweeps.report(asked)
 
 

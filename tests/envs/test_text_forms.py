@@ -163,7 +163,7 @@ def test_a_memory_entry_has_the_score_of_the_player_itself(trained):
         (
             "advantage_alignment",
             {"team": {"max_new_tokens": 1, "backbone": SHAPE}},
-            "max_new_tokens: none of the 32 demonstrations",
+            "max_new_tokens: 32 of 32 demonstrations of role 'first' are longer than 1 tokens",
         ),
         ("advantage_alignment", {"reward": {"accuracy": 1.0}}, "environment 'dilemma_text' pays no 'accuracy'"),
     ],
