@@ -201,6 +201,8 @@ class Driver(TracedDriver):
         for name, some in batches.items():
             alike: dict[tuple[int, ...], list[Batch]] = {}
             for batch in some:
+                if jnp.ndim(batch.length) == 1:  # no stack
+                    batch = jax.tree.map(lambda x: x[None], batch)
                 alike.setdefault((batch.tokens.shape[2], *batch.completions.shape[2:]), []).append(batch)
             joined[name] = [jax.tree.map(lambda *rows: jnp.concatenate(rows, 1), *some) for some in alike.values()]
         return super().optimize(models, learners, loss, state, joined)
