@@ -18,7 +18,7 @@ from tests.test_layering import ROOT
 PAGES = ("write_an_environment", "your_reward_and_data", "write_a_recipe")
 FILE = re.compile(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^jaxmarl-llm (train .*)$", re.MULTILINE)
-OWN = ("capitals", "agree_own", "edited", "lookup", "guess", "graded")  # tasks of 20 lines that train 20 steps
+OWN = ("capitals", "same_word", "edited", "lookup", "guess", "graded")  # tasks of 20 lines that train 20 steps
 
 
 def page(name: str) -> str:
@@ -42,6 +42,7 @@ def scratch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scratch")
     for name in PAGES:
         for file, text in FILE.findall(page(name)):
+            assert not (folder / file).exists(), f"two pages have a file {file}"
             (folder / file).write_text(text)
     return folder
 
