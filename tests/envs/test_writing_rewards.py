@@ -240,6 +240,9 @@ SOURCE = numbered("source", 10, 50)
         ("prose", "The cat sat on the mat.", "A dog of theirs was fed in time.", 1.0),
         ("order", "source11 x source12", "source10 source11", 0.0),
         ("order", "source10 source11 y", "source10 source11", 1.0),
+        ("joints", "source10 the source11 of source12 in source13", "x", 0.0),  # function words where none were
+        ("joints", "source10 the source11 of source12 x source13", "x", 1.0),  # two places say nothing yet
+        ("joints", numbered("source", 10, 30), "x", 1.0),
         ("reworded", numbered("source", 10, 30), "x", 0.5),
         ("reworded", "source10 x source11 y source12", "x", 0.5),  # invented words are no words of one's own
         ("reworded", "source10 the source11", "x", 0.5),  # neither are function words between the source's

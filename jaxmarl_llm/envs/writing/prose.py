@@ -7,6 +7,7 @@ and one-sided. Human summaries almost never break them; a text that keeps them m
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from itertools import pairwise
 
 WORD = re.compile(r"\b\w+\b")
@@ -85,3 +86,37 @@ def neighbours(text: str, source: str) -> float:
     words, given = WORD.findall(text.lower()), WORD.findall(source.lower())
     pairs, known = list(pairwise(words)), set(pairwise(given))
     return sum(pair in known for pair in pairs) / max(1, len(pairs))
+
+
+FEWEST_JOINTS = 3  # pairs from which on a share of changed joints says something
+
+
+def changed_joints(text: str, source: str, functions: Collection[str]) -> float:
+    """Share of the source's pairs of content words in ``text`` that other function words join, in [0, 1].
+
+    A copied text whose function words were exchanged has a large share. 0.0 with fewer than `FEWEST_JOINTS` pairs.
+
+    Args:
+        text: A text of one role.
+        source: The text that it was written from.
+        functions: Words that are no content words.
+    """
+    own, given = _joints(text, functions), _joints(source, functions)
+    both = [pair for pair in own if pair in given and (own[pair] | given[pair]) != {()}]
+    if len(both) < FEWEST_JOINTS:
+        return 0.0
+    return sum(not own[pair] <= given[pair] for pair in both) / len(both)
+
+
+def _joints(text: str, functions: Collection[str]) -> dict[tuple[str, str], set[tuple[str, ...]]]:
+    """Adjacent content words -> the function words between them, at each place."""
+    found: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+    before, between = "", list[str]()
+    for word in WORD.findall(text.lower()):
+        if word in functions:
+            between.append(word)
+            continue
+        if before:
+            found.setdefault((before, word), set()).add(tuple(between))
+        before, between = word, []
+    return found

@@ -244,6 +244,7 @@ def guards(
                 may be quoted. 1 without a source
     faithful    share of the text's content words that are backed (0.5 to 0.7). 1 without a source
     order       pairs of adjacent words that are adjacent in the source (0.02 to 0.12). 1 without a source
+    joints      share of `prose.changed_joints` (0.7 to 0.5): copies with exchanged function words. 1 without a source
     reworded    0.5 to 1, of the first text where ``spec.reworded``: share of such pairs among its backed content
                 words (0.8 to 0.5), since a short summary in the source's own words is half of what was asked for.
                 Function words and invented words are left out of both texts, so exchanging them changes nothing. 1
@@ -271,6 +272,7 @@ def guards(
         "prompt": 1.0,
         "faithful": 1.0,
         "order": 1.0,
+        "joints": 1.0,
         "reworded": 1.0,
     }
     if source.strip():
@@ -278,6 +280,7 @@ def guards(
         out["prompt"] = 1.0 - _ramp(max(_share(given, set(w)) for w in said), 0.7, 0.9)
         out["faithful"] = _ramp(min(backed(c, begins, lists) for c in texts), 0.5, 0.7)
         out["order"] = _ramp(min(prose.neighbours(c, source) for c in texts), 0.02, 0.12)
+        out["joints"] = 1.0 - _ramp(max(prose.changed_joints(c, source, functions) for c in texts), 0.5, 0.7)
         if spec.reworded:
             own, theirs = ([w for w in x if w not in functions] for x in (words[0], WORD.findall(source.lower())))
             backed_words = " ".join(w for w in own if w[:STEM] in begins)
