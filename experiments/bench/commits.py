@@ -57,16 +57,16 @@ import contextlib, json, os, sys, time
 import jax
 import numpy as np
 
-try:
+# By the file: an editable installation would find a module that this commit lacks in another checkout.
+if os.path.exists("jaxmarl_llm/cli/config_flags.py"):
     from jaxmarl_llm.cli import config_flags
     from jaxmarl_llm.telemetry.logger import Logger
-    from jaxmarl_llm.runs import allocator
-    allocator.retain()
-except ImportError:  # before the rooms
+    from jaxmarl_llm.runs.allocator import retain
+else:  # before the rooms
     from experiments import cli as config_flags
     from jaxmarl_llm.metrics import Logger
-    from experiments import heap as allocator
-    allocator.retain()
+    from experiments.heap import keep as retain
+retain()
 
 compiles = [0]
 jax.monitoring.register_event_duration_secs_listener(
