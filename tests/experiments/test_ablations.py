@@ -30,6 +30,10 @@ def test_contrasts_are_paired_and_corrected():
     }
     p = {name: p_value(x - base, 0.02 * np.sign((x - base).mean())) for name, x in arms.items()}
     assert {name: c["holm"] for name, c in got.items()} == pytest.approx(holm(p))
+    close = {name: base + shift + rng.normal(0, 0.05, 6) for name, shift in (("a", -0.06), ("b", -0.09), ("c", 0.08))}
+    p = {name: p_value(x - base, 0.02 * np.sign((x - base).mean())) for name, x in close.items()}
+    adjusted = {name: c["holm"] for name, c in ablations.contrasts(results(reference=base, **close)).items()}
+    assert adjusted == pytest.approx(holm(p)) and max(adjusted[name] - p[name] for name in p) > 0.01
     assert got["noisy"]["detectable"] > got["worse"]["detectable"] > got["same"]["detectable"] > 0
 
 
