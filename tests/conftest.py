@@ -10,6 +10,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        # Fake devices share the cores: one that waits longer than 40 s for the others would abort the process.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
 )
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
