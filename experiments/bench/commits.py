@@ -1,11 +1,14 @@
 """Two commits of this repository in turns: generation, update and whole steps, of the array and of the host engine.
 
-    python -m experiments.bench.commits --old=8499bd1 [--new=HEAD] [--rounds=5] [--only=NAMES] [--out=FILE.json]
+    python -m experiments.bench.commits --old=8499bd1 [--new=HEAD] [--rounds=5] [--only=NAME]... [--out=FILE.json]
 
 Each commit runs in a worktree and a process of its own. A round is one turn of the old and one of the new commit, in
 changing order. The ratio is new / old: above 1, the new commit takes longer. Random weights, no end tokens, except for
 the host engine, whose completions have the length that they have: there the figure is seconds for each sampled token.
 Compiles are warmed up first, and those behind the warm-up are counted.
+
+A compile case lowers and compiles the training program of a claim, five seeds mapped, anew in each turn and without a
+compilation cache. With --out a case replaces its record in the file and leaves the other cases there.
 """
 
 from __future__ import annotations
@@ -49,7 +52,20 @@ CASES: dict[str, dict[str, Any]] = {
     "step, array engine, JoyAgents-R1, tiny": {"run": TINY, "warm": 4, "calls": 20},
     "step, host engine, MAGRPO, tiny": {"run": [HOST[0], WRITING + SMALL], "warm": 12, "calls": 4},
     "step, host engine, MAGRPO, smollm2_135m": {"run": HOST, "warm": 6, "calls": 1},
+    # The runs of the claims that are one program in both commits.
+    **{
+        f"compile, {spec}": {"compile": f"experiments/configs/{spec.replace(':', '.py:')}", "warm": 0, "calls": 1}
+        for spec in (
+            "advantage_alignment:tiny",
+            "dr_mas:tiny",
+            "magrpo:maze",
+            "marshal:tic_tac_toe",
+            "rema:tiny",
+            "waltzrl:tiny",
+        )
+    },
 }
+SEEDS = 5  # of a compile case
 
 # What a worktree's process runs: it has the modules of its own commit. One line of JSON for each turn.
 WORKER = r'''
@@ -88,6 +104,32 @@ class Timed(Logger):
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - clock
 
 
+def compiles_anew(spec, seeds):
+    cfg = config_flags.load(spec)
+    module, seeds = config_flags.recipe_module(cfg.recipe), list(range(seeds))
+    if os.path.exists("jaxmarl_llm/runs/compiled.py"):
+        from jaxmarl_llm.runs.compiled import make_program, task_data
+        recipe = module.make(cfg)
+        run, more = make_program(recipe).run, (task_data(recipe, seeds),)
+    else:
+        from jaxmarl_llm.compiled import make_program
+        # As the claims of that commit make their programs.
+        learns = module.learns(cfg) if cfg.recipe == "rema" else None
+        program = module.program(cfg) if cfg.recipe == "waltzrl" else make_program(cfg, module.make_plan(cfg), learns)
+        run, more = program.run, ()
+    seeds = jax.numpy.array(seeds)
+
+    def compile():
+        clock = time.perf_counter()
+        lowered = jax.jit(jax.vmap(lambda *args: run(*args))).lower(seeds, *more)
+        lowering = time.perf_counter() - clock
+        lowered.compile()
+        lines = lowered.as_text().count(chr(10))
+        return {"lowering": lowering, "compiling": time.perf_counter() - clock - lowering, "lines": lines}
+
+    return compile
+
+
 def make():
     from experiments.bench import SHAPES
     if "sampler" in case:
@@ -109,6 +151,8 @@ def make():
         name, *sizes = case["step"]
         form = stepper(SHAPES[name], *sizes)
         return lambda: (form(), None)[1]
+    if "compile" in case:
+        return compiles_anew(case["compile"], case["seeds"])
     spec, overrides = case["run"]
     cfg = config_flags.load(spec, [tuple(pair) for pair in overrides])
     recipe = config_flags.recipe_module(cfg.recipe).make(cfg)
@@ -160,7 +204,7 @@ class Worker:
     def __init__(self, folder: Path, case: dict[str, Any]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, json.dumps(case)],
+            [sys.executable, "-c", WORKER, json.dumps({"seeds": SEEDS, **case})],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
@@ -204,10 +248,13 @@ def measure(old: Path, new: Path, case: dict[str, Any], rounds: int) -> dict[str
             turns[name].append(workers[name].turn())
     for worker in workers.values():
         worker.close()
-    parts = [p for p in ("all", "rollout", "update") if p in turns["new"][0]["calls"][0]]
+    parts = [p for p in ("all", "rollout", "update", "lowering", "compiling") if p in turns["new"][0]["calls"][0]]
     return {
         "seconds": {p: {name: [seconds(t, p) for t in seen] for name, seen in turns.items()} for p in parts},
         "compiles": {name: sum(t["compiles"] for t in seen) for name, seen in turns.items()},
+        **(
+            {"lines": {name: seen[0]["calls"][0]["lines"] for name, seen in turns.items()}} if "compile" in case else {}
+        ),
     }
 
 
@@ -217,6 +264,8 @@ def rows(name: str, got: dict[str, Any]) -> Iterator[str]:
         old, new = (np.array(both[k]) for k in ("old", "new"))
         ratio, each = np.median(new) / np.median(old), new / old
         compiled = f"{got['compiles']['old']}, {got['compiles']['new']}" if part == "all" else ""
+        if "lines" in got:
+            compiled = f"{got['lines']['old']:,} and {got['lines']['new']:,} lines" if part == "all" else ""
         yield (
             f"| {name}{'' if part == 'all' else f': {part}'} | {np.median(old):.4g} | {np.median(new):.4g} | "
             f"{ratio:.3f} | {each.min():.3f} to {each.max():.3f} | {compiled} |"
@@ -230,22 +279,24 @@ HEAD = [
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
-    from experiments.studies.common import origin
+    from experiments.studies.common import origin, read_record
 
     names = flag_values.only or list(CASES)
     for name in names:
         if name not in CASES:
             raise ConfigError(f"--only: no case {name!r}; {nearest(name, list(CASES))}")
     found: dict[str, Any] = {}
+    if flag_values.out and Path(flag_values.out).exists():
+        found = read_record(Path(flag_values.out)).get("cases", {})
     print("\n".join(HEAD), flush=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         old = stack.enter_context(worktree(flag_values.old, Path(folder) / "old"))
         new = stack.enter_context(worktree(flag_values.new, Path(folder) / "new"))
         for name in names:
-            found[name] = measure(old, new, CASES[name], flag_values.rounds)
+            found[name] = {**measure(old, new, CASES[name], flag_values.rounds), **origin()}
             print("\n".join(rows(name, found[name])), flush=True)
             if flag_values.out:
-                record = {"old": flag_values.old, "new": flag_values.new, **origin(), "cases": found}
+                record = {"old": flag_values.old, "new": flag_values.new, "cases": found}
                 Path(flag_values.out).write_text(json.dumps(record, indent=1))
 
 

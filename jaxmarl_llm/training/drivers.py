@@ -183,7 +183,7 @@ class TracedDriver:
         return jax.named_scope(name)
 
     def host(self, x: Any) -> Any:
-        return x
+        return jax.tree.map(jnp.asarray, x)  # a rule may return numpy
 
     def demonstrations(self, own: Mapping[str, Demonstrations]) -> Mapping[str, Demonstrations]:
         return own if self.data is None else self.data.demonstrations

@@ -218,7 +218,7 @@ class Driver(Protocol):
         """Time a part of the step; ``first`` is shown while it compiles."""
 
     def host(self, x: Any) -> Any:
-        """Small integers as the driver wants them: numpy on the host, unchanged when traced."""
+        """Small integers as the driver wants them: numpy on the host, arrays of JAX when traced."""
 
     def demonstrations(self, own: Mapping[str, Demonstrations]) -> Mapping[str, Demonstrations]:
         """Samples of stage 0: the recipe's ``own``, or those of this seed."""

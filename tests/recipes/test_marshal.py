@@ -262,7 +262,7 @@ def test_a_step_of_self_play(tmp_path):
 def test_a_frozen_role_and_the_reference_in_a_compiled_run():
     """The model of a frozen role is as the supervised stage left it; the other's KL to the reference starts at 0."""
     cfg = config(team=dataclasses.replace(config().team, parameter_sharing="separate"))
-    first = dataclasses.replace(marshal.algorithm(cfg), trainable_roles=lambda step: jnp.array([True, False]))
+    first = dataclasses.replace(marshal.algorithm(cfg), trainable_roles=lambda step: np.array([True, False]))
     program = make_program(phases.with_algorithm(marshal.make(cfg), first))
     state, seen = jax.jit(program.run)(jnp.int32(0))
     params = state.params
