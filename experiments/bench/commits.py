@@ -1,7 +1,9 @@
 """Two commits of this repository in turns: generation, update and whole steps, of the array and of the host engine.
 
     python -m experiments.bench.commits --old=8499bd1 [--new=HEAD] [--rounds=5] [--only=NAME]... [--out=FILE.json]
+    python -m experiments.bench.commits --page=docs/bench/commits.md --out=docs/results/commits.json
 
+The second form writes the page of the recorded cases and measures nothing.
 Each commit runs in a worktree and a process of its own. A round is one turn of the old and one of the new commit, in
 changing order. The ratio is new / old: above 1, the new commit takes longer. Random weights, no end tokens, except for
 the host engine, whose completions have the length that they have: there the figure is seconds for each sampled token.
@@ -278,9 +280,44 @@ HEAD = [
 ]
 
 
+PAGE = """# Two commits in turns
+
+```bash
+python -m experiments.bench.commits --old={old} --out=docs/results/commits.json   # --only=NAME: one case
+python -m experiments.bench.commits --page=docs/bench/commits.md --out=docs/results/commits.json
+```
+
+The old commit is `{old}`, from before the rooms. Each commit runs in a worktree and a process of its own. A round is a
+turn of each, in changing order. The ratio is new / old: above 1, the new commit takes longer.
+
+- *generation*, *update*: one call, with random weights and no end tokens.
+- *step, array engine, JoyAgents-R1* and *host engine*: seconds for each sampled token of a recipe's step.
+- *compile*: the training program of a claim is lowered and compiled, five seeds mapped, without a compilation cache.
+
+"""
+
+
+def page(record: dict[str, Any]) -> str:
+    """The page of a record: one table for each place and day on which cases were measured."""
+    lines, last = [PAGE.format(old=record["old"]).rstrip()], ""
+    for name, got in record["cases"].items():
+        where = f"`{got['commit']}`, {got['date']}, JAX {got['jax']}, {got['machine']}"
+        if where != last:
+            lines += ["", f"{where}:", "", *HEAD]
+        lines += rows(name, got)
+        last = where
+    return "\n".join(lines) + "\n"
+
+
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     from experiments.studies.common import origin, read_record
 
+    if flag_values.page:
+        form = {"old": str, "cases": dict}
+        Path(flag_values.page).write_text(page(read_record(flag_values.out, form)))
+        return
+    if flag_values.old is None:
+        raise ConfigError("--old: expected a commit to compare with")
     names = flag_values.only or list(CASES)
     for name in names:
         if name not in CASES:
@@ -301,9 +338,10 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("old", None, "The commit to compare with.", required=True)
+    flags.DEFINE_string("old", None, "The commit to compare with.")
     flags.DEFINE_string("new", "HEAD", "The commit to measure.")
     flags.DEFINE_integer("rounds", 5, "Rounds.", lower_bound=1)
     flags.DEFINE_multi_string("only", [], "A case to measure; default: all.")
     flags.DEFINE_string("out", None, "Also write what was measured to this JSON file.")
-    config_flags.run(main, required=("old",))
+    flags.DEFINE_string("page", None, "Write the page of the cases in --out to this file, and measure nothing.")
+    config_flags.run(main, required=())

@@ -1,5 +1,6 @@
 """Two commits in turns: seconds of a turn, ratios of the table, and modules of each process."""
 
+import json
 import subprocess
 from pathlib import Path
 from typing import ClassVar
@@ -46,6 +47,11 @@ def test_rounds_change_the_order_and_ratios_are_new_over_old(monkeypatch):
     assert got["compiles"] == {"old": 0, "new": 2}
     (line,) = commits.rows("what", got)
     assert line == "| what | 2 | 3 | 1.500 | 1.000 to 2.000 | 0, 2 |"
+
+
+def test_the_page_is_that_of_the_record():
+    record = json.loads((ROOT / "docs/results/commits.json").read_text())
+    assert commits.page(record) == (ROOT / "docs/bench/commits.md").read_text()
 
 
 @pytest.mark.slow
