@@ -47,6 +47,8 @@ demo: $(VENV)/.installed
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=$(DEMO) --config.seed=$(SEED)
 	@$(RUN) -m jaxmarl_llm.cli.summary $(DEMO)
 
+# Compiled programs of the tests are kept: the second session compiles what has changed.
+export JAXMARL_TEST_CACHE ?= $(CURDIR)/build/jax_cache
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
 
 # What is not slow. The rest is `make check`.

@@ -1,6 +1,7 @@
 """Every test runs on CPU, with 8 fake devices, and shape annotations executed."""
 
 import os
+import shutil
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Hundreds of small programs: compiling them is most of the time, running them is not (the older emitters of fusions
@@ -33,13 +34,27 @@ settings.register_profile("repository", deadline=None, derandomize=True, max_exa
 settings.load_profile("repository")
 
 
+CACHE_BYTES = 4 * 2**30
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Programs that several tests share are compiled once a session, by whichever worker comes first."""
+    """Programs that several tests share are compiled once, by whichever worker comes first.
+
+    The folder is JAXMARL_TEST_CACHE, which `make` keeps from one session to the next, or one of this session.
+    """
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    jax.config.update("jax_compilation_cache_dir", str(base / "jax_cache"))
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAXMARL_TEST_CACHE") or str(base / "jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_sessionstart(session):
+    """A kept folder of compiled programs that has grown beyond CACHE_BYTES begins anew."""
+    kept = os.environ.get("JAXMARL_TEST_CACHE", "")
+    files = [file for file in os.scandir(kept) if file.is_file()] if os.path.isdir(kept) else []
+    if "PYTEST_XDIST_WORKER" not in os.environ and sum(file.stat().st_size for file in files) > CACHE_BYTES:
+        shutil.rmtree(kept)
 
 
 @pytest.fixture(scope="module")
