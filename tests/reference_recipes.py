@@ -166,6 +166,30 @@ def magrpo_loss(advantages, logprobs):
     return mean([-a * math.fsum(row) for a, row in zip(advantages, logprobs, strict=True)])
 
 
+# IAC and MAAC: OpenMLRL/CoMLRL 1c94100, trainers/actor_critic/{iac,ac_base}.py
+
+
+def actor_critic(episodes, discount):
+    """Whitened advantages and value targets of one agent, by episode and turn.
+
+    ``episodes``: lists of turns; a turn is (reward, estimate before the update). Advantages are whitened over the
+    samples of one turn, when there are several.
+    """
+    targets, raw = [], []
+    for turns in episodes:
+        ahead = [*(value for _, value in turns[1:]), 0.0]
+        targets.append([reward + discount * value for (reward, _), value in zip(turns, ahead, strict=True)])
+        raw.append([target - value for target, (_, value) in zip(targets[-1], turns, strict=True)])
+    out = [list(row) for row in raw]
+    for t in range(max(map(len, raw))):
+        there = [row[t] for row in raw if len(row) > t]
+        if len(there) > 1:
+            for row in out:
+                if len(row) > t:
+                    row[t] = (row[t] - mean(there)) / max(std(there, 0), 1e-6)
+    return out, targets
+
+
 # WaltzRL: the paper's text (no public code)
 
 

@@ -6,9 +6,10 @@ values its own prompts, V_i(h_i), read from the last prompt token: a head on the
 or GAE with ``decay`` (lambda) above 0; at the last turn the target is the reward. Policy loss: minus the advantage
 times the summed token log-probs; value loss: ``loss.value_coef`` times the squared error.
 
-Kept: the above, advantages whitened over the batch, gradients clipped at 0.5. Changed: ``loss.value_clip`` is off
-unless set (the library clips at 0.2 for a shared backbone); many tasks in a batch; the critic regresses to the target
-that the actor uses.
+Kept: the above, advantages whitened by role and turn over the batch, gradients clipped at 0.5. Changed:
+``loss.value_clip`` is off unless set (the library clips at 0.2 for a shared backbone); many tasks in a batch; one
+update for the samples of all turns (the library updates once for each turn), whose loss is a mean over all completions
+of a model. The library is that of commit 1c94100; its earlier version 20b05ad regressed the critic to the return.
 """
 
 from __future__ import annotations

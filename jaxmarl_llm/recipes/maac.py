@@ -4,8 +4,9 @@ As IAC, but one critic V(h_1, ..., h_n) reads the prompts of all agents at a sta
 Its TD error is every agent's advantage (CTDE: the critic is used in training alone). It is a copy of the backbone with
 a value head on its last token, with an optimizer of its own. All agents must share one tokenizer.
 
-Kept: TD(0) target for actor and critic, advantages whitened over the batch, gradients clipped at 0.5. Changed: GAE with
-``decay`` above 0 is offered; many tasks in a batch. Not here: the library's Q-critic.
+Kept: TD(0) target for actor and critic, advantages whitened by role and turn over the batch, gradients clipped at 0.5.
+Changed: GAE with ``decay`` above 0 is offered; many tasks in a batch; one update for the samples of all turns. Not
+here: the library's Q-critic.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class CriticAdvantage:
     """Advantages by the team's critics, see `train_step.CriticAdvantages`.
 
     Attributes:
-        cfg: Discount, lambda, and whether advantages are whitened by model.
+        cfg: Discount, lambda, and whether advantages are whitened.
     """
 
     cfg: ActorCritic
@@ -82,7 +82,6 @@ class CriticAdvantage:
             value,
             dict(cfg.reward),
             roles=len(team.roles),
-            models=len(team.models),
             max_turns=step.env_runner.env.max_turns,
             discount=cfg.credit.discount,
             decay=cfg.decay,
@@ -168,19 +167,33 @@ def _of_prompts(
     return total / jnp.maximum(count, 1.0), count
 
 
-def _advantages_of(
+def advantages_of(
     tree: Tree,
     value: Float[Array, " N"],
     reward: Mapping[str, Any],
     *,
     roles: int,
-    models: int,
     max_turns: int,
     discount: float,
     decay: float,
     whiten: bool,
 ) -> tuple[Array, Array, Array, Array]:
-    """Advantage of each completion and whether it has one [C]; target of each node and whether it has one [N]."""
+    """Advantages and value targets of a rollout whose prompts have estimates.
+
+    Args:
+        tree: The rollout.
+        value: Estimate of each node.
+        reward: Component -> weight.
+        roles: Number of roles.
+        max_turns: Of an episode.
+        discount: Of the next state's estimate.
+        decay: Lambda of GAE.
+        whiten: Advantages of one role and turn get mean 0 and the population's standard deviation 1. An advantage that
+            is alone stays.
+
+    Returns:
+        Advantage of each completion and whether it has one [C]; target of each node and whether it has one [N].
+    """
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
     seats = moves.steps
     node = steps.node[jnp.maximum(seats, 0)]
@@ -207,14 +220,16 @@ def _advantages_of(
     count = jax.ops.segment_sum(known.astype(jnp.float32), ids, n)
     has &= steps.valid
     if whiten:
-        model = jnp.where(has, nodes.model[steps.node], models)
-        size = jnp.maximum(jax.ops.segment_sum(has.astype(jnp.float32), model, models), 1.0)
-        mean = jax.ops.segment_sum(jnp.where(has, gain, 0.0), model, models) / size
-        centred = gain - mean[jnp.minimum(model, models - 1)]
-        spread = jnp.sqrt(jax.ops.segment_sum(jnp.where(has, centred**2, 0.0), model, models) / size)
-        gain = jnp.where(has, centred / jnp.maximum(spread, 1e-6)[jnp.minimum(model, models - 1)], gain)
+        groups = roles * max_turns
+        ids = jnp.where(has, role * max_turns + nodes.turn[steps.node], groups)
+        within = lambda x: jax.ops.segment_sum(jnp.where(has, x, 0.0), ids, groups)
+        mine, count_of = jnp.minimum(ids, groups - 1), within(jnp.ones(c))
+        size = jnp.maximum(count_of, 1.0)
+        centred = gain - (within(gain) / size)[mine]
+        spread = jnp.sqrt(within(centred**2) / size)
+        gain = jnp.where(has & (count_of[mine] > 1), centred / jnp.maximum(spread, 1e-6)[mine], gain)
     return gain, has, total / jnp.maximum(count, 1.0), (count > 0) & nodes.valid
 
 
-_STATIC = ("roles", "models", "max_turns", "discount", "decay", "whiten")
-_advantages = jax.jit(_advantages_of, static_argnames=_STATIC)
+_STATIC = ("roles", "max_turns", "discount", "decay", "whiten")
+_advantages = jax.jit(advantages_of, static_argnames=_STATIC)

@@ -123,7 +123,7 @@ class ActorCritic(BaseConfig):
 
     group: int = 1  # episodes of each task
     decay: float = 0.0  # lambda of GAE: 0 TD(0), 1 Monte Carlo
-    whiten: bool = True  # advantages: mean 0 and std 1 over the batch, by model
+    whiten: bool = True  # advantages: mean 0 and std 1 over the batch, by role and turn
     credit: Credit = Credit(
         discount=0.9, group="task_role_turn", normalise="none"
     )  # the group is for the metrics alone

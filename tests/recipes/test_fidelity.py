@@ -18,8 +18,9 @@ import pytest
 
 from jaxmarl_llm.credit.assign import Credit, assign
 from jaxmarl_llm.credit.rules import Sizes
-from jaxmarl_llm.recipes import advantage_alignment, dr_mas, magrpo, malt, marshal, rema, waltzrl
+from jaxmarl_llm.recipes import advantage_alignment, dr_mas, iac, maac, magrpo, malt, marshal, rema, waltzrl
 from jaxmarl_llm.training import losses
+from jaxmarl_llm.training.actor_critic import advantages_of
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 from tests import reference_recipes as authors
 
@@ -279,13 +280,13 @@ def magrpo_case(rng, joint, **credit):
     return table.credit(magrpo.algorithm(cfg).credit)[1], np.array(want)
 
 
-def magrpo_loss_case(rng):
+def magrpo_loss_case(rng, loss=magrpo.Config().loss):
     """Summed log-probs and the mean over completions, through the recipe's loss."""
     lengths, advantage = rng.integers(1, TOKENS + 1, CONVERSATIONS), rng.normal(size=CONVERSATIONS)
     mask = np.arange(TOKENS) < lengths[:, None]
     logprobs = np.where(mask, -3 * rng.random(mask.shape), np.nan)
     arrays = [jnp.asarray(x, jnp.float32) for x in (logprobs, logprobs, advantage)]
-    _, gradient = our_loss(magrpo.Config().loss, *arrays, mask, jnp.arange(CONVERSATIONS))
+    _, gradient = our_loss(loss, *arrays, mask, jnp.arange(CONVERSATIONS))
     rows = [row[:n] for row, n in zip(logprobs, lengths)]
     size, slopes = 1e-6, np.zeros(mask.shape)
     for i, r in zip(*np.nonzero(mask)):
@@ -294,6 +295,57 @@ def magrpo_loss_case(rng):
         down[i][r] -= size
         slopes[i, r] = (authors.magrpo_loss(advantage, up) - authors.magrpo_loss(advantage, down)) / (2 * size)
     return np.asarray(gradient), slopes
+
+
+# IAC and MAAC
+
+
+STATIC = ("roles", "max_turns", "discount", "decay", "whiten")
+td_advantages = jax.jit(advantages_of, static_argnames=STATIC)
+
+
+def actor_critic_case(rng, joint):
+    """Episodes of one to three turns of all roles at once. ``joint``: one estimate of a state for all roles."""
+    cfg = (maac if joint else iac).Config()
+    table, values, episodes = Table(), [], [[] for _ in range(ROLES)]
+    for task in range(rng.integers(2, 9)):
+        parent, turns = -1, rng.integers(1, 4)
+        for role in range(ROLES):
+            episodes[role].append([])
+        for turn in range(turns):
+            paid, said, steps = rng.normal(), rng.normal(size=ROLES), []
+            for role in range(ROLES):
+                values.append(said[0 if joint else role])
+                episodes[role][-1].append((paid, values[-1]))
+                table.nodes.append((role, task, turn, parent))
+                table.steps.append(len(table.nodes) - 1)
+                steps.append(len(table.steps) - 1)
+            parent = table.move(steps, task, turn, parent, {"pay": dict.fromkeys(range(ROLES), paid)})
+    padded = jnp.zeros(ROWS).at[: len(values)].set(jnp.array(values))
+    gain, has, target, known = td_advantages(
+        table.tree(),
+        padded,
+        {"pay": 1.0},
+        roles=ROLES,
+        max_turns=TURNS,
+        discount=cfg.credit.discount,
+        decay=cfg.decay,
+        whiten=cfg.whiten,
+    )
+    n = len(values)
+    assert np.asarray(has[:n]).all() and np.asarray(known[:n]).all() and not np.asarray(has[n:]).any()
+    want, aims = np.zeros(n), np.zeros(n)
+    for role in range(ROLES):
+        advantage, aim = authors.actor_critic(episodes[role], cfg.credit.discount)
+        mine = [k for k in range(n) if table.nodes[k][0] == role]  # by episode and turn
+        want[mine], aims[mine] = np.concatenate(advantage), np.concatenate(aim)
+    return np.concatenate([gain[:n], target[:n]]), np.concatenate([want, aims])
+
+
+def actor_critic_loss_case(rng):
+    """The policy loss of both recipes is MAGRPO's, at the sampling policy."""
+    assert iac.Config().loss == maac.Config().loss
+    return magrpo_loss_case(rng, iac.Config().loss)
 
 
 # WaltzRL
@@ -391,6 +443,9 @@ CASES = {
     # Returns are exact in float32, so that a group whose returns are equal has a std of 0 in both.
     "magrpo, std": functools.partial(magrpo_case, joint="cross", normalise="std", discount=0.5),
     "magrpo, loss": magrpo_loss_case,
+    "iac, advantages and targets": functools.partial(actor_critic_case, joint=False),
+    "maac, advantages and targets": functools.partial(actor_critic_case, joint=True),
+    "iac and maac, loss": actor_critic_loss_case,
     "waltzrl, stage 1": functools.partial(waltzrl_case, step=0),
     "waltzrl, stage 2": functools.partial(waltzrl_case, step=1),
     "malt": malt_case,
