@@ -8,12 +8,8 @@ import re
 
 import pytest
 
-from tests.test_layering import ROOMS, ROOT, files, room
+from tests.test_layering import ROOT, files
 
-# Rooms whose docstrings are not complete. A room leaves this list when it is clean, and no room enters it.
-TO_CLEAN: tuple[str, ...] = ("sandbox", "models", "storage", "telemetry", "runs", "cli")
-# Modules of clean rooms whose docstrings are not complete; the same rule.
-MODULES_TO_CLEAN: tuple[str, ...] = ("envs/contract.py", "rollout/env_runner.py", "rollout/host.py")
 # Arguments that mean the same everywhere.
 EVERYWHERE = {
     "self": "the object itself",
@@ -81,25 +77,8 @@ for _file in files():
     for _node in public(ast.parse(_file.read_text())):
         DOCSTRINGS[_node.name] = DOCSTRINGS.get(_node.name, "") + (ast.get_docstring(_node) or "")
 
-CLEAN = [f for f in files() if room(f) not in TO_CLEAN and str(f).partition("jaxmarl_llm/")[2] not in MODULES_TO_CLEAN]
 
-
-def test_the_lists_only_name_what_is_there():
-    assert set(TO_CLEAN) <= set(ROOMS)
-    paths = {str(file).partition("jaxmarl_llm/")[2] for file in files()}
-    assert set(MODULES_TO_CLEAN) <= paths
-
-
-def test_the_lists_only_shrink():
-    """Where no fault is left, the name leaves the list."""
-    found = {file: faults(file.read_text()) for file in files()}
-    rooms = {room(file) for file, lines in found.items() if lines}
-    modules = {str(file).partition("jaxmarl_llm/")[2] for file, lines in found.items() if lines}
-    assert not set(TO_CLEAN) - rooms
-    assert not set(MODULES_TO_CLEAN) - modules
-
-
-@pytest.mark.parametrize("path", CLEAN, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_public_docstrings_name_every_argument(path):
     assert faults(path.read_text()) == []
 

@@ -29,7 +29,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(parser: Parser, main: Callable[[Any], int | None], arguments: Sequence[str] | None = None) -> NoReturn:
-    """Exit with what ``main(parsed arguments)`` returns; a ``ConfigError`` ends with one line and exit code 2."""
+    """Exit with what ``main(parsed arguments)`` returns; a ``ConfigError`` ends with one line and exit code 2.
+
+    Args:
+        parser: Parser of the command line.
+        main: The command.
+        arguments: The command line without its program; None: that of this process.
+    """
     try:
         sys.exit(main(parser.parse_args(arguments)))
     except ConfigError as error:

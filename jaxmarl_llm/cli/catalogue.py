@@ -54,7 +54,7 @@ def docstring(file: Path) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Text up to its first full stop at the end of a word, on one line."""
+    """First sentence of ``text``, on one line: up to a full stop at a word's end, an empty line, or a final colon."""
     return re.split(r"(?<=\w\w)\.(?:\s|$)|\n\n|:\n", text, maxsplit=1)[0].replace("\n", " ")
 
 

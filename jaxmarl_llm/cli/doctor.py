@@ -101,7 +101,7 @@ def extras() -> Iterator[str]:
 
 
 def disk(workdir: str) -> Iterator[str]:
-    """Lines on the folder of a run: free space, and whether it can be written."""
+    """Lines on the folder of a run: free space, and whether it can be written. ``workdir``: it need not exist."""
     place = Path(workdir).absolute()
     while not place.exists():
         place = place.parent

@@ -63,7 +63,11 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1"), best=False):
 
 
 def partner_figures(cfg, recipe, state, flag_values):
-    """Figures of mixed teams that the flags request (`partners.figures`); empty without such flags."""
+    """Figures of mixed teams that the flags request (`partners.figures`); empty without such flags.
+
+    cfg, recipe, state: results of `open_run`. flag_values: the parsed flags; ``partner``, ``relay`` and ``solo`` are
+    read. Raises ConfigError for ``relay`` without ``partner``, and for runs that cannot play together.
+    """
     from jaxmarl_llm.cli import partners
     from jaxmarl_llm.errors import ConfigError
 
@@ -89,7 +93,10 @@ def partner_figures(cfg, recipe, state, flag_values):
 
 
 def main(cfg, workdir, flag_values):
-    """Evaluate the run in ``workdir`` and print the figures."""
+    """Evaluate the run in ``workdir`` and print the figures.
+
+    cfg: not read; the configuration is that of the checkpoint. flag_values: the parsed flags.
+    """
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
     cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh, best=flag_values.best)

@@ -38,7 +38,10 @@ class Key(NamedTuple):
 
 
 def keys(cfg: Any, path: str = "config") -> Iterator[Key]:
-    """Every key of the dataclass ``cfg``, in the order of its fields. A group stands before its keys."""
+    """Every key of the dataclass ``cfg``, in the order of its fields. A group stands before its keys.
+
+    path: dotted name of ``cfg``.
+    """
     hints = typing.get_type_hints(type(cfg))
     for field in dataclasses.fields(cfg):
         if not field.init:
@@ -64,7 +67,10 @@ def _keys_of_items(hint: Any, path: str) -> Iterator[Key]:
 
 
 def field_text(cls: type, name: str) -> str:
-    """The explanation of one field; that of the nearest base class where the class itself has none."""
+    """Explanation of the field ``name`` of a dataclass, empty where the source has none.
+
+    cls: the dataclass. Where the class has no explanation, that of the nearest base class is taken.
+    """
     for base in cls.__mro__:
         if dataclasses.is_dataclass(base) and (text := _texts(base).get(name)):
             return text
@@ -72,7 +78,10 @@ def field_text(cls: type, name: str) -> str:
 
 
 def table(cfg: Any, prefix: str = "config", width: int = 110) -> str:
-    """All keys of ``cfg`` with value and explanation, for ``--help``. ``prefix``: dotted name of ``cfg``."""
+    """All keys of ``cfg`` with value and explanation, for ``--help``.
+
+    prefix: dotted name of ``cfg``. width: characters of a line of an explanation, at most.
+    """
     lines = []
     for key in keys(cfg, prefix):
         shown = key.path if key.group or (key.value is None and ".NAME." in key.path) else f"{key.path}={key.value!r}"

@@ -19,7 +19,11 @@ flags.DEFINE_list("models", [], "Models to export; default: the models of all ro
 
 
 def main(cfg, workdir, flag_values):
-    """Export models of the run in ``workdir``."""
+    """Export models of the run in ``workdir``.
+
+    cfg: not read; the configuration is that of the checkpoint. flag_values: the parsed flags. Raises ConfigError for an
+    unknown model, and for a folder that exists.
+    """
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
     from jaxmarl_llm.agents import memory, team_file

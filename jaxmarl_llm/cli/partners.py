@@ -40,7 +40,10 @@ class OpenRun(NamedTuple):
 
 
 def without_memory(cfg: Any, recipe: Any, state: TrainState, flag: str) -> OpenRun:
-    """Opened run. Raises ConfigError, which names ``flag``, for a run with memory, which mixed teams do not support."""
+    """Opened run. Raises ConfigError for a run with memory, which mixed teams do not support.
+
+    cfg, recipe, state: results of `cli.evaluate.open_run`. flag: name of the flag in the message.
+    """
     if jax.tree.leaves(state.memory):
         raise ConfigError(f"--{flag}: {cfg.recipe} on {cfg.env.name!r} plays with a memory; expected a run without one")
     return OpenRun(cfg, recipe.team, recipe.env_runner, state)
@@ -99,7 +102,10 @@ def evaluate_arms(
 
 
 def mean(values: np.ndarray) -> tuple[float, float]:
-    """Mean and half-width of its 95 % interval. Values that are NaN are left out."""
+    """Mean of ``values`` [n] and half-width of its 95 % interval. Values that are NaN are left out.
+
+    Without known values both are NaN. With one the half-width is NaN.
+    """
     known = values[~np.isnan(values)]
     if len(known) < 2:
         return (float(known.mean()) if len(known) else float("nan")), float("nan")
@@ -123,7 +129,7 @@ def figures(arms: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str,
 
 
 def table(found: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
-    """Text table of the result of `figures`."""
+    """Text table, a row for each arm. ``found``: result of `figures`."""
     names = list(dict.fromkeys(figure for got in found.values() for figure in got))
     cell = lambda pair: f"{pair[0]:.3f} ± {pair[1]:.3f}" if pair else ""
     rows = [["", *names], *([arm, *(cell(got.get(n)) for n in names)] for arm, got in found.items())]

@@ -50,7 +50,10 @@ def lengths(flag: str, text: str, separator: str = ":") -> dict[int, float]:
 
 
 def given_lengths(flag_values: flags.FlagValues) -> tuple[Any, dict[str, Any], list[str]]:
-    """Lengths of all roles, lengths by role, and notes on them, from the flags. Raises ConfigError for a bad flag."""
+    """Lengths of all roles, lengths by role, and notes on them. Raises ConfigError for a bad flag.
+
+    flag_values: the parsed flags; ``prompt``, ``response``, ``length`` and ``metrics`` are read.
+    """
     from jaxmarl_llm.costs.counts import mean
     from jaxmarl_llm.costs.workload import GivenLengths, lengths_of_run
     from jaxmarl_llm.errors import ConfigError
@@ -80,14 +83,17 @@ def given_lengths(flag_values: flags.FlagValues) -> tuple[Any, dict[str, Any], l
 
 
 class Prediction(NamedTuple):
-    """What `predict` has printed the cost of: a plan and its workload."""
+    """Plan and workload whose cost `predict` has printed."""
 
     plan: Any
     work: Any
 
 
 def predict(cfg: Any, flag_values: flags.FlagValues) -> Prediction:
-    """Print the cost of one training step of ``cfg``. Raises ConfigError for a bad flag and for too much memory."""
+    """Print the cost of one training step of ``cfg``. Raises ConfigError for a bad flag and for too much memory.
+
+    flag_values: the parsed flags of this command.
+    """
     from jaxmarl_llm.config import one_of
     from jaxmarl_llm.costs import counts as cx
     from jaxmarl_llm.costs import model as costs
@@ -123,7 +129,10 @@ def predict(cfg: Any, flag_values: flags.FlagValues) -> Prediction:
 
 
 def room(flag_values: flags.FlagValues) -> tuple[int, str]:
-    """Bytes that a plan may take, and the name of what has them: ``--memory``, the first chip, or this machine."""
+    """Bytes that a plan may take, and the name of what has them: ``--memory``, the first chip, or this machine.
+
+    flag_values: the parsed flags; ``memory`` and ``chip`` are read.
+    """
     from jaxmarl_llm.costs.model import CHIPS
     from jaxmarl_llm.runs.preflight import host_memory
 
@@ -135,7 +144,10 @@ def room(flag_values: flags.FlagValues) -> tuple[int, str]:
 
 
 def update_of(cfg: Any, plan: Any, work: Any) -> tuple[Any, list[str]]:
-    """Size of a step's update (`costs.model.UpdateSize`), and what it assumes, one line each."""
+    """Size of a step's update (`costs.model.UpdateSize`), and what it assumes, one line each.
+
+    cfg: configuration. plan: the recipe's plan. work: workload of ``cfg`` (`costs.counts.Workload`).
+    """
     from jaxmarl_llm.costs import counts as cx
     from jaxmarl_llm.costs.model import UpdateSize, update_size
     from jaxmarl_llm.costs.workload import trained_shares, update_selection
@@ -161,7 +173,7 @@ def update_of(cfg: Any, plan: Any, work: Any) -> tuple[Any, list[str]]:
 
 
 def remarks(cfg: Any, plan: Any, work: Any) -> list[str]:
-    """What the figures leave out, one line each."""
+    """Lines on what the figures leave out. Arguments are those of `update_of`."""
     notes = [f"an update has {cfg.loss.epochs} epochs"] if cfg.loss.epochs > 1 else []
     if plan.stop_above is not None:
         notes.append("no state is left early (stop_above): counts are the most there may be")
@@ -204,7 +216,10 @@ def byte_rows(held: Any) -> list[Row]:
 
 
 def flop_rows(plan: Any, work: Any, update: Any, cfg: Any) -> list[Row]:
-    """Rows of what is computed. A host rollout may cache prompts: what it computes without a cache has its own row."""
+    """Rows of what is computed. A host rollout may cache prompts: what it computes without a cache has its own row.
+
+    plan: the recipe's plan. work: workload of ``cfg``. update: `costs.model.UpdateSize`. cfg: configuration.
+    """
     from jaxmarl_llm.costs import counts as cx
     from jaxmarl_llm.costs import model as costs
 
@@ -217,12 +232,16 @@ def flop_rows(plan: Any, work: Any, update: Any, cfg: Any) -> list[Row]:
 
 
 def number(x: float) -> str:
-    """Text of a figure: whole numbers in full below 10^15, others with two decimals below 10^9."""
+    """Text of the figure ``x``: whole numbers in full below 10^15, others with two decimals below 10^9."""
     x = round(x) if isinstance(x, float) and abs(x) < 1e15 and abs(x - round(x)) < 1e-9 * abs(x) else x
     return f"{x:,.0f}" if abs(x) < 1e15 and float(x).is_integer() else f"{x:,.2f}" if abs(x) < 1e9 else f"{x:.4g}"
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
+    """Print the cost of one training step of ``cfg``.
+
+    workdir: not read. flag_values: the parsed flags.
+    """
     predict(cfg, flag_values)
 
 

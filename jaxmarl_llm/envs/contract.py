@@ -33,7 +33,17 @@ Samples = Mapping[str, Mapping[str, np.ndarray]]  # role -> tokens [n P], length
 
 
 def plain_strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:
-    """A memory entry of a host environment that does not write its own: the completion itself."""
+    """Memory entry of a host environment that does not write its own: the completion itself.
+
+    Args:
+        role: The role that wrote the completion; not read.
+        prompt: The prompt it answered; not read.
+        action: The completion.
+        rewards: Rewards of the role by component; not read.
+
+    Returns:
+        The text of ``action``.
+    """
     return action.text
 
 
@@ -92,7 +102,7 @@ Environment = ArrayTask | HostTask
 
 
 def roles_of(task: Environment) -> tuple[str, ...]:
-    """The roles of an environment."""
+    """Names of the roles of an environment. ``task``: the environment; that of a `HostTask` is built for this."""
     return task.env.roles if isinstance(task, ArrayTask) else task.make().roles
 
 
@@ -200,7 +210,14 @@ class _Maker:
 
 
 def need(thing: Any, member: str, what: str, expected: str) -> None:
-    """Raise ConfigError where ``thing`` has no callable ``member``."""
+    """Raise ConfigError where a module or object lacks a function.
+
+    Args:
+        thing: The module or object.
+        member: Name of the function.
+        what: How messages call ``thing``.
+        expected: The function's signature, for the message.
+    """
     if not callable(getattr(thing, member, None)):
         raise ConfigError(f"{what}: has no function {member!r}; expected {expected}")
 
@@ -305,9 +322,16 @@ def _check_host(task: HostTask, what: str) -> HostEnv:
 
 
 def array_demonstrations(task: ArrayTask, seed: int, n: int, context: int) -> Samples:
-    """The checked demonstrations of an array environment. ConfigError of one line where they are none.
+    """The checked demonstrations of an array environment, by role.
 
-    Arguments are those of ``ArrayTask.demonstrations``.
+    Args:
+        task: The environment.
+        seed: Draws the samples.
+        n: Samples of each role, at most.
+        context: Memory entries in a prompt, at most.
+
+    Raises:
+        ConfigError: There are none, or they have another form.
     """
     what, teach = f"environment {task.env.name!r}", task.demonstrations
     if teach is None:
@@ -318,7 +342,14 @@ def array_demonstrations(task: ArrayTask, seed: int, n: int, context: int) -> Sa
 
 
 def host_demonstrations(task: HostTask) -> list[tuple[str, Prompt, str]]:
-    """The checked demonstrations of a host environment on its tasks. ConfigError of one line where they are none."""
+    """The checked demonstrations of a host environment on its training tasks: triples (role, prompt, completion).
+
+    Args:
+        task: The environment, which is built for this.
+
+    Raises:
+        ConfigError: There are none, or they have another form.
+    """
     env, teach = task.make(), task.demonstrations
     what = f"environment {env.name!r}"
     if teach is None:

@@ -133,7 +133,16 @@ def _trunk(
 def extend(
     policy: Policy, variables: Params, tokens: jax.Array, count: jax.Array, start: jax.Array, prefix: PyTree
 ) -> tuple[jax.Array, PyTree]:
-    """Append new tokens to cached prompts; arguments and results as in `decoder.extend`."""
+    """Append new tokens to cached prompts: hidden state [N D] of the last new token, and the new cache.
+
+    Args:
+        policy: a policy of `decoder.make_policy`.
+        variables: as for `decoder.prefill`.
+        tokens: new tokens [N E], right-padded.
+        count: new tokens of each row [N], at least 1.
+        start: filled slots of each row [N].
+        prefix: keys and values (k, v) [N P K H] of each layer.
+    """
     decoder.check_positions(policy.config, prefix[0][0].shape[1])
     layers = policy.unstack(variables)
     tokens = jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % ROWS)])
@@ -165,7 +174,14 @@ def _extend_row(policy: Policy, layers: Params, row: tuple) -> tuple[jax.Array, 
 
 
 def prefill(policy: Policy, variables: Params, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, PyTree]:
-    """Extend empty caches by prompts; arguments and results as in `decoder.prefill`."""
+    """Extend empty caches by prompts: hidden state [N D] of the last token, and the cache (k, v) of each layer.
+
+    Args:
+        policy: a policy of `decoder.make_policy`.
+        variables: as for `decoder.prefill`.
+        tokens: prompts [N P], right-padded.
+        length: tokens of each prompt [N], at least 1.
+    """
     cfg: decoder.Config = policy.config
     empty = jnp.zeros((*tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
     none = tuple((empty, empty) for _ in range(cfg.num_layers))
@@ -181,7 +197,17 @@ def decode(
     suffix: PyTree,
     t: jax.Array,
 ) -> tuple[jax.Array, PyTree]:
-    """Append one token to every sample; arguments and results as in `decoder.decode`."""
+    """Append one token to every sample: hidden states [N G D], and the new suffix cache.
+
+    Args:
+        policy: a policy of `decoder.make_policy`.
+        layers: `Policy.unstack` of the variables.
+        tokens: the token of each sample [N G].
+        prefix: cache of the prompts, (k, v) [N P K H] of each layer.
+        length: tokens of each prompt [N].
+        suffix: cache of the samples, (k, v) [N G R K H] of each layer.
+        t: slot of the token in the suffix, one scalar for all samples.
+    """
     decoder.check_positions(policy.config, prefix[0][0].shape[1] + suffix[0][0].shape[2])
     n, g = tokens.shape
     node = jnp.broadcast_to(jnp.arange(n)[:, None], (n, g))

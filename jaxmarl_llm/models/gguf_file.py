@@ -25,7 +25,7 @@ MAX_DEPTH = 4  # of arrays in arrays
 
 
 class Place(NamedTuple):
-    """Where a tensor is in the file."""
+    """Place of a tensor in the file."""
 
     kind: Any  # gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # the last axis is the innermost

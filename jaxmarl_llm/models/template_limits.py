@@ -1,4 +1,7 @@
-"""What a chat template may do and how large its values may be: the checks of `models.chat_template`."""
+"""What a chat template may do and how large its values may be: the checks of `models.chat_template`.
+
+Every check raises `Limit` before the operation runs, where the result could be too large.
+"""
 
 from __future__ import annotations
 
@@ -63,21 +66,31 @@ def size(value: Any, limit: int) -> int:
 
 
 def refuse_length(length: int) -> None:
+    """Raise `Limit` for a text or list of ``length`` characters or items, if these are more than `MAX_TEXT`."""
     if length > MAX_TEXT:
         raise Limit(f"a text or list of more than {MAX_TEXT} characters")
 
 
 def bounded(text: str) -> str:
+    """Return ``text``. Raises `Limit` if it has more than `MAX_TEXT` characters."""
     refuse_length(len(text))
     return text
 
 
 def refuse_nodes(count: int) -> None:
+    """Raise `Limit` for a syntax tree of ``count`` nodes, if these are more than `MAX_NODES`."""
     if count > MAX_NODES:
         raise Limit(f"more than {MAX_NODES} nodes")
 
 
 def check_binop(operator: str, left: Any, right: Any) -> None:
+    """Refuse a long text or list, or a large integer, of ``left operator right``.
+
+    Args:
+        operator: ``+``, ``*``, ``**`` or ``%``. The others cannot make a large value.
+        left: first operand.
+        right: second operand.
+    """
     whole = lambda x: isinstance(x, int)
     if operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
         refuse_length(len(left) + len(right))
@@ -94,12 +107,18 @@ def check_binop(operator: str, left: Any, right: Any) -> None:
 
 
 def refuse_bits(bits: int) -> None:
+    """Raise `Limit` for an integer of ``bits`` bits, if these are more than `MAX_BITS`."""
     if bits > MAX_BITS:
         raise Limit(f"an integer of more than {MAX_BITS} bits")
 
 
 def check_format(form: Any, *values: Any) -> None:
-    """Refuse a format that could make a long text: large numbers in it, widths that are arguments, many long values."""
+    """Refuse a format that could make a long text: large numbers in it, widths that are arguments, many long values.
+
+    Args:
+        form: the format, for ``%`` or for ``str.format``. A value that is no text is refused.
+        values: what is formatted.
+    """
     form = form if isinstance(form, str) else "*"
     widths = [int(n[:9]) for n in re.findall(r"\d+", form)]
     if "*" in form or re.search(r"\{[^}]*\{", form.replace("{{", "")) or max(widths, default=0) > MAX_WIDTH:
@@ -109,6 +128,14 @@ def check_format(form: Any, *values: Any) -> None:
 
 
 def check_method(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call of a method that could make a long text.
+
+    Args:
+        name: name of the method. Methods that pad, format, replace or join are checked.
+        text: the object whose method is called, a text for these methods.
+        args: positional arguments of the call.
+        kwargs: arguments of the call by name.
+    """
     if name in ("center", "ljust", "rjust", "zfill"):
         refuse_width(args[0] if args else None)
     elif name == "format":
@@ -120,6 +147,13 @@ def check_method(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse the use of a filter that could make a long text or a large number.
+
+    Args:
+        name: name of the filter.
+        args: the value that is filtered, then the positional arguments.
+        kwargs: arguments of the filter by name.
+    """
     numbers = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, int)]
     if name in ("center", "indent", "tojson", "round", "truncate"):
         for number in numbers:
@@ -140,15 +174,29 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
 
 
 def refuse_width(width: Any) -> None:
+    """Raise `Limit` unless ``width`` is an integer from -`MAX_WIDTH` to `MAX_WIDTH`."""
     if not isinstance(width, int) or abs(width) > MAX_WIDTH:
         raise Limit(f"a width that is not an integer up to {MAX_WIDTH}")
 
 
 def check_replace(text: str, old: Any, new: Any) -> None:
+    """Refuse a replacement whose result would be longer than `MAX_TEXT` characters.
+
+    Args:
+        text: where parts are replaced.
+        old: the part that is replaced, everywhere.
+        new: what takes its place.
+    """
     times = text.count(str(old))
     refuse_length(len(text) + times * max(0, len(str(new)) - len(str(old))))
 
 
 def check_join(separator: str, values: Any) -> None:
+    """Refuse a join whose separators alone would be longer than `MAX_TEXT` characters.
+
+    Args:
+        separator: text between two values.
+        values: what is joined. A value without a length, such as a generator, is not checked here.
+    """
     if isinstance(values, (list, tuple, dict, str, range)):
         refuse_length(len(separator) * len(values))

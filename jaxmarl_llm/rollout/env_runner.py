@@ -45,6 +45,8 @@ ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
 
 
 class RolloutResult(NamedTuple):
+    """A rollout with its texts, its failures and its figures."""
+
     tree: Tree  # numpy arrays
     prompt_text: Callable[[int], str]  # of a step's row
     completion_text: Callable[[int], str]
@@ -93,8 +95,23 @@ class EnvRunner(ABC):
         held_out: bool = False,
         assignment: Array | None = None,
     ) -> RolloutResult:
-        """One rollout of the tasks ``indices`` of the training tasks, or of the held-out ones. ``assignment``: see
-        `rollout.make_rollout`.
+        """Play some tasks once.
+
+        Args:
+            team: Roles and models.
+            params: Parameters of the team (`Model.variables`).
+            memory: Memory of each role by its name; not read without ``memory_config``.
+            indices: Numbers of the tasks [B].
+            plan: Plan of sampling.
+            key: Typed key; consumed by folding.
+            sampling: Distribution of tokens.
+            memory_config: Settings of the memory; None: no memory.
+            version: Optimizer steps of the parameters, written into the steps table.
+            held_out: Whether ``indices`` count the held-out tasks; otherwise they count the training tasks.
+            assignment: Who plays which role of which task, see `rollout.make_rollout`; None: each role's own model.
+
+        Raises:
+            ConfigError: The environment lacks what the plan asks for.
         """
 
     def _watched(self, played: RolloutResult, held_out: bool) -> RolloutResult:
@@ -125,6 +142,12 @@ class EnvRunner(ABC):
 
 
 class ArrayEnvRunner(EnvRunner):
+    """Runner of an array environment: a rollout is one compiled program.
+
+    Args:
+        task: The environment and its tasks.
+    """
+
     array = True
     env: ArrayEnv
 
@@ -216,6 +239,13 @@ def array_lessons(team: Team, tree: Tree, rows: Array, size: int) -> tuple[jax.A
 
 
 class HostEnvRunner(EnvRunner):
+    """Runner of a Python environment over text, whose functions run in worker processes.
+
+    Args:
+        task: The environment and its tasks.
+        cfg: How the environment is played: its protocol, workers and longest prompt.
+    """
+
     array = False
     entry_tokens, entry_bytes = ENTRY_TOKENS, ENTRY_BYTES
 
@@ -228,6 +258,7 @@ class HostEnvRunner(EnvRunner):
         self.env = self._factory()
 
     def pool(self) -> EnvPool:
+        """Worker processes; the first call starts them. Raises ConfigError if they cannot build the environment."""
         if self._pool is None:
             if self.cfg.workers:
                 _check_picklable(self._factory, self.env.name)

@@ -64,7 +64,7 @@ Recall = Callable[[Sequence[int], Sequence[Prompt]], tuple[list[Prompt], Retriev
 
 
 class HostSettings(NamedTuple):
-    """How tasks are played: everything but the team, its parameters, the environment, the tasks and the random key."""
+    """Settings of `play`: the plan, the distribution of tokens, the longest prompt, memory, and who plays."""
 
     plan: Plan
     sampling: Sampling
@@ -113,9 +113,16 @@ def play(
 ) -> HostRollout:
     """Play all tasks to their end.
 
-    ``params``: of the team (`Model.variables`). ``pool``: runs the environment. ``tasks``: what the environment's
-    ``reset`` takes, one each. ``key``: typed key; consumed by folding.
-    Raises ConfigError when the plan needs something that the environment lacks.
+    Args:
+        team: Roles and models.
+        params: Parameters of the team (`Model.variables`).
+        pool: Runs the environment.
+        tasks: Arguments of the environment's ``reset``, one each.
+        key: Typed key; consumed by folding.
+        settings: How tasks are played.
+
+    Raises:
+        ConfigError: The plan needs something that the environment lacks.
     """
     frontier = HostFrontier(team, params, pool, settings)
     frontier.reset(tasks, key)

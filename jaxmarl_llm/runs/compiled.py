@@ -160,8 +160,16 @@ def _figures(step: TrainStep, result: StepResult) -> dict[str, jax.Array]:
 
 
 def mean_returns(tree: Tree, roles: list[str], max_turns: int, of: Any = None) -> dict[str, jax.Array]:
-    """Mean over tasks, or over those marked in ``of`` [n], of each component's undiscounted return: over roles, and of
-    each role.
+    """Mean over tasks of each component's undiscounted return: over roles, and of each role.
+
+    Args:
+        tree: The rollout.
+        roles: Names of the roles, in their order in the tables.
+        max_turns: Number of turns of the longest episode.
+        of: Tasks that count [n], bool; None: all.
+
+    Returns:
+        Scalars by ``component`` (mean over roles) and ``component/role``. Episodes of unknown return are left out.
     """
     moves, out = tree.transitions, {}
     for name, rewards in moves.rewards.items():

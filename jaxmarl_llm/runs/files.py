@@ -18,7 +18,7 @@ from jaxmarl_llm.types import TrainState
 
 
 class RunFiles(NamedTuple):
-    """Where a run writes."""
+    """Folder, lock and checkpoints of a run."""
 
     folder: Workdir
     lock: WorkdirLock
@@ -50,7 +50,15 @@ class RunFiles(NamedTuple):
 
 @contextlib.contextmanager
 def one_writer(folder: Workdir, break_lock: bool) -> Iterator[WorkdirLock]:
-    """Context manager: process 0 holds the lock of the workdir; ConfigError in every process where it cannot."""
+    """Context manager: process 0 holds the lock of the workdir. A collective.
+
+    Args:
+        folder: The workdir.
+        break_lock: Take the lock from whoever holds it.
+
+    Raises:
+        ConfigError: Process 0 cannot take the lock. Every process raises it.
+    """
     lock = WorkdirLock(folder.home)
 
     def refusal() -> str | None:
@@ -72,7 +80,7 @@ def one_writer(folder: Workdir, break_lock: bool) -> Iterator[WorkdirLock]:
 
 
 def check_shared(folder: Workdir) -> None:
-    """Raise ConfigError when some process does not see the files that process 0 writes into the workdir."""
+    """Raise ConfigError when some process does not see the files that process 0 writes. ``folder``: the workdir."""
     if processes.count() == 1:
         return
     workdir = epath.Path(folder.url)
@@ -96,5 +104,8 @@ def check_shared(folder: Workdir) -> None:
 
 
 def without_shared(state: TrainState) -> TrainState:
-    """State without the frozen backbone, which follows from the configuration. Its fingerprint is saved instead."""
+    """Return ``state`` without the frozen backbone, which follows from the configuration.
+
+    The backbone's fingerprint is saved instead.
+    """
     return state.replace(params={k: v for k, v in state.params.items() if k != "shared"})

@@ -167,7 +167,16 @@ def with_algorithm(recipe: Recipe, algorithm: Algorithm) -> Recipe:
 
 
 def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[EnvRunner, Team]:
-    """The environment and team of a configuration; ConfigError for a reward that the environment does not pay."""
+    """Make the environment runner and the team of a configuration.
+
+    Args:
+        cfg: The configuration.
+        env: The environment; None: the one that ``cfg.env`` names.
+
+    Raises:
+        ConfigError: The environment does not pay a reward of ``cfg.reward``, or has a fault, or does not go with
+            ``cfg.team``.
+    """
     env_runner = make_env_runner(cfg.env, env, seed=cfg.seed)
     unknown = sorted(set(cfg.reward) - set(env_runner.env.components))
     if unknown:
@@ -246,7 +255,13 @@ def credit_rule(cfg: Credit, standard: CreditRule | None = None) -> CreditRule:
 
 
 def tried_rule(cfg: BaseConfig, env_runner: EnvRunner, plan: Plan, standard: CreditRule | None = None) -> CreditRule:
-    """The credit rule of a configuration, tried on the shapes of its rollout. ``standard``: see `credit_rule`.
+    """The credit rule of a configuration, tried on the shapes of its rollout.
+
+    Args:
+        cfg: The configuration.
+        env_runner: Runner of the environment, whose reward components and sizes are read.
+        plan: How tasks are played.
+        standard: The recipe's rule, as in `credit_rule`.
 
     Raises:
         ConfigError: The rule raises, or returns something else than one advantage a completion.

@@ -71,7 +71,8 @@ def epochs(cfg: Any, tasks: int) -> str:
 def check_memory(cfg: Any, plan: Any, work: Any, room: int, whose: str, *, or_else: str = "") -> None:
     """Raise ConfigError, with the bytes and the flag to lower, when a plan cannot fit.
 
-    work: workload of ``cfg``. room: bytes of the device. whose: its name. or_else: text at the end of the message.
+    cfg: configuration. plan: the recipe's plan. work: workload of ``cfg``. room: bytes of the device. whose: its name.
+    or_else: text at the end of the message.
     """
     from jaxmarl_llm.costs import model as costs
     from jaxmarl_llm.costs.workload import memory_options
@@ -103,7 +104,8 @@ def check_memory(cfg: Any, plan: Any, work: Any, room: int, whose: str, *, or_el
 def micro_batch(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> str | None:
     """Advice which flag to lower when one micro-batch of the update is probably too large; otherwise None.
 
-    Arguments as in `check_memory`. The estimate is `costs.model.update_bytes`: saved activations and attention scores.
+    cfg: configuration. plan: the recipe's plan. work: workload of ``cfg``. room: bytes of the device. whose: its name.
+    The estimate is `costs.model.update_bytes`: saved activations and attention scores.
     XLA may need more or less.
     """
     from jaxmarl_llm.costs import model as costs

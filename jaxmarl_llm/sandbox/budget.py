@@ -16,7 +16,7 @@ INTERVAL = 0.05  # CPU seconds between two looks at the budget while a test runs
 
 
 class Budget:
-    """What one judge call has spent. It must be used in the thread that made it.
+    """Account of what one judge call has spent, to be used in the thread that made the account.
 
     total: allowed CPU seconds of all jails and of this thread. wall: allowed seconds, as `seconds` counts them.
     """

@@ -29,7 +29,10 @@ def parent() -> Path | None:
 
 
 def nearest(root: Path, own: str) -> Path | None:
-    """As `parent`. root: folder where cgroup v2 is mounted. own: group of this process, as the kernel names it."""
+    """Nearest group in which limited groups can be made, from ``own`` upwards; None without one. See `parent`.
+
+    root: folder where cgroup v2 is mounted. own: group of this process, as the kernel names it.
+    """
     folder = root / own.lstrip("/")
     for group in (folder, *folder.parents):
         with contextlib.suppress(OSError):
@@ -83,7 +86,10 @@ class Group:
 
 
 def limited(pid: int, memory: int, pids: int) -> Group | None:
-    """A new group with limits that holds the process ``pid``; None where no group can be made."""
+    """A new group with limits that holds the process ``pid``; None where no group can be made.
+
+    memory: bytes that the group may use. pids: processes and threads that it may have.
+    """
     folder = parent()
     if folder is None:
         return None

@@ -91,7 +91,7 @@ def quote(text):
 
 
 def raised(error):
-    """JSON of an exception: its builtin base classes, nearest first, its class, and its message."""
+    """Items of a JSON list for the exception ``error``: "raised", builtin classes (nearest first), class, message."""
     names = [c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins"]
     try:
         message = quote(error)
@@ -113,19 +113,22 @@ def read(channel, count):
 
 
 def receive(channel):
-    """Object of the next frame."""
+    """Object of the next frame from the descriptor ``channel``. Ends this process when the channel is closed."""
     return marshal.loads(read(channel, int.from_bytes(read(channel, 4), "big")))
 
 
 def send(channel, text):
-    """Send ``text``, which is ASCII, as one frame."""
+    """Send ``text``, which is ASCII, as one frame to the descriptor ``channel``."""
     data = memoryview(len(text).to_bytes(4, "big") + text.encode("ascii"))
     while data:
         data = data[os.write(channel, data) :]
 
 
 def call(number, *args):
-    """Result of a system call. Raises OSError when it fails. args: integers, bytes, and pointers."""
+    """Result of a system call. Raises OSError when it fails.
+
+    number: the system call's number on this architecture. args: integers, bytes, and pointers.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -160,7 +163,11 @@ def landlock(paths):
 
 
 def prctl(option, value, more=None):
-    """Call ``prctl`` of the C library. Raises OSError when it fails."""
+    """Call ``prctl`` of the C library. Raises OSError when it fails.
+
+    option: number of the operation (PR_...). value: its first argument, an integer. more: its second argument, such as
+    a pointer; None: 0. The others are 0.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -388,7 +388,10 @@ def examine(tier: str) -> str:
 
 
 def describe(unsafe: bool = False) -> str:
-    """Line about the sandbox for the log of a run. Raises SandboxUnavailable as `probe` does."""
+    """Line about the sandbox for the log of a run. Raises SandboxUnavailable as `probe` does.
+
+    unsafe: whether generated code may run without a jail where no tier works, as in `probe`.
+    """
     tier = probe(unsafe)
     if tier == "unsafe":
         return (

@@ -39,7 +39,7 @@ def _builtin_error(names: list[str], own: str, message: str) -> Exception:
 
 
 def line(error: BaseException) -> str:
-    """Class and message of an exception, in one line of at most 200 characters."""
+    """Class and message of the exception ``error``, in one line of at most 200 characters."""
     try:
         text = str(error)
     except Exception:  # the message may contain an integer with too many digits

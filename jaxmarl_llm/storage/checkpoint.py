@@ -49,7 +49,7 @@ def digests(tree: PyTree) -> dict[str, str]:
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
-    """Dtype and shape of every leaf (arrays or ShapeDtypeStructs), by path."""
+    """Dtype and shape of every leaf, by path. tree: arrays, numbers or ShapeDtypeStructs."""
 
     def described(leaf: Any) -> str:
         dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)

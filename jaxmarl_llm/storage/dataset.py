@@ -129,7 +129,11 @@ def _sync(file: Any) -> None:
 
 
 def joined(parts: list[dict[str, np.ndarray]], tasks: int) -> dict[str, np.ndarray]:
-    """One table of several batches of ``tasks`` tasks; rows of tokens as wide as the widest."""
+    """One table of several batches; rows of tokens become as wide as the widest.
+
+    parts: columns by name of each batch, with columns ``node`` and ``task`` that count from 0. tasks: tasks of each
+    batch. Nodes and tasks are numbered on from batch to batch.
+    """
     nodes = np.cumsum([0, *(len(p["task"]) for p in parts)])
     parts = [{**p, "node": p["node"] + nodes[k], "task": p["task"] + k * tasks} for k, p in enumerate(parts)]
 

@@ -35,7 +35,7 @@ _held: set[str] = set()  # tokens of the locks that this process holds
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """What the file says of its holder.
+    """Entry of the file: the process that holds the lock.
 
     Attributes:
         host: Its name.
@@ -59,7 +59,7 @@ class Holder:
 
 
 def this_process() -> Holder:
-    """This process as the holder of a new lock."""
+    """Return an entry for this process as the holder of a new lock."""
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return Holder(socket.gethostname(), os.getpid(), now, _started(os.getpid()), _machine(), uuid.uuid4().hex)
 
@@ -233,7 +233,10 @@ class WorkdirLock:
 
 @contextlib.contextmanager
 def locked(folder: Any, *, break_lock: bool = False) -> Iterator[WorkdirLock]:
-    """Context manager: hold the lock of ``folder``. Arguments as of `WorkdirLock.acquire`."""
+    """Context manager: hold the lock of ``folder``. Raises ConfigError as `WorkdirLock.acquire` does.
+
+    break_lock: take the lock from whoever holds it.
+    """
     lock = WorkdirLock(folder)
     lock.acquire(break_lock=break_lock)
     try:

@@ -180,7 +180,7 @@ def _body(row: Metrics, sparks: str) -> Any:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as a row of bars; the lowest and the highest value are the ends of the scale."""
+    """Draw ``values`` as a row of bars, one character each. The lowest and the highest value end the scale."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if high == low:
         return SPARKS[0] * len(values)
