@@ -1,7 +1,7 @@
 """Nouns of the host world: what a Python environment shows, hears and returns. Free of JAX, so workers start fast.
 
-An environment here is a bundle of pure functions over immutable states, so a decision can be sampled again by
-stepping its saved state again: no replay, no deep copy.
+An environment here is a bundle of pure functions over immutable states. So a decision can be sampled again by stepping
+its saved state again, without replay or deep copy.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 class Message(NamedTuple):
     """One message of a prompt.
 
-    ``speaker`` is the chat template's role: ``system``, ``user``, ``assistant`` or ``tool``; the value ``raw`` means
-    that ``ids`` are spliced into the prompt as they are, without a template. ``ids`` are the token ids that were
-    really sampled; they are used (token-in, token-out) when ``owner``, the role that said it, shares the reader's
-    tokenizer, and the text is encoded otherwise.
+    ``speaker`` is the chat template's role: ``system``, ``user``, ``assistant`` or ``tool``. The value ``raw`` means
+    that ``ids`` are spliced into the prompt as they are, without a template. ``ids`` are the token ids that were really
+    sampled. They are used (token-in, token-out) when ``owner``, the role that said it, shares the reader's tokenizer.
+    Otherwise the text is encoded.
     """
 
     speaker: str
@@ -51,8 +51,8 @@ class HostEnv(NamedTuple):
     observe(state) -> {role: prompt}: the roles that act now. Several roles act simultaneously: their prompts are
         fixed before anyone speaks.
     step(seed, state, {role: action}) -> (state, rewards, done): the joint action. Rewards are by role, then by
-        component; a component that is absent counts as 0.0, a value that is None or not finite makes the
-        transition invalid (left out of every statistic, counted), as does raising.
+        component. A component that is absent counts as 0.0. A value that is None or not finite makes the transition
+        invalid, as does raising. An invalid transition is left out of every statistic, and counted.
     verify(state) -> rewards, or None: a local verdict on an unfinished state, for plans that do not play on.
     seconds: longest time of a step that an action can cause. The pool's timeout must be longer, else the action decides
         that its step has no reward.

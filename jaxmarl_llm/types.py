@@ -9,10 +9,10 @@ Dimension letters, used in shape annotations, einsums and comments:
     E memory entries   X retrieved entries
 
 Everything the learner sees is a forest in three flat tables. A *node* is a decision point: one role, one prompt, at one
-place of an episode. A *step* is one completion sampled at a node; the steps of a node are siblings, share its prompt
-and form the group of every group-relative estimator. A *transition* is a joint action: one step for each seat (each
-role that acts at once) of one environment state. Rewards belong to transitions, one value per role and component. A
-move of one agent may pay another, and a completion may take part in several joint actions.
+place of an episode. A *step* is one completion sampled at a node. The steps of a node are siblings: they share its
+prompt and form the group of every group-relative estimator. A *transition* is a joint action: one step for each seat
+(each role that acts at once) of one environment state. Rewards belong to transitions, one value per role and component.
+A move of one agent may pay another, and a completion may take part in several joint actions.
 
 Tables are padded to a bucket; ``valid`` is False on padding and on everything that must stay out of statistics.
 """
@@ -121,7 +121,7 @@ class Unembed:
     """`Policy.unembed` of a model whose logits are a linear map of its hidden states: ``head(variables) -> Head``.
 
     Where ``unembed`` is one of these, log-probs, losses and samples come from hidden states by the kernels
-    ``head_loss`` and ``head_sample``; any other function is called, and its logits are used.
+    ``head_loss`` and ``head_sample``. Any other function is called, and its logits are used.
     """
 
     head: Callable[[Params], Head]

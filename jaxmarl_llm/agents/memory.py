@@ -2,24 +2,25 @@
 
 One ``Memory`` per agent, of fixed capacity: ``read`` finds entries for a prompt, ``update`` learns from the rewards the
 policy is trained on. From the paper: the reward is accuracy plus format (R_A + R_F, no efficiency penalty: the caller
-adds them up); the thresholds lo and hi are the 2.5 % and 97.5 % points of a normal fitted to the rewards; time decay
-and reward difference, weighted alpha = beta = 1, move an entry's weight w; retrieval is by cosine.
+adds them up). The thresholds lo and hi are the 2.5 % and 97.5 % points of a normal fitted to the rewards. Time decay
+and reward difference, weighted alpha = beta = 1, move an entry's weight w. Retrieval is by cosine.
 
 Ours, where the paper as we know it is silent (r: a sample's reward; rbar: an entry's mean reward in use):
 
-* lo and hi are fitted to all rewards seen, this batch included (so the first success after many failures is kept), and
-  clipped to the least and largest of them: bounded rewards may never reach mean + 1.96 s. There are no thresholds
-  before ``warmup`` rewards, or while all were equal.
+* lo and hi are fitted to all rewards seen, this batch included. So the first success after many failures is kept. Both
+  are clipped to the least and largest reward, because bounded rewards may never reach mean + 1.96 s. There are no
+  thresholds before ``warmup`` rewards, or while all were equal.
 * Use: w += beta * cosine * (r - rbar); then r enters rbar, which starts at the agent's mean as if after one use. The
   reward that made an entry is extreme by construction: counted in rbar it would punish each entry for regressing to
   the mean. If r <= lo, each entry in the prompt also loses ``penalty``, however similar. w stops at ``max_weight``, so
   (max_weight - min_weight) / penalty such uses at most end any entry: a bad reward never raises w.
-* r >= hi: an entry at least ``refresh_similarity`` alike is refreshed: idle time restarts, w rises to
-  ``initial_weight`` if below, the content becomes the sample's if r > rbar. If there is none the sample is inserted,
-  into a free slot or over the entry of least w (longest unused, lowest slot) if that is below ``initial_weight``.
-* Time: after the samples, an entry idle for n steps since the last update loses alpha * (1 - exp(-decay * n)): each
-  idle step is charged once, and what nobody uses dies. Below ``min_weight`` an entry leaves; free slots are zeros.
-* ``retrieved`` are slots of the memory given to ``update``, each counted once a sample; an entry written by an earlier
+* r >= hi: an entry at least ``refresh_similarity`` alike is refreshed. Its idle time restarts, w rises to
+  ``initial_weight`` if below, and the content becomes the sample's if r > rbar. If there is none the sample is inserted
+  into a free slot. Without a free slot it replaces the entry of least w (longest unused, lowest slot), if this w is
+  below ``initial_weight``.
+* Time: after the samples, an entry idle for n steps since the last update loses alpha * (1 - exp(-decay * n)). So each
+  idle step is charged once, and an unused entry dies. Below ``min_weight`` an entry leaves; free slots are zeros.
+* ``retrieved`` are slots of the memory given to ``update``, each counted once a sample. An entry written by an earlier
   sample of the batch earns nothing from a later one. A sample with a value that is not finite is invalid.
 """
 

@@ -78,9 +78,9 @@ class TeamConfig:
     ``parameter_sharing``: ``separate``, a full copy for each role; ``shared``, one model plays all roles; ``lora``, an
     adapter for each role over one frozen backbone. ``overrides``: role or model -> backbone (``separate`` only).
 
-    ``models`` says which model plays a role where that is not the role's own one: the name of another role, whose model
-    both then share, or a name that two roles give. Several models of a role all play it, drawn anew for each task, and
-    all learn.
+    ``models`` says which model plays a role where that is not the role's own one. It is the name of another role, whose
+    model both then share, or a name that two roles give. Several models of a role all play it, drawn anew for each
+    task, and all learn.
     """
 
     parameter_sharing: str = "separate"  # separate, shared (one model plays all roles), or lora (an adapter a role)

@@ -16,10 +16,10 @@ is Python with one function::
 Every config has a top-level string ``recipe``. It names the module that defines the config's dataclass ``Config``. A
 name without a dot is a module of ``jaxmarl_llm.recipes``; a name with a dot is any importable module.
 
-Overrides are read by the annotations of that dataclass and not by the type of the present value: a ``ConfigDict``
+Overrides are read by the annotations of that dataclass and not by the type of the present value. A ``ConfigDict``
 cannot know what ``None`` or a tuple stands for. They are accepted in every form that ml_collections accepts
-(``--config.k=v``, ``--config.k v``, ``--config.flag``, ``--noconfig.flag``, ``--config.agents[0].lr=v``), also inside
-a ``--flagfile``.
+(``--config.k=v``, ``--config.k v``, ``--config.flag``, ``--noconfig.flag``, ``--config.agents[0].lr=v``), also inside a
+``--flagfile``.
 
 Anything wrong with flags or config ends with one line ``error: ...`` and exit code 2, before ``main`` is entered.
 ``--help`` prints the flags and every configuration key with its explanation, and ends with exit code 0.

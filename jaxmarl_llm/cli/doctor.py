@@ -117,7 +117,7 @@ def disk(workdir: str) -> Iterator[str]:
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra."""
+    """The command that installs an extra. ``extra``: its name in `EXTRAS`."""
     return f"pip install 'jaxmarl_llm[{extra}]'"
 
 

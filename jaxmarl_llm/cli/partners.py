@@ -52,7 +52,8 @@ def without_memory(cfg: Any, recipe: Any, state: TrainState, flag: str) -> OpenR
 def single_agent(run: OpenRun) -> OpenRun:
     """The run's first model alone, in the form of its environment for one agent.
 
-    The caller closes the environment runner of the result if it is a new one. Raises ConfigError without such a form.
+    run: an opened run. With one role it is returned as it is. The caller closes the environment runner of the result if
+    it is a new one. Raises ConfigError without such a form.
     """
     if len(run.team.roles) == 1:
         return run

@@ -1,11 +1,11 @@
 """JoyAgents-R1 (arXiv 2506.19846). Variants:
 
-tiny        `dispatch`, five random models of 0.1 M parameters, CPU, about a minute (`make demo`): success of sampled
-            episodes on held-out tasks from at most 0.60 after stage 0 to at least 0.90
-harder      `relay_dispatch`: 9 or 11 turns, pay at the end, eight specialists of unequal reliability; two random models
+tiny        `dispatch`, five random models of 0.1 M parameters, CPU, about a minute (`make demo`). Success of sampled
+            episodes on held-out tasks rises from at most 0.60 after stage 0 to at least 0.90
+harder      `relay_dispatch`: 9 or 11 turns, pay at the end, eight specialists of unequal reliability. Two random models
             of 27 thousand parameters, one of the master and one of all specialists; CPU; for
             `python -m experiments.studies.mechanisms`
-smollm2     `assistant` on real data (HotpotQA, BFCL, tau-bench retail, GSM8K): five roles, a LoRA each over one
+smollm2     `assistant` on real data (HotpotQA, BFCL, tau-bench retail, GSM8K). Five roles, a LoRA each over one
             SmolLM2-135M-Instruct (`make smollm2` fetches it); CPU, about a minute a step
 mixed       `assistant`, tiny: a Llama master with the SmolLM2 tokenizer (`make weights`) over Qwen3 specialists
             that read bytes; seconds a step

@@ -9,7 +9,7 @@ maze        `maze`, two agents who each see half of a 3x3 maze and must agree on
 maze_solo   the same for one agent who sees all of it: what the collaboration gap is measured from
 maze_text   the paper's 6x6 mazes in words (Qwen2.5-0.5B-Instruct from --config.team.backbone.path); for accelerators
 tree        `matrix`, chicken played twice: a tree of crossed joint actions, discounted child means
-smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it): two
+smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it). Two
             SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
 tldr        the paper's setting of TLDR (two Qwen3-1.7B from --config.team.backbone.path); for accelerators
 qwen3_1_7b  `tldr` for a slice of chips: a batch of 512 prompts, a mesh (docs/pods.md)

@@ -342,7 +342,7 @@ def launches(plan: Plan, work: Workload) -> list[Launch]:
     Engine "array": at each branch, one launch for each model that may act in this turn, with the seats it may take.
     Engine "host": at each turn, one launch for each model and each number of samples that occurs. The rows of a launch
     are padded to ``bucket(rows, 4)`` and its prompts to ``bucket(longest, 32)``. Every node is in the ``parts`` of the
-    launch of the model that plays it, and in no other: the nodes of all launches add up to `Counts.nodes`. R is the
+    launch of the model that plays it, and in no other. So the nodes of all launches add up to `Counts.nodes`. R is the
     largest limit of the roles that a launch may have.
     """
     levels = turn_states(plan, work)

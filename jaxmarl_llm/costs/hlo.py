@@ -4,12 +4,12 @@
 text of the optimised program. It counts every computation as often as it is called, and a loop as often as the constant
 of its condition says. It counts:
 
-- FLOPs of matrix products (``dot``, and ``convolution``, their form on TPU): 2 for each multiply-add - bytes read from
-or written to the chip's memory: operands and results of every scheduled instruction. Arrays in on-chip
-  memory (``S(1)`` in the layout) do not count. If a fusion only slices an operand, the slices count
-- bytes that a chip sends for each kind of collective, by the ring algorithm on its n participants: (n-1)/n of the
-result
-  (all-gather) or of the operand (reduce-scatter, all-to-all), twice that (all-reduce), all of it (collective-permute)
+- FLOPs of matrix products (``dot``, and ``convolution``, their form on TPU): 2 for each multiply-add
+- bytes read from or written to the chip's memory: operands and results of every scheduled instruction. Arrays in
+  on-chip memory (``S(1)`` in the layout) do not count. If a fusion only slices an operand, the slices count
+- bytes that a chip sends for each kind of collective, by the ring algorithm on its n participants. These are (n-1)/n of
+  the result (all-gather) or of the operand (reduce-scatter, all-to-all). An all-reduce sends twice that, a
+  collective-permute all of it
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Bytes and FLOPs follow from the architecture and from `costs.counts`. Seconds fo
 (`roofline`, a lower bound), or from a short calibration on this machine. Where an allocation depends on uncertain
 events (padding, cache, launches of a host rollout), the result is the largest possible allocation.
 
-Arguments of all functions: ``cfg`` and ``arch`` are the architecture of a model, ``weights`` the size of a model,
-``plan`` the plan of sampling, and ``work`` the workload.
+Arguments of all functions: ``cfg`` and ``arch`` are the architecture of a model, and ``weights`` is its size. ``plan``
+is the plan of sampling, and ``work`` the workload.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def optimizer_bytes(weights: ModelSize, optimizer: str, masters: bool) -> int:
     """Bytes of one model's optimizer state.
 
     weights: the model. optimizer: its name in MOMENTS. masters: for a full copy that is not float32, moments and a
-    master copy of the parameters are float32; otherwise moments have the dtype of the parameters.
+    master copy of the parameters are float32. Otherwise moments have the dtype of the parameters.
     """
     own = own_bytes(weights)
     if not masters or weights.rank or weights.config.dtype == "float32":

@@ -31,7 +31,7 @@ class MeshConfig:
     """Number of devices along each mesh axis. At most one axis may be -1, which means the remaining devices.
 
     data, fsdp, tensor: sizes of the axes of `sharding`. models: "all" gives every model all devices, and the models run
-    one after another. "split" divides the devices into equal parts, one part a model; each part has these axes, and the
+    one after another. "split" divides the devices into equal parts, one part a model. Each part has these axes, and the
     models generate and learn at the same time. "split" needs separate models and host environments.
     """
 

@@ -2,8 +2,8 @@
 
 Sources. Question answering: SQuAD v1.1's normalisation and the yes/no rule of the official HotpotQA evaluation.
 Mathematics: exact rational comparison first, then math-verify with its alarms switched off (SIGALRM works in the main
-thread only) behind a filter that refuses text on which a computer-algebra system could hang.
-Function calls have their own rules in ``calls.py``, whose names are available here as well.
+thread only). A filter before it refuses text on which a computer-algebra system could hang. Function calls have their
+own rules in ``calls.py``, whose names are available here as well.
 
 All functions return a verdict for any text; they raise only on a malformed gold answer.
 """

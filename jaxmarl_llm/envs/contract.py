@@ -58,8 +58,8 @@ class ArrayTask:
         same_tasks: All tasks are one game, and held-out tasks are those of training.
         parts: Name -> which held-out tasks [n] bool are also evaluated apart. Tasks of a part named ``seen`` may be
             training tasks.
-        demonstrations: (seed, n, context) -> at most n supervised samples for each role, with up to ``context``
-            memory entries in the prompt; None: there are none, and ``sft.steps`` has to be 0.
+        demonstrations: (seed, n, context) -> at most n supervised samples for each role, with up to ``context`` memory
+            entries in the prompt. None: there are none, and ``sft.steps`` has to be 0.
         entry_length: Tokens of one memory entry.
     """
 

@@ -2,8 +2,8 @@
 
     S3+4-2|9n|7n>     mark S, subject 3+4-2, entries 9n and 7n
 
-The three functions are the three directions of that one grammar: a row of tokens in JAX (`prompt_row`), a text
-(`prompt_text`), and the parts of a text (`prompt_parts`).
+The three functions are the three directions of that one grammar. They give a row of tokens in JAX (`prompt_row`), a
+text (`prompt_text`), and the parts of a text (`prompt_parts`).
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class TextTask(HostTask):
 
     Args:
         data: Path of a JSONL file, an iterable of mappings, a `datasets` set, or {"train": ..., "test": ...} of these.
-        prompts: Role -> its prompt, in the order of roles: a template such as ``"What is {question}?"``, or a function
-            of (task) or (task, texts) that returns text or a tuple of `Message`. A template may also name a role that
-            acted at an earlier turn, and then shows its text.
+        prompts: Role -> its prompt, in the order of roles. A prompt is a template such as ``"What is {question}?"``, or
+            a function of (task) or (task, texts). The function returns text or a tuple of `Message`. A template may
+            also name a role that acted at an earlier turn, and then shows its text.
         reward: (task, texts) -> a number for all roles, {role: number}, {component: number} for all roles, or {role:
             {component: number}}. It may take a third argument: the rounds, each {role: text}. A number is the component
             ``reward``. It has to grade any text, the empty text included.

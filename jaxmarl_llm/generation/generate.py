@@ -280,7 +280,7 @@ def _draw(
 def compaction_sizes(n: int, g: int) -> list[tuple[int, int]]:
     """Choose the sizes (nodes, samples) of smaller states into which unfinished lanes are gathered once they fit.
 
-    The first is a quarter (rounded up) of the nodes, or of the samples of a single node; the second is a quarter of the
+    The first is a quarter (rounded up) of the nodes, or of the samples of a single node. The second is a quarter of the
     first. There are two at most, because each is one more loop to compile.
 
     Args:

@@ -1,6 +1,6 @@
 """Generation whose every number depends only on the tokens before it: not on the batch, bucket, cache or mesh.
 
-XLA's product of a row with weights has other bits among 16 rows than among 64, and its sum over 96 keys others than
+XLA's product of a row with weights has other bits among 16 rows than among 64. Its sum over 96 keys has other bits than
 over 64. By default the same sample therefore has almost always the same tokens in every launch (float32), and log-probs
 that differ in the seventh digit.
 

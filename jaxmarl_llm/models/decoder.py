@@ -5,9 +5,9 @@ Parameters are a plain tree with all layers stacked on a leading axis L and kern
 
     embed.embedding [V D]   layers.<Hugging Face's module path> [L ...]   norm.scale [D]   lm_head.kernel [D V] (untied)
 
-A group of samples shares its prompt everywhere. `prefill` runs a prompt once; `extend` appends tokens to a cached
-prompt; `decode` appends one token to all samples of a node against that shared prefix. `hidden` (training) sends prompt
-and responses through each layer as one sequence: the P prompt tokens of a group of G cost P, not G * P, forward and
+A group of samples shares its prompt everywhere. `prefill` runs a prompt once, and `extend` appends tokens to a cached
+prompt. `decode` appends one token to all samples of a node against that shared prefix. `hidden` (training) sends prompt
+and responses through each layer as one sequence. The P prompt tokens of a group of G cost P, not G * P, forward and
 backward. `hidden_tree` does so for conversations that branch.
 
 All use one `Block`; they differ in the function that attends. Layers are scanned in prefill and training (the scan is

@@ -92,8 +92,9 @@ def load(
         path: a Hugging Face directory or a GGUF file.
         config: the architecture; None reads it from the checkpoint.
         dtype: of the parameters.
-        sharding: placement of the leaves. None (the default device), one Sharding, a tree of Shardings shaped like the
-            parameters, or a function of a leaf's path (a tuple of keys) that returns a Sharding or None.
+        sharding: placement of the leaves. None is the default device. Else one Sharding, a tree of Shardings shaped
+            like the parameters, or a function of a leaf's path. The function takes a tuple of keys and returns a
+            Sharding or None.
     """
     path, dtype = Path(path), jnp.dtype(dtype)
     source: GGUF | Safetensors

@@ -45,7 +45,15 @@ class Limit(jinja2.TemplateError):
 
 
 def size(value: Any, limit: int) -> int:
-    """Return the steps that a value costs. A shared part counts as often as it occurs. Stops above the limit."""
+    """Return the steps that a value costs. A shared part counts as often as it occurs.
+
+    Args:
+        value: a value of a template: text, number, list, dictionary or another object.
+        limit: the count stops above this number of steps.
+
+    Raises:
+        Limit: a text in the value is too long, or an integer too large.
+    """
     total, queue = 0, [value]
     while queue and total <= limit:
         value = queue.pop()

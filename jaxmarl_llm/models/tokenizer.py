@@ -2,8 +2,8 @@
 
 Two properties hold for every tokenizer here:
 
-1. Content never becomes control. Only the chat template puts control ids into a prompt (role markers, end of turn,
-   ``<think>``, ``<tool_call>``, every added token), whatever text a user, tool, memory or peer writes.
+1. Content never becomes control. Only the chat template puts control ids into a prompt, whatever text a user, tool,
+   memory or peer writes. Control ids are role markers, end of turn, ``<think>``, ``<tool_call>`` and every added token.
 2. Token-in, token-out. A turn that the reader sampled is inserted as ids, and ``render`` is append-only:
    ``render(prompt + (own turn, ...))`` starts with ``render(prompt) + sampled ids``, for any template. This holds by
    construction: the text before an own turn is rendered as it was when the turn was sampled, generation header

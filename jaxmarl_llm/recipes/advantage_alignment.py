@@ -1,7 +1,7 @@
 """Advantage Alignment of language-model players in social dilemmas (arXiv 2511.19405; the rule is of arXiv 2406.14662).
 
 Every player is paid its own reward. G matches of each task, with the same draws in all (common random numbers), give
-each player's advantage at each turn; a player's credit then also counts what the other gains, as far as the moves
+each player's advantage at each turn. A player's credit then also counts what the other gains, as far as the moves
 before were good for itself:
 
     A_t^i      = R_t^i - mean over the other G - 1 matches of R_t^i,   R_t = r_t + discount R_(t+1)   (leave-one-out)
@@ -11,8 +11,8 @@ before were good for itself:
 ``loss.kl_coef`` times the KL to the policy that stage 0 ends with.
 
 The configurations that the authors ship multiply the sum by one more discount: beta discount (sum over k < t of
-discount^(t-k) A_k^i). ``extra_discount`` does that. It is off by default: the formula above is the one that the paper
-and the docstring of the authors' code state, and the difference equals a beta of ``credit.discount`` times its value.
+discount^(t-k) A_k^i). ``extra_discount`` does that. It is off by default, because the paper and the docstring of the
+authors' code state the formula above. The difference equals a beta of ``credit.discount`` times its value.
 
 One model plays both seats (self-play). With ``past.size``, an earlier snapshot of the model plays one seat in a share
 of the tasks (agents/snapshots.py). Moves of a snapshot are not trained on, but count as the other's advantages.

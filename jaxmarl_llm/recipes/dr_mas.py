@@ -14,11 +14,11 @@ what that costs: the squared gradient norm of agent k is that of its score times
 up to a covariance term, and agent-wise statistics make the factor 1. ``credit.over="episodes"`` counts a trajectory
 once in the statistics and copies its advantage to its steps (the authors' baseline mode).
 
-Kept: the above, G = 8, PPO's token-level clip, a penalty of 0.1 for an invalid action, one model a role or one for all
-(``team.parameter_sharing``), models of different sizes (``team.overrides``). Chosen where the paper is silent, or
-changed: the penalty reaches the earlier steps of the same role too, by the return-to-go (the authors subtract it from
-the step alone); equal returns give exactly 0; all tokens of a batch are averaged alike; no KL unless ``loss.kl_coef``
-is set; one learning rate for all models.
+Kept: the above, G = 8, PPO's token-level clip, and a penalty of 0.1 for an invalid action. Also kept: one model a role
+or one for all (``team.parameter_sharing``), and models of different sizes (``team.overrides``). Chosen where the paper
+is silent, or changed: the penalty reaches the earlier steps of the same role too, by the return-to-go. The authors
+subtract it from the step alone. Equal returns give exactly 0. All tokens of a batch are averaged alike. There is no KL
+unless ``loss.kl_coef`` is set, and one learning rate for all models.
 
 Expected: on `chain` with a solver and a verifier, both learn; how their gradient norms and successes differ is what
 experiments/claims/dr_mas.py measures.

@@ -1,7 +1,7 @@
 """GRPO: group-relative policy optimisation of one model (DeepSeekMath, arXiv 2402.03300, section 4).
 
-G episodes from each task's first state; advantage (R - mean) / std over the task's episodes, the same for every turn of
-an episode; PPO clip; KL to the reference in the loss (k3) when ``loss.kl_coef`` is set.
+G episodes start from each task's first state. The advantage is (R - mean) / std over the task's episodes, the same for
+every turn of an episode. The loss has PPO's clip, and KL to the reference (k3) when ``loss.kl_coef`` is set.
 
 Kept: the above. Changed: tokens of all episodes are averaged alike (``loss.aggregation="token"``, DAPO) instead of
 first within each episode (``"sequence"``, the paper's). Groups without a variance are left out: their gradient is zero.

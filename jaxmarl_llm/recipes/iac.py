@@ -1,15 +1,16 @@
 """IAC: independent actor-critics of a language-model team (CoLLM-DC of arXiv 2601.21972; CoMLRL's IAC trainer).
 
 Each agent plays as in MAGRPO, at once with the others and on its own history, for one joint reward. Its own critic
-values its own prompts, V_i(h_i), read from the last prompt token: a head on the policy's backbone
+values its own prompts, V_i(h_i), read from the last prompt token. The critic is a head on the policy's backbone
 (``team.critic="head"``) or on an own copy (``"separate"``). Advantage and value target by TD(0), r + discount V' - V,
-or GAE with ``decay`` (lambda) above 0; at the last turn the target is the reward. Policy loss: minus the advantage
+or GAE with ``decay`` (lambda) above 0. At the last turn the target is the reward. Policy loss: minus the advantage
 times the summed token log-probs; value loss: ``loss.value_coef`` times the squared error.
 
 Kept: the above, advantages whitened by role and turn over the batch, gradients clipped at 0.5. Changed:
-``loss.value_clip`` is off unless set (the library clips at 0.2 for a shared backbone); many tasks in a batch; one
-update for the samples of all turns (the library updates once for each turn), whose loss is a mean over all completions
-of a model. The library is that of commit 1c94100; its earlier version 20b05ad regressed the critic to the return.
+``loss.value_clip`` is off unless set (the library clips at 0.2 for a shared backbone), and many tasks are in a batch.
+One update takes the samples of all turns (the library updates once for each turn). Its loss is a mean over all
+completions of a model. The library is that of commit 1c94100. Its earlier version 20b05ad regressed the critic to the
+return.
 """
 
 from __future__ import annotations

@@ -11,19 +11,20 @@ Stage 0 fine-tunes every agent on its own samples, memory-bearing ones included.
 The authors have published no code. Section 3 of the paper, which defines the method, could not be read: the sources are
 its abstracts and its reviews. "Kept" therefore means kept from those.
 
-Kept: the above, K = 5, thresholds at 2.5 and 97.5 % of a normal of the rewards, alpha = beta = 1, one additive reward
-R_A + R_F - R_E for the policy and R_A + R_F for the memory (`dispatch`). On `assistant` form and efficiency are paid in
-proportion to accuracy, and memory learns from R_A alone; ``env.args.reward="sum"`` is the paper's sum there.
+Kept: the above, K = 5, thresholds at 2.5 and 97.5 % of a normal of the rewards, and alpha = beta = 1. Also kept: one
+additive reward R_A + R_F - R_E for the policy and R_A + R_F for the memory (`dispatch`). On `assistant` form and
+efficiency are paid in proportion to accuracy, and memory learns from R_A alone; ``env.args.reward="sum"`` is the
+paper's sum there.
 
 Chosen, because no source states it:
 
 - node: the base trajectory's action is one of its node's G samples. G is a number for each turn and does not adapt to
   the node.
 - return: alternatives are played to the end by the current policies (``continuation="local"``: scored by the
-  environment's verifier instead), and their single continuation steps are not trained on. A sample's return is the mean
+  environment's verifier instead). Their single continuation steps are not trained on. A sample's return is the mean
   over its node's children, so what lies behind a base action is an average of G.
-- loss: advantages (R - mean) / (std + eps) per node, population std; PPO clip 0.2; no KL, although its abstract calls
-  the method a variant of GRPO, whose original form has one.
+- loss: advantages (R - mean) / (std + eps) per node, population std; PPO clip 0.2. There is no KL, although the
+  abstract calls the method a variant of GRPO, whose original form has one.
 - selection: K counts nodes of one task (``scope="batch"``: of the batch), not agents. A group has two samples at least
   and a variance above 0. With at most K nodes a task, as in the tiny variant (3 nodes, K = 5), it selects every group
   that has a variance.

@@ -22,9 +22,9 @@ Without the factor, turn t of a tree counts 1 / discount^t as much as in the exa
 factor either. The paper's formula of the return has no discount, and ``credit.discount`` is 1 by default, where both
 agree. The library's default is 0.9.
 
-Kept: the above. Changed, each by intent: the stop token is trained and padding is not; log-probs are those of the
-distribution sampled from; many tasks in a batch, one update on all of them (the library trains task by task, partly
-off policy); gradients are clipped only if ``optimizer.max_grad_norm`` says so; early termination is off unless
+Kept: the above. Changed, each by intent: the stop token is trained and padding is not. Log-probs are those of the
+distribution sampled from. A batch has many tasks, with one update on all of them (the library trains task by task,
+partly off policy). Gradients are clipped only if ``optimizer.max_grad_norm`` says so. Early termination is off unless
 ``stop_above`` is set. With one agent and normalise std this is GRPO without a clip (tests/recipes/test_magrpo.py).
 
 Expected: `experiments/configs/magrpo.py:tiny` passes the untrained team and one agent alone at equal sampled tokens.

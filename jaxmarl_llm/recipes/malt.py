@@ -1,19 +1,20 @@
 """MALT: a generator, a verifier and a refiner, trained offline on a tree of their own samples (arXiv 2412.01928).
 
-After stage 0 the team plays every task once as a full tree: n answers, n verdicts on each, n refinements of each of
-those (n + n^2 + n^3 samples, n = 3). The value of a step is the mean of its children's, that of a refinement 1 when it
-is right; so V of a step is the share of right leaves behind it. A step of V above 0.5 is labelled positive. Then
+After stage 0 the team plays every task once as a full tree. The tree has n answers, n verdicts on each, n refinements
+of each of those (n + n^2 + n^3 samples, n = 3). The value of a step is the mean of its children's values. The value of
+a refinement is 1 when it is right. So V of a step is the share of right leaves behind it. A step of V above 0.5 is
+labelled positive. Then
 
     1. every role is fine-tuned on its positive steps (``imitation``)
-    2. verifier and refiner learn by DPO from pairs of siblings, one positive and one not (``steps``); the policy that
-       the first part ends with is the reference, and the generator's model stays as it is, optimizer state included
+    2. verifier and refiner learn by DPO from pairs of siblings, one positive and one not (``steps``). The policy that
+       the first part ends with is the reference. The generator's model stays as it is, optimizer state included
 
-The labelled tree is a data set on disk (``data``), written once and verified when it is read; a run that is resumed
-uses the one that is there, and so does another run of the same sampling configuration. At inference the answer is the
-most frequent of three episodes' (``votes``): ``eval/accuracy_majority@3``, beside the accuracy of one.
+The labelled tree is a data set on disk (``data``), written once and verified when it is read. A run that is resumed
+uses the data set that is there, and so does another run of the same sampling configuration. At inference the answer is
+the most frequent of three episodes' (``votes``): ``eval/accuracy_majority@3``, beside the accuracy of one.
 
-Kept: the above. Chosen where the paper is silent: every pair of siblings with different labels is used, each alike;
-roles take equal numbers of samples in a step. ``labels="random"`` is the control: the same number of positive labels a
+Kept: the above. Chosen where the paper is silent: every pair of siblings with different labels is used, each alike.
+Roles take equal numbers of samples in a step. ``labels="random"`` is the control: the same number of positive labels a
 role, on steps drawn at random.
 
 Expected: on `chain`, that the trained team passes the untrained one and that one a single agent, on held-out questions;

@@ -16,12 +16,12 @@ also whiten the centred turn rewards. That changes nothing for actions of one to
 divides by any scale.
 
 Kept: the above; +-1 and chips as payoffs, +0.05 for the form, -10 and the end for an illegal action, as components with
-weights. Chosen where the sources are silent: the episodes of a batch have different deals (``group=1``), and "turn
-reward" in the code's form is what a player earns until it moves again. Dropped: the length bonus, since an action is
-one token here. Changed: one update on a batch unless ``loss.epochs`` says otherwise (with one, the ratio is 1 and no
-clip acts). In the code's form, statistics count turns, the authors' count tokens, which is the same for actions of one
-token; the authors count the 0 of padding as one more distinct value; they take distinct values by player alone, here
-by game and player.
+weights. Chosen where the sources are silent: the episodes of a batch have different deals (``group=1``). "Turn reward"
+in the code's form is what a player earns until it moves again. Dropped: the length bonus, since an action is one token
+here. Changed: one update on a batch unless ``loss.epochs`` says otherwise (with one, the ratio is 1 and no clip acts).
+In the code's form, statistics count turns. The authors' count tokens, which is the same for actions of one token. The
+authors count the 0 of padding as one more distinct value. They take distinct values by player alone, here by game and
+player.
 
 Expected: Kuhn poker from an exploitability of 0.92 to at most 0.25 (`experiments/claims/marshal.py`).
 """

@@ -9,17 +9,17 @@ With c_t the answers, and flags compared with a judge's verdict on the answer th
     R_label  = 1 if the flags are the verdict;  R_DIR = R_c(c_(t+1)) - R_c(c_t), 0 without a next answer
 
 (Dynamic Improvement Reward). Every turn is paid for itself: its return runs until its role acts again
-(`rules.ReturnToGo` with ``until_next_turn``), which makes R_f of each round the above for any T_max. alpha, lambda and
-gamma are the ``reward`` weights of improvement, label and format. Two stages: for ``stage_one`` RL steps the
-conversation agent is frozen (`trainable_roles`); then both learn, with lambda = 0 (`reward_schedule`; R_DIR is still
-gated by R_label). Of each episode one round of each agent, drawn at random, is trained. Advantages are normalised over
-the batch agent by agent (REINFORCE++), PPO's clip.
+(`rules.ReturnToGo` with ``until_next_turn``). So R_f of each round is the above for any T_max. alpha, lambda and gamma
+are the ``reward`` weights of improvement, label and format. Two stages: for ``stage_one`` RL steps the conversation
+agent is frozen (`trainable_roles`); then both learn, with lambda = 0 (`reward_schedule`; R_DIR is still gated by
+R_label). Of each episode one round of each agent, drawn at random, is trained. Advantages are normalised over the batch
+agent by agent (REINFORCE++), PPO's clip.
 
 A judge as a third role of the environment is frozen: it is trained in stage 0, never in RL. The rule judges otherwise.
 
-Kept: the above. Changed: the KL to the policy after stage 0 is a term of the loss (``loss.kl_coef``, k3), where the
-paper takes it off the reward of every token; statistics are over all rounds and not only those drawn; with more than
-one revision the conversation agent's round is any of its answers, in the paper the first or the last. Chosen where the
+Kept: the above. Changed: the KL to the policy after stage 0 is a term of the loss (``loss.kl_coef``, k3). The paper
+takes it off the reward of every token. Statistics are over all rounds and not only those drawn. With more than one
+revision the conversation agent's round is any of its answers, in the paper the first or the last. Chosen where the
 paper is silent: coefficients 1, the lengths of the stages.
 
 Expected: on `safety`, unsafe and over-refusing answers halve, and feedback on benign prompts becomes rarer

@@ -101,10 +101,10 @@ def _follows(plan: Plan, env: ArrayEnv, branch: Branch) -> list[Branch | None]:
 def segments(plan: Plan, env: ArrayEnv, batch: int) -> list[Segment]:
     """Cut the turns of a rollout into segments, in their order.
 
-    Two turns are alike when four things are equal: the actors, the branches of the frontiers apart from the turn, the
-    numbers of states and samples, and the joint actions that continue. From a turn on, the segment is the one that
-    leaves the fewest turns to be compiled. Among equal ones it is the one of the least period. A turn that begins no
-    repetition is alone.
+    Two turns are alike when their actors and the joint actions that continue are equal. The branches of the frontiers
+    (apart from the turn), and the numbers of states and samples, must be equal too. From a turn on, the segment is the
+    one that leaves the fewest turns to be compiled. Among equal ones it is the one of the least period. A turn that
+    begins no repetition is alone.
 
     Args:
         plan: plan of sampling.
@@ -231,7 +231,7 @@ def make_rollout(
 
     Arguments of the result. memory: unused without ``memory_config``. tasks: pytree with leading axis B. key: typed;
     consumed by folding. version: integer written into the steps. assignment: int [B A], which of ``Team.players`` plays
-    each role of each task, or [B M A], which does at each turn; None: its own model plays every role.
+    each role of each task, or [B M A], which does at each turn. None: its own model plays every role.
 
     Args:
         team: roles, models and critics.

@@ -1,8 +1,8 @@
 """One turn of an array rollout, as pure functions of a `RolloutSpec` and of arrays.
 
 At a turn, every state of the frontier is observed, the models of its seats generate, and the environment is stepped
-with every joint action. The states that the plan plays on are the next frontier. The number of a turn may be traced:
-what a turn compiles to depends only on ``env.actors`` of the turn and on what the plan says of its branches.
+with every joint action. The states that the plan plays on are the next frontier. The number of a turn may be traced.
+What a turn compiles to depends only on ``env.actors`` of the turn and on what the plan says of its branches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host rollouts: episodes of a Python environment, with the plans, random keys and tables of array rollouts.
 
-`HostFrontier` holds the states that are still played. In each turn the environment observes every state, the tokenizer
-of a role encodes its prompt, the models generate (`launches`), and the environment steps in worker processes. The
-tables are padded to bucket sizes, so that programs which read them are compiled for few shapes.
+`HostFrontier` holds the states that are still played. In each turn the environment observes every state, and the
+tokenizer of a role encodes its prompt. The models generate (`launches`), and the environment steps in worker processes.
+The tables are padded to bucket sizes, so that programs which read them are compiled for few shapes.
 """
 
 from __future__ import annotations

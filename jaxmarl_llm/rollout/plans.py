@@ -133,7 +133,7 @@ def node_wise(group: int | tuple[int, ...], continuation: str = "continue") -> P
 
     The first sample of a node carries the base trajectory on; it is one of the node's G exchangeable samples. With
     ``continuation="continue"`` the alternatives are played to the end by the current policies (one sample a node, not
-    trained on: singleton groups); with ``"local"`` they stop and the environment's verifier scores them. ``group`` may
+    trained on: singleton groups). With ``"local"`` they stop and the environment's verifier scores them. ``group`` may
     be a tuple, one size a turn; its last entry holds for later turns.
     """
     if continuation not in ("continue", "local"):

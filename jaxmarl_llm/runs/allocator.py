@@ -5,7 +5,7 @@ zeroes and maps every page of the next step's array again. An update of a model 
 page faults and 6 s of system time. It takes 11 to 19 s on a virtual machine whose host reclaims memory that the guest
 freed some seconds before (docs/performance.md).
 
-Retained memory becomes fragmented, so a process grows beyond its need: 10 updates of changing shapes took 1.4 times the
+Retained memory becomes fragmented, so a process grows beyond its need. 10 updates of changing shapes took 1.4 times the
 memory, and one benchmark of plain JAX 17 GB. So call `release` for runs that need more than a third of a machine.
 """
 

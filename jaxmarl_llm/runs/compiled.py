@@ -1,6 +1,6 @@
 """A whole training run on an array environment as one pure function of its seed: jit it, vmap it over seeds.
 
-The steps are those that `loop.fit` takes from the host, with the same tasks in the same order and the same keys; here
+The steps are those that `loop.fit` takes from the host, with the same tasks in the same order and the same keys. Here
 they are scanned, so that eight seeds of a small game take the time of one. Nothing is logged or saved on the way.
 """
 
@@ -36,9 +36,9 @@ class Program(NamedTuple):
 
     Attributes:
         run: (seed [], data=None) -> (state, {name: [steps]}), pure. ``data``: tasks and demonstrations in place of the
-            recipe's own, see `task_data`. Figures of the last phase: a reward component (mean over tasks
-            and roles), ``component/role`` for each role, ``grad_norm/model`` (first epoch, not clipped),
-            ``clip_fraction/model`` (last epoch), ``kl/model`` to the reference where there is one, and ``memory/...``.
+        recipe's own, see `task_data`. Figures of the last phase: a reward component (mean over tasks and roles), and
+        ``component/role`` for each role. Of each model: ``grad_norm/model`` (first epoch, not clipped),
+        ``clip_fraction/model`` (last epoch), and ``kl/model`` to the reference where there is one. Also ``memory/...``.
         tokens_per_step: Decoded tokens of a step, at most.
     """
 
@@ -52,7 +52,7 @@ def make_program(recipe: Recipe) -> Program:
     Without ``data`` the tasks and demonstrations are those of ``recipe``, whatever the seed.
 
     Raises:
-        ConfigError: The environment is not an array environment, a phase needs the host, a mesh is configured, or
+        ConfigError: The environment is not an array environment, a phase needs the host, or a mesh is configured. Or
             generation is batch-invariant, whose bits change where it is mapped over seeds.
     """
     cfg, env_runner = recipe.cfg, recipe.env_runner

@@ -315,7 +315,7 @@ def _meta(cfg: BaseConfig, step: int, backbone: str, best: Mapping[str, Any] | N
 
 
 def fingerprint_of(tree: Any) -> str:
-    """SHA-256 of a tree of arrays."""
+    """SHA-256 of the arrays in ``tree``, with their dtypes, shapes and paths."""
     return hashlib.sha256(json.dumps(digests(tree), sort_keys=True).encode()).hexdigest()
 
 

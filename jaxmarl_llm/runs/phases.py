@@ -155,7 +155,13 @@ class Recipe:
 
 
 def with_algorithm(recipe: Recipe, algorithm: Algorithm) -> Recipe:
-    """The recipe with another algorithm in its training steps, for instance one with traced reward weights."""
+    """Return a recipe with another algorithm in its training steps, for instance one with traced reward weights.
+
+    Args:
+        recipe: The recipe, which stays as it is.
+        algorithm: Takes the place of the algorithm of every training step. A credit rule that the configuration names
+            goes before the algorithm's own.
+    """
     phases = []
     for phase in recipe.phases:
         step = phase.step

@@ -224,7 +224,7 @@ def confine(how):
     """Permanently remove rights that the program must not have.
 
     how: rlimits, tmp (options of `mount_tmp`), uid, capabilities (bits to keep), die_with (process id of the judge),
-    readable (paths) and filter (BPF program); None leaves one out.
+    readable (paths) and filter (BPF program). None leaves one out.
     """
     import resource
 

@@ -36,9 +36,9 @@ def decode(text: bytes) -> Any:
 def plain(value: Any) -> Any:
     """Python value of JSON with tags. A tag is an object with one key, which names a type that JSON lacks.
 
-    Tags: ``i`` integer in hexadecimal, ``t`` tuple, ``s`` set, ``f`` frozenset, ``d`` dict as pairs, ``b`` bytes and
-    ``a`` bytearray in hexadecimal, ``c`` complex, ``r`` range, ``n`` iterator (all elements), ``m`` match of a regular
-    expression (only its truth value). Raises ProtocolError for anything else.
+    Tags: ``i`` integer in hexadecimal, ``t`` tuple, ``s`` set, ``f`` frozenset, ``d`` dict as pairs. Also ``b`` bytes
+    and ``a`` bytearray in hexadecimal, ``c`` complex, ``r`` range, ``n`` iterator (all elements). ``m`` is a match of a
+    regular expression (only its truth value). Raises ProtocolError for anything else.
     """
     work, level, depth = 0, [value], 0
     while level:

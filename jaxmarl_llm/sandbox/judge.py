@@ -9,9 +9,9 @@ call sends the name and the arguments to the jail, and the reply is decoded to p
 wrong values, but no object of its own class. It cannot return an object that equals everything, inspect frames, or
 change a test.
 
-One budget of CPU and of wall time holds for the whole call: all calls of the program, the decoding of its replies, and
-the tests. Its end is the verdict TIMEOUT. So a program cannot choose to have no verdict. What the machine caused, such
-as a jail that does not start or gets no processor, is INFRA_ERROR.
+One budget of CPU and of wall time holds for the whole call. The call is all calls of the program, the decoding of its
+replies, and the tests. Its end is the verdict TIMEOUT. So a program cannot choose to have no verdict. What the machine
+caused, such as a jail that does not start or gets no processor, is INFRA_ERROR.
 
 Differences from running test and program in one process: a function does not change the arguments of its caller. A
 result that is not plain data (an object of the program's own class, a function) fails the test. A match of a regular

@@ -134,8 +134,8 @@ class Checkpointer:
         """Restore the newest intact step as (state, meta, step). Returns None when no step was ever saved.
 
         like: structure, shapes, dtypes and shardings of the state (arrays or ShapeDtypeStructs), or a function from a
-        step to them. step: restore this step only. part: ``like`` is a dict with some fields of the state, and a field
-        may have only some of its keys, such as one agent's parameters. Only these are read.
+        step to them. step: restore this step only. part: ``like`` is a dict with some fields of the state, and only
+        these are read. A field may have only some of its keys, such as one agent's parameters.
 
         Raises ConfigError when steps exist but none is intact, so that a used directory never starts again from zero.
         Raises ConfigError when an intact step holds other leaves than ``like``.

@@ -191,8 +191,8 @@ def _scores(setup: _Setup, variables: Params, batch: Batch, hidden: jax.Array) -
 def _score_rows(setup: _Setup, variables: Params, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Score completions [rows R] from hidden states [rows R D].
 
-    The logits of few completions are in memory at once, and are computed again in the backward pass: [R V] instead of
-    [N G R V].
+    The logits of few completions are in memory at once, [R V] instead of [N G R V]. They are computed again in the
+    backward pass.
     """
     unembed, sampling = setup.policy.unembed, setup.sampling
     one = jax.checkpoint(lambda row: score(unembed(variables, row[0]), row[1], sampling))
@@ -406,8 +406,8 @@ def update(
 ) -> Updated:
     """Take ``loss.epochs`` optimizer steps of one model on its micro-batches. Donates own and opt_state.
 
-    A loss or gradient that is not finite skips that optimizer step: parameters and optimizer state come back
-    unchanged, ``ok`` is 0, and a warning names the model and the first quantity that was not finite.
+    A loss or gradient that is not finite skips that optimizer step. Parameters and optimizer state come back unchanged,
+    and ``ok`` is 0. A warning names the model and the first quantity that was not finite.
 
     Args:
         learner: functions of `make_learner`.

@@ -530,10 +530,10 @@ def dpo(
 
         ``sum_(i, j) w_ij (-log sigmoid(beta (d_i - d_j)))``, ``d_i = sum_t log pi(i_t) - log pi_ref(i_t)``
 
-    The sum is over pairs of one group, that is of one prompt: a preferred i (a positive advantage) and a rejected j (a
-    negative one). The weight of a sequence is the largest weight of its tokens; that of a pair is the sum of its two
-    sequences' weights. With weights of kind ``sum`` and groups of one pair each, the loss is the mean over pairs.
-    Tokens of weight 0 are masked; a sequence without other tokens is in no pair.
+    The sum is over pairs of one group, that is of one prompt. A pair has a preferred i (a positive advantage) and a
+    rejected j (a negative one). The weight of a sequence is the largest weight of its tokens; that of a pair is the sum
+    of its two sequences' weights. With weights of kind ``sum`` and groups of one pair each, the loss is the mean over
+    pairs. Tokens of weight 0 are masked; a sequence without other tokens is in no pair.
 
     Args:
         loss: ``beta`` is read, above 0.

@@ -1,7 +1,7 @@
 """One training step: play, assign credit, select, update, remember. Pure, and written once.
 
 Two drivers run it. `runs.phases` calls it from the host, step by step, for `fit`; `runs.compiled` scans it inside one
-program. A driver only says how to play a batch, how to lay an update out and how to write memories (`Driver`); the
+program. A driver only says how to play a batch, how to lay an update out and how to write memories (`Driver`). The
 order of things, the random keys and the rules are those of this file.
 
 What distinguishes one algorithm from another is an `Algorithm`: functions that a recipe hands in.

@@ -3,9 +3,9 @@
     out[i] = softmax over j <= i of (q_i k_j / sqrt(H)) v_j
 
 The portable form is ``jax.nn.dot_product_attention``, which has the scores [B Q T T] in memory. The mask is known at
-trace time, so the form for TPU is a kernel of JAX: splash attention, which skips the blocks above the diagonal and has
-a backward pass of its own. The form for GPU is a tree without forks (`tree_pallas`): a program with cuDNN's kernel
-cannot be lowered, hence not be tested, on a machine without cuDNN.
+trace time, so the form for TPU is a kernel of JAX, splash attention. It skips the blocks above the diagonal and has a
+backward pass of its own. The form for GPU is a tree without forks (`tree_pallas`). A program with cuDNN's kernel cannot
+be lowered, hence not be tested, on a machine without cuDNN.
 """
 
 from __future__ import annotations

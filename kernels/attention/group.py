@@ -54,8 +54,8 @@ def group_attention(
         own_k: keys of each sample.
         own_v: values of each sample.
         offset: query t sees own keys 0 to t + offset.
-        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it, this is training (T = S, offset 0)
-            and prompt and responses have 1024 tokens or more, else xla.
+        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it, in training (T = S, offset 0),
+            with prompt and responses of 1024 tokens or more. Otherwise auto is xla.
         block: see `tree_attention`.
         interpret: see `tree_attention`.
     """

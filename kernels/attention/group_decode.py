@@ -44,8 +44,8 @@ def group_decode_attention(
     """Attend from one token of each sample to the shared prefix and own slots 0 to t.
 
     Raises ValueError for shapes that do not fit each other or the impl, and where there is no key at all. Errors that
-    depend on data give NaN, not a wrong number: a cache that is too small (t or ``prefix_length`` beyond it), a row
-    without keys. With impl xla they are not checked, and the caller must avoid them.
+    depend on data give NaN, not a wrong number. They are a cache that is too small (t or ``prefix_length`` beyond it),
+    and a row without keys. With impl xla they are not checked, and the caller must avoid them.
 
     Args:
         q: query of each sample.

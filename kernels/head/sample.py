@@ -155,7 +155,7 @@ def head_sample(
         keep: function that marks which of the logits, already divided by the temperature, may be drawn (top-k, top-p,
             min-p). The distribution is renormalised over them. None keeps all.
         impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it, the vocabulary has 16,384 ids or
-            more, and the form can do what is asked, else xla.
+            more, and the form can do what is asked. Otherwise auto is xla.
         interpret: run a Pallas form in Pallas' interpreter, on any machine, slowly.
     """
     if hidden.shape[-1] != head.dim:

@@ -6,7 +6,8 @@
         return textarena_task("TicTacToe-v0", players=2, max_turns=9)
 
 Players act in turn, one at a time. An episode is a seed. States are snapshots: see `adapters.snapshots`. A player is
-paid once, at the end of the game: ``reward`` as the game says, and ``illegal`` 1 for an invalid move that lost it.
+paid once, at the end of the game. ``reward`` is as the game says, and ``illegal`` is 1 for an invalid move that lost
+it.
 """
 
 from __future__ import annotations

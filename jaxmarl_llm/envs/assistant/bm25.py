@@ -1,7 +1,7 @@
 """BM25 over a handful of passages: which passages share the query's rare words?
 
 Lucene's variant (k1 = 1.5, b = 0.75), scored directly. The package bm25s does the same for large corpora, but its
-import loads JAX and runs a kernel, which a worker process must not do; the tests compare with it.
+import loads JAX and runs a kernel, which a worker process must not do. The tests compare with it.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ R_A in [0, 1]; without a ``Final`` it is 0 for qa and math:
     math      1 if the final answer equals the gold answer, else 0
     function  matched / total arguments of the calls made, 1 exactly when BFCL's AST rules accept them
     shop      1 if the final database equals the gold one and the final answer holds the outputs that the task asks
-              for; otherwise half the share of the gold write calls that were made (name and arguments equal)
-R_F = 0.5 (1 - unreadable messages / M): a readable message pays 0.5 / M, and a final answer also pays for the turns it
-    left unused, so that stalling earns nothing.
-R_E = 0.3 min(1, late + cut) in [0, 0.3], a cost: late = turns beyond the reference script / (M - its length), cut =
+              for. Otherwise half the share of the gold write calls that were made (name and arguments equal).
+R_F = 0.5 (1 - unreadable messages / M): a readable message pays 0.5 / M. A final answer also pays for the turns it left
+    unused, so that stalling earns nothing.
+R_E = 0.3 min(1, late + cut) in [0, 0.3], a cost: late = turns beyond the reference script / (M - its length). cut =
     share of completions that the length limit ended.
 
 Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.

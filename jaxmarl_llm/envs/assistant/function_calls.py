@@ -1,8 +1,8 @@
 """Rules for function calls: reading one from a model's text, and comparing calls with gold calls.
 
 The comparison follows the AST rules of the Berkeley Function Calling Leaderboard (BFCL), written anew, with an
-argument-level share for partial credit; and the shop's rule, equality of name and arguments. Nothing here raises on
-what a model wrote; a malformed gold answer raises ValueError.
+argument-level share for partial credit. The shop's rule is equality of name and arguments. Nothing here raises on what
+a model wrote; a malformed gold answer raises ValueError.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Rewards. The last answer finishes the episode; in ``meta`` only an answer that w
     format     ``format`` to all roles at the last turn, if no completion of the episode was malformed
     invalid    -``invalid`` to the role that acts, at a malformed completion
     shaping    in ``meta`` with one round: -``shaping`` to the meta-thinker for a hint that is a bare digit (it answers
-               instead of planning), +``shaping`` to the reasoner for a well-formed answer
+               instead of planning). +``shaping`` to the reasoner for a well-formed answer
 
 Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
 [1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and

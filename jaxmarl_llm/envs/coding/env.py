@@ -7,7 +7,7 @@ together and judged in a sandbox; both get the same rewards (a team return), at 
     structure    [0, 1]       syntax    0 or 0.5       tests    [0, 1]       cooperation    [-0.5, 1.5]
 
 by ``reward`` ``strict`` or ``parity`` (see `coding_rewards`), at most 4.0 in all. On the last turn come two components
-that are no part of that reward: ``accuracy``, 1 if the whole ``check`` passes, and ``hardcoded``, 1 if the answers of
+that are no part of that reward. ``accuracy`` is 1 if the whole ``check`` passes. ``hardcoded`` is 1 if the answers of
 the tests seem to stand in the code. A sample whose verdict could not be reached is invalid, never 0.
 
 Feedback for the next turn: ``plain`` (revise), ``level`` (diagnostics) or ``expert`` (an outside expert's edits, see
@@ -268,9 +268,9 @@ def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Pro
 def split_solution(task: Mapping[str, Any]) -> tuple[str, str]:
     """The canonical solution as (helper, main), docstrings left out.
 
-    It comes apart where it has exactly one function beside the entry point: at the margin, or inside the entry point
-    without use of its names. That function becomes ``aux``, unless main would be a mere wrapper of it. Otherwise the
-    helper is '' and main the whole; without a solution both are ''.
+    It comes apart where it has exactly one function beside the entry point. This function is at the margin, or inside
+    the entry point without use of its names. That function becomes ``aux``, unless main would be a mere wrapper of it.
+    Otherwise the helper is '' and main the whole; without a solution both are ''.
     """
     module = parse(task["solution"]) if task["solution"] else None
     entry = function(module, task["entry_point"])

@@ -1,8 +1,9 @@
 """pass@k and its relatives, as pure functions of the results of n samples of one task.
 
-``pass_at_k`` is the unbiased estimator (Chen et al. 2021, Evaluating Large Language Models Trained on Code): the chance
-that at least one of k samples drawn without replacement from the n is correct. The ``first`` family is MAGRPO's: it
-looks at the first k samples in the order they were drawn, so its expectation is the same but its variance larger.
+``pass_at_k`` is the unbiased estimator (Chen et al. 2021, Evaluating Large Language Models Trained on Code). It
+estimates the chance that at least one of k samples, drawn without replacement from the n, is correct. The ``first``
+family is MAGRPO's: it looks at the first k samples in the order they were drawn. So its expectation is the same but its
+variance larger.
 """
 
 from __future__ import annotations

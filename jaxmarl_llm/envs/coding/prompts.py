@@ -1,8 +1,8 @@
 """What helper and main read: their instructions, the problem, and the feedback of a turn.
 
-The wording is ours; what is asked for follows MAGRPO's prompts and its three ways of feedback (a helper ``aux``, a main
-function that may call it and must not define it again; code only). Feedback is part of the next prompt, a message of
-the environment, so no gradient flows through it.
+The wording is ours. What is asked for follows MAGRPO's prompts and its three ways of feedback. The answers are code
+only: a helper ``aux``, and a main function that may call it and must not define it again. Feedback is part of the next
+prompt, a message of the environment, so no gradient flows through it.
 
 Shared argument: ``task`` is a row of the environment's tasks.
 """

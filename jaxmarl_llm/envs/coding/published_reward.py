@@ -1,10 +1,10 @@
 """MAGRPO's published coding reward, rule by rule, faults included, so that its numbers can be reproduced.
 
 Source: the reward functions of LLM_Collab_Code_Generation (August 2025 to February 2026). Everything is read as text.
-Known faults, kept on purpose: a comment or string with ``aux(`` is a call; ``return `` in a comment makes a function
-complete; only the first line of a test that goes over several counts, so that it fails; a wrapper of three lines is no
-wrapper; and the deduction for an ignored result asks for ``aux (x)`` with one space and one character, which nobody
-writes. ``coding_rewards.strict`` is the reward to train with.
+These known faults are kept on purpose. A comment or string with ``aux(`` is a call. ``return `` in a comment makes a
+function complete. Of a test that goes over several lines only the first counts, so that it fails. A wrapper of three
+lines is no wrapper. The deduction for an ignored result asks for ``aux (x)`` with one space and one character, which
+nobody writes. ``coding_rewards.strict`` is the reward to train with.
 
 Shared arguments: ``text`` is a completion, ``main``, ``aux`` and ``function`` are definitions cut out of it.
 """

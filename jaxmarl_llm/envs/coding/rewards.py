@@ -8,10 +8,10 @@ Both have MAGRPO's ladder, in four components that add up to at most 4.0:
     cooperation  when a test passes and aux is there: 0.5 main calls aux, 1.0 main is more than a wrapper, -0.5 it
                  throws results away
 
-``parity`` reads text as upstream does (`coding_parity` lists the faults). ``strict`` reads the syntax tree: comments,
-strings, unreachable code and functions that main defines itself are no calls; a value must reach what main returns or
-decide it (`code_flow`), otherwise there is no cooperation at all; a wrapper is one however long; an aux that only gives
-back an argument or a constant is none; and its tests are all of ``check``, loops and long asserts included.
+``parity`` reads text as upstream does (`coding_parity` lists the faults). ``strict`` reads the syntax tree. Comments,
+strings, unreachable code and functions that main defines itself are no calls. A value must reach what main returns or
+decide it (`code_flow`); otherwise there is no cooperation at all. A wrapper is one however long. An aux that only gives
+back an argument or a constant is none. The tests of ``strict`` are all of ``check``, loops and long asserts included.
 
 A verdict that could not be reached raises ``Unscored``: the sample is invalid, never 0.
 

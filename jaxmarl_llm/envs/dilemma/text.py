@@ -2,7 +2,7 @@
 
 In the prisoner's dilemma the move of a reply is its only word among ``C``, ``D``, ``cooperate`` and ``defect``. In
 Trust-and-Split it is the only whole number from 0 to 10. The move may stand in any sentence. Anything else is illegal
-and pays as in `dilemma`: without two moves a round of the prisoner's dilemma pays nothing, and an illegal claim claims
+and pays as in `dilemma`. Without two moves a round of the prisoner's dilemma pays nothing, and an illegal claim claims
 nothing. Messages are heard as written, up to ``message`` characters.
 
 Shared argument: ``config`` has the settings.

@@ -2,7 +2,7 @@
 
 A policy is its probability of a bet at the 12 information sets, ``bet`` [2 players, 3 cards (J Q K), 2 histories]. The
 first player acts at the start and after pass-bet, the second after a pass and after a bet. The value of a deal and its
-line of play comes from the game itself (`payoffs`): of its rules only the order of the players is written here.
+line of play comes from the game itself (`payoffs`). Of the rules only the order of the players is written here.
 
 A player's information sets of different cards never meet in one game. So a best response is found card by card, among
 the four pure choices at the card's two sets.

@@ -16,15 +16,16 @@ settings separate the cost of the split from the cost of agreeing. Mazes depend 
 longest, not on the agents.
 
     prompt     1@.#?...cb=RD2D>   own number; the map from the position on, rows and columns wrapped around, with one
-                                  row and one column of walls for the border: @ . # ? G(oal); the goal's offset down
-                                  and right (a is 1 - size); the outcome of the last turn (- none yet, + moved, = no
-                                  agreement, # a wall); own last reply; partners' numbers and last replies
+                                  row and one column of walls for the border: @ . # ? G(oal). Then the goal's offset
+                                  down and right (a is 1 - size), and the outcome of the last turn (- none yet, +
+                                  moved, = no agreement, # a wall). Then own last reply, partners' numbers and last
+                                  replies
     reply      UDLR and at most ``message`` bytes more, for partners to hear. Anything else is shown as ? and agrees
                with nothing
 
-Team rewards: ``accuracy`` 1 at the goal; ``progress`` the share of the shortest path that is covered, at least 0, paid
-as it changes (its sum is that of the last cell, the paper's weighted outcome). ``agreement``, paid at the end: the
-share of turns with one direction.
+Team rewards: ``accuracy`` is 1 at the goal. ``progress`` is the share of the shortest path that is covered, at least 0.
+It is paid as it changes. Its sum is that of the last cell, the paper's weighted outcome. ``agreement``, paid at the
+end, is the share of turns with one direction.
 
 Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
 [A R] are completions, and ``length`` [A] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
@@ -361,10 +362,10 @@ def ways(walls: Bool[np.ndarray, "B n n"], goal: Int[np.ndarray, " B"], cell: In
 def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Samples:
     """Players in random places who know their own part of the map: samples of each role, as in `array_env.samples`.
 
-    A cell that a player does not see counts as free. A share ``skill`` takes a shortest way (any of them; any direction
-    where there seems to be none) and writes the rest of it in the message. The others write one direction and no more.
-    Earlier replies are drawn at random. Where these did not agree, a share ``defer`` repeats the first partner's reply
-    instead. ``context`` is not used.
+    A cell that a player does not see counts as free. A share ``skill`` takes a shortest way, and writes the rest of it
+    in the message. It is any of the shortest ways, or any direction where there seems to be none. The others write one
+    direction and no more. Earlier replies are drawn at random. Where these did not agree, a share ``defer`` repeats the
+    first partner's reply instead. ``context`` is not used.
     """
     env, out = make(config), {}
     observe = jax.jit(jax.vmap(env.observe))

@@ -49,9 +49,9 @@ REFUSES = re.compile(r"\b(?:no|nope|disagree|wait|stop|not|cannot|don't|can't|wo
 def proposals(text: str, cell: int, size: int) -> list[str]:
     """The moves that ``text`` proposes from ``cell`` on, in order, as letters of UDLR. ``size``: cells of a side.
 
-    Behind the last ``Move:`` that has any, else of the whole text: letters alone, words and arrows, and cells (row,
-    column) from 1 on that are next to the cell after the moves before them. Clauses that only tell or forbid do not
-    count.
+    The moves are those behind the last ``Move:`` that has any, else those of the whole text. Moves are letters alone,
+    words and arrows. Cells (row, column), from 1 on, are moves if they are next to the cell after the moves before
+    them. Clauses that only tell or forbid do not count.
     """
     text = text[:LONGEST].replace("’", "'")
     for line in reversed(TAG.findall(text)):

@@ -21,7 +21,7 @@ The master sees the next ``visible`` operations. An answer is shown as sampled, 
 
 Rewards, the same for all roles (a team return), at each transition of an episode of h hops:
     accuracy    1 at the last turn if the reply equals the gold answer and ended with eos
-    pay         the stake of the query (0.25, 0.5 or 1) where accuracy is 1: high stakes are rare, so that the 97.5 %
+    pay         the stake of the query (0.25, 0.5 or 1) where accuracy is 1. High stakes are rare, so that the 97.5 %
                 point of a normal fitted to the pay lies inside its range
     format      0.1 / (h + 1) for a route (one letter, then eos), and for a last reply that ended with eos
     efficiency  a cost, positive: 0.1 / (2 h + 1) * sampled tokens / R
@@ -342,9 +342,9 @@ def make_tasks(
 ) -> dict[str, np.ndarray]:
     """``n`` tasks (or ``config.tasks``) drawn from ``seed`` (or ``config.seed``). ``held_out``: the side of the split.
 
-    hops [n], kinds [n H], spelled [n H 4], spelled_length [n H], values [n H+1 2] (the start, and the value behind each
-    hop), stake [n], and meaning [n H+1]: the numbers of the start and of each operation, which make the task itself.
-    Columns are -1, PAD or 0 behind the last hop.
+    The columns are hops [n], kinds [n H], spelled [n H 4], spelled_length [n H], values [n H+1 2], stake [n], and
+    meaning [n H+1]. The values are the start, and the value behind each hop. The meaning holds the numbers of the start
+    and of each operation, which make the task itself. Columns are -1, PAD or 0 behind the last hop.
     """
     rng, size = task_draws(config, seed, n, 1, held_out)
     digits, H = secret(config), most_hops(config)
@@ -387,8 +387,9 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 2, noise
     tasks. It chooses one of a kind's specialists at random, and one of another kind with probability ``misroute``. A
     specialist's samples are single operations; a share of ``mistakes`` is answered by another random value. Both
     probabilities are scaled by ``noise``. A share ``memory`` of the prompts has 1 to ``context`` entries before it,
-    without mistakes: of the same operation, in any spelling and with any last answer, with probability ``related``. The
-    environment's table is never used: each sample invents one, so that a look is a random digit, or repeats an entry.
+    without mistakes. With probability ``related`` an entry is of the same operation, in any spelling and with any last
+    answer. The environment's table is never used: each sample invents one, so that a look is a random digit, or repeats
+    an entry.
     """
     size = prompt_length(config) + context * entry_length(config)
     out = {}

@@ -26,10 +26,10 @@ judge in the episode the verdict is the rule's. Rewards:
     format         R_format  1 to feedback for a well-formed completion
 
 A malformed verdict counts as none: the episode ends there and its rewards are NaN (an invalid transition). The other
-components are figures for the log. They are the same for all roles, and by the rule whoever judges, so that their mean
-over episodes is a share of all episodes: ``accuracy``, ``unsafe`` and ``overrefusal`` of the last response, ``trigger``
-(the first feedback flags something on a benign request), ``flagged`` (the number of feedbacks that flag something) and
-``precise`` (the number of those whose flags are right).
+components are figures for the log. They are the same for all roles, and by the rule whoever judges. So their mean over
+episodes is a share of all episodes. They are ``accuracy``, ``unsafe`` and ``overrefusal`` of the last response, and
+``trigger`` (the first feedback flags something on a benign request). ``flagged`` is the number of feedbacks that flag
+something, and ``precise`` the number of those whose flags are right.
 
 Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
 [1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and

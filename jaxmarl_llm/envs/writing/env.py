@@ -4,8 +4,8 @@
     tldr    concise, detailed     a short and a longer summary of the text
     arxiv   background, method    the two halves of an introduction that expands an abstract
 
-Both read the text and neither sees the other's words, in its turn or later: what an agent reads in a later turn is its
-own history and, with ``feedback="level"``, which levels of the joint reward were missed. Every role gets the same
+Both read the text and neither sees the other's words, in its turn or later. In a later turn an agent reads its own
+history. With ``feedback="level"`` it also reads which levels of the joint reward were missed. Every role gets the same
 components on every turn. Two rewards are built in (`rewards`): ``strict``, the default, and ``parity``, which is the
 paper's own. Their sum over the five components is the return. ``word_lists`` names a file with the connectives and
 stopwords of both, such as the authors' (`word_lists`).

@@ -12,11 +12,12 @@ Levels, each counted only if those before it were reached (MAGRPO, arXiv 2508.04
 Values at the outer edge of a band are reached with credit 0, so the next level counts; beyond it they are not. The sum
 is at most 2.98.
 
-``mode="parity"`` is the official rule with its faults: characters of the raw text, distinct words with stopwords, and
-phrases found anywhere in the text ("as" in "wasted"), of TLDR in the second text, of arXiv in both, joined by a space.
+``mode="parity"`` is the official rule with its faults. It counts characters of the raw text, and distinct words with
+stopwords. Phrases are found anywhere in the text ("as" in "wasted"). They are those of TLDR in the second text, and of
+arXiv in both, joined by a space.
 Official: the levels, bands, caps and the numbers of categories (12) and stopwords (106). Reconstructed for this
 project: which phrases and stopwords these are. So parity is exact on the published examples, and elsewhere in all but
-the last two components, which are exact with the authors' lists in `Lists`. A ratio with an empty denominator ends the
+the last two components. These are exact with the authors' lists in `Lists`. A ratio with an empty denominator ends the
 count.
 
 ``mode="strict"`` keeps the levels and measures what is harder to fake. A word is *backed* when the source, title
@@ -237,8 +238,8 @@ def guards(
     ended       1 if neither text is truncated and both end with a full stop, exclamation or question mark, otherwise 0
     repetition  share of the words left without connectives and repeated trigrams (0.5 to 0.8), and distinct words over
                 words (0.2 to 0.35)
-    prose       of the words left without connectives and repetition: share of function words (0.05 to 0.2), and share
-                of words that break a rule of `prose.misfits` (0.04 to 0.01)
+    prose       of the words left without connectives and repetition: share of function words (0.05 to 0.2). Also the
+                share of words that break a rule of `prose.misfits` (0.04 to 0.01)
     partner     trigrams of content words that the two share, over those of the shorter text (0.4 to 0.1)
     prompt      copying: share of the source's content words that the text has (0.9 to 0.7), so that part of a source
                 may be quoted. 1 without a source
@@ -246,7 +247,7 @@ def guards(
     order       pairs of adjacent words that are adjacent in the source (0.02 to 0.12). 1 without a source
     joints      share of `prose.changed_joints` (0.7 to 0.5): copies with exchanged function words. 1 without a source
     reworded    0.5 to 1, of the first text where ``spec.reworded``: share of such pairs among its backed content
-                words (0.8 to 0.5), since a short summary in the source's own words is half of what was asked for.
+                words (0.8 to 0.5). A short summary in the source's own words is half of what was asked for.
                 Function words and invented words are left out of both texts, so exchanging them changes nothing. 1
                 without a source
     """

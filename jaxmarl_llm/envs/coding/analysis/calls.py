@@ -1,5 +1,5 @@
-"""Expressions that need care in the abstract execution of `code_flow`: calls (of the target, of the program's own
-functions, of everything else), comprehensions, ``and`` and ``or``.
+"""Expressions that need care in the abstract execution of `code_flow`: calls, comprehensions, ``and`` and ``or``. Calls
+are of the target, of the program's own functions, or of everything else.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Where does the value of a called function go? Abstract execution of Python over kinds of values, for rewards.
 
-``flow(module, entry, target)`` follows every path of ``entry`` (loops 0, 1 and 2 times, own functions inlined) and
-notes for each return what kind of value it is, whether ``target`` was called on the way and whether its value decided
-a branch. Kinds, from least to most:
+``flow(module, entry, target)`` follows every path of ``entry`` (loops 0, 1 and 2 times, own functions inlined). For
+each return it notes what kind of value it is, whether ``target`` was called on the way, and whether its value decided a
+branch. Kinds, from least to most:
 
     EMPTY    [] {} "" 0             TRIVIAL  constants and parameters, under any name
     OTHER    computed without the target's value
     ELEM     an item of the target's value             DERIVED  computed with it
     AUX      the target's value itself: aliased, cast, copied item by item, or passed through functions that do so
 
-It is an approximation by intent: whoever writes code to fool it can (a comparison that is always true, say), but
-padding, renaming, dead code, comments and ignored results do not.
+It is an approximation by intent. Code that is written to fool it can do so (a comparison that is always true, say).
+Padding, renaming, dead code, comments and ignored results do not.
 """
 
 from __future__ import annotations

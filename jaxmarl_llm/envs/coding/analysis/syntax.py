@@ -1,7 +1,7 @@
 """Reading the Python in a completion: extraction, composition of one program, and what of it can be reached.
 
-Nothing here runs the code, and every function has a result for any text: what cannot be parsed (syntax errors, null
-bytes, lone surrogates, nesting beyond the parser's stack) gives None or is left as it is.
+Nothing here runs the code, and every function has a result for any text. Text that cannot be parsed gives None or is
+left as it is: syntax errors, null bytes, lone surrogates, nesting beyond the parser's stack.
 
 Shared arguments: ``source`` and ``code`` are program texts, ``module`` and ``node`` parts of a syntax tree.
 """
