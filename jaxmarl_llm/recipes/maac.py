@@ -5,7 +5,7 @@ Its TD error is every agent's advantage (CTDE: the critic is used in training al
 a value head on its last token, with an optimizer of its own. All agents must share one tokenizer.
 
 Kept: TD(0) target for actor and critic, advantages whitened over the batch, gradients clipped at 0.5. Changed: GAE with
-``decay`` above 0 is offered; many tasks in a batch. Not here: the library's Q-critic.
+``gae_lambda`` above 0 is offered; many tasks in a batch. Not here: the library's Q-critic.
 """
 
 from __future__ import annotations

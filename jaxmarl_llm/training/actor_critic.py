@@ -85,7 +85,7 @@ class CriticAdvantage:
             models=len(team.models),
             max_turns=step.env_runner.env.max_turns,
             discount=cfg.credit.discount,
-            decay=cfg.decay,
+            gae_lambda=cfg.gae_lambda,
             whiten=cfg.whiten,
         )
         gain, has, aim, known = driver.host(out)
@@ -177,7 +177,7 @@ def _advantages_of(
     models: int,
     max_turns: int,
     discount: float,
-    decay: float,
+    gae_lambda: float,
     whiten: bool,
 ) -> tuple[Array, Array, Array, Array]:
     """Advantage of each completion and whether it has one [C]; target of each node and whether it has one [N]."""
@@ -197,7 +197,7 @@ def _advantages_of(
         moves.valid,
         max_turns=max_turns,
         discount=discount,
-        decay=decay,
+        gae_lambda=gae_lambda,
     )
     role, c, n = nodes.role[steps.node], len(steps.node), len(nodes.role)
     gain, has = step_returns(seats, role, advantage, moves.valid, num_steps=c)
@@ -216,5 +216,5 @@ def _advantages_of(
     return gain, has, total / jnp.maximum(count, 1.0), (count > 0) & nodes.valid
 
 
-_STATIC = ("roles", "models", "max_turns", "discount", "decay", "whiten")
+_STATIC = ("roles", "models", "max_turns", "discount", "gae_lambda", "whiten")
 _advantages = jax.jit(_advantages_of, static_argnames=_STATIC)

@@ -176,7 +176,7 @@ def grouped_case(rng, rule, group, across_steps):
 
 
 def dr_mas_case(rng, over="steps"):
-    credit = dataclasses.replace(dr_mas.Config().credit, over=over)
+    credit = dataclasses.replace(dr_mas.Config().credit, stats_over=over)
     rule = dr_mas.algorithm(dr_mas.Config(credit=credit)).credit
     return grouped_case(rng, rule, 1, across_steps=over == "steps")
 
@@ -248,8 +248,8 @@ def library_tree(rng, actions, turns):
 def magrpo_case(rng, joint, **credit):
     agents, samples = 2, 2
     actions = [*itertools.product(range(samples), repeat=agents)] if joint == "cross" else [(j, j) for j in range(2)]
-    settings = Credit(**{"group": "node", "normalise": "none", "discount": 0.9, "reduce": "sum"} | credit)
-    cfg = magrpo.Config(mode="tree", joint=joint, credit=settings)
+    settings = Credit(**{"group": "node", "normalise": "none", "discount": 0.9, "joint_action_reduce": "sum"} | credit)
+    cfg = magrpo.Config(tree_mode="tree", joint=joint, credit=settings)
     table, want = Table(), []
 
     def walk(node, task, turn, parent):
