@@ -222,7 +222,7 @@ class Team:
     models: tuple[Model, ...]
     critics: tuple[str, ...] = ()
     joint_critic: bool = False
-    stacked: bool = False  # models that act together are one launch: see `rollout.make_rollout`
+    batch_models: bool = False  # models that act together are one launch: see `rollout.make_rollout`
 
     def model_index(self, role: int) -> int:
         return self.players(role)[0]

@@ -114,7 +114,7 @@ def step_episodes(steps, parent, num_steps):
     return np.array([c if of[c] is None else of.index(of[c]) for c in range(num_steps)])
 
 
-def aggregation_weights(mask, sequence_weight, kind, constant=None):
+def aggregation_weights(mask, sequence_weight, kind, loss_length=None):
     out = np.zeros(mask.shape)
     rows = [i for i in range(len(mask)) if mask[i].any() and sequence_weight[i] != 0]
     sequences = sum(float(sequence_weight[i]) for i in rows)
@@ -127,7 +127,7 @@ def aggregation_weights(mask, sequence_weight, kind, constant=None):
                     "token": lambda w=w: w / tokens,
                     "sequence": lambda w=w, i=i: w / sequences / int(mask[i].sum()),
                     "sum": lambda w=w: w / sequences,
-                    "constant": lambda w=w: w / sequences / constant,
+                    "constant": lambda w=w: w / sequences / loss_length,
                 }[kind]()
     return out
 
@@ -197,7 +197,7 @@ def policy_loss(
     return loss, metrics
 
 
-def generalised_advantage(rewards, values, acts, parent, played, valid, discount, decay):
+def generalised_advantage(rewards, values, acts, parent, played, valid, discount, gae_lambda):
     """By recursion from the roots, one role at a time: advantage and target [J A]."""
     num, roles = rewards.shape
     children = [[i for i in range(num) if parent[i] == j and played[i]] for j in range(num)]
@@ -221,7 +221,7 @@ def generalised_advantage(rewards, values, acts, parent, played, valid, discount
     def gain(j, a):
         here = float(values[j, a]) if acts[j, a] else bootstrapped(j, a)
         later = [gain(i, a) for i in children[j] if valid[i]]
-        return bootstrapped(j, a) - here + discount * decay * (math.fsum(later) / len(later) if later else 0.0)
+        return bootstrapped(j, a) - here + discount * gae_lambda * (math.fsum(later) / len(later) if later else 0.0)
 
     for j in range(num):
         for a in range(roles):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import operator
+import pkgutil
 import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmarl_llm import config
+from jaxmarl_llm import config, recipes
 from jaxmarl_llm.config import (
     at_least,
     diff,
@@ -350,6 +352,55 @@ def test_a_removed_key_says_what_to_do(warned):
 def test_a_message_about_a_value_under_its_old_name_has_the_new_name(warned):
     with pytest.raises(ConfigError, match=r"^config\.rate\.warmup_steps: expected >= 0, got -1$"):
         from_dict(Renamed, {"rate": {"warmup": -1}})
+
+
+RENAMED = [  # (config class, old key, new key, value that is no default)
+    ("training.optimizers:Optimizer", "warmup", "warmup_steps", 3),
+    ("training.optimizers:Optimizer", "steps", "total_steps", 3),
+    ("training.optimizers:Optimizer", "masters", "float32_master_weights", False),
+    ("training.losses:Loss", "level", "ratio_level", "sequence"),
+    ("training.losses:Loss", "aggregate", "aggregation", "sum"),
+    ("training.losses:Loss", "importance_cap", "tis_clip", 2.0),
+    ("training.losses:Loss", "constant", "loss_length", 7.0),
+    ("credit.assign:Credit", "centre", "baseline", "loo"),
+    ("credit.assign:Credit", "scale", "normalise", "none"),
+    ("credit.assign:Credit", "over", "stats_over", "episodes"),
+    ("credit.assign:Credit", "reduce", "joint_action_reduce", "sum"),
+    ("agents.team:TeamConfig", "share", "parameter_sharing", "shared"),
+    ("agents.team:TeamConfig", "stacked", "batch_models", True),
+    ("agents.team:TeamConfig", "invariant", "batch_invariant", True),
+    ("agents.team:TeamConfig", "max_new", "max_new_tokens", 3),
+    ("agents.snapshots:Past", "share", "fraction", 0.25),
+    ("training.config:RunConfig", "max_logprob_gap", "max_logprob_diff", 0.5),
+    ("recipes.iac:Config", "decay", "gae_lambda", 0.5),
+    ("recipes.maac:Config", "decay", "gae_lambda", 0.5),
+    ("recipes.joyagents_r1:Config", "top_k", "selected_groups", 2),
+    ("recipes.joyagents_r1:Config", "scope", "selection_scope", "batch"),
+    ("recipes.magrpo:Config", "mode", "tree_mode", "tree"),
+]
+
+
+@pytest.mark.parametrize("name, old, new, value", RENAMED, ids=[f"{n.split(':')[0]}.{o}" for n, o, _, _ in RENAMED])
+def test_every_renamed_key_is_read_with_one_warning_and_not_beside_its_new_name(name, old, new, value, warned):
+    cls = config.load_object("test", f"jaxmarl_llm.{name}")
+    others = {"credit": {"group": "node"}} if new == "tree_mode" else {}  # what a tree needs
+    cfg = from_dict(cls, {old: value, **others})
+    assert getattr(cfg, new) == value and not hasattr(cfg, old)
+    assert warned() == [f"config.{old}: renamed to config.{new}; the old name is accepted in this release alone"]
+    assert from_dict(cls, override(cls, others, old, str(value))) == cfg  # as on the command line
+    with pytest.raises(ConfigError, match=rf"^config\.{old}: the old name of config\.{new}, which is given too"):
+        from_dict(cls, {old: value, new: value, **others})
+
+
+def test_the_table_of_renamed_keys_is_complete():
+    room = {"training.optimizers", "training.losses", "credit.assign", "agents.team", "agents.snapshots"}
+    modules = room | {"training.config"} | {f"recipes.{m.name}" for m in pkgutil.iter_modules(recipes.__path__)}
+    found = set()
+    for name in modules:
+        for cls in vars(importlib.import_module(f"jaxmarl_llm.{name}")).values():
+            if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+                found |= {(old, new) for old, new in config._inherited(cls, "ALIASES").items()}
+    assert found == {(old, new) for _, old, new, _ in RENAMED}
 
 
 leaves = st.one_of(

@@ -126,7 +126,7 @@ class Here(EnvConfig):
 
 
 def recipe(
-    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
+    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, batch_models: bool = False
 ) -> phases.Recipe:
     """GRPO of one agent, or MAGRPO of several, with one task in a step. All models have the same ``shape``."""
     kind = grpo if agents == 1 else magrpo
@@ -137,7 +137,7 @@ def recipe(
     policy, tokenizer = decoder.make_policy(shape, remat=False), Endless(shape.vocab_size)
     names = env_runner.env.roles
     models = tuple(Model(name, policy, tokenizer) for name in names)
-    team = Team(tuple(Role(name, name, response) for name in names), models, stacked=stacked)
+    team = Team(tuple(Role(name, name, response) for name in names), models, batch_models=batch_models)
     learners = {name: make_learner(policy, cfg.loss, cfg.optimizer, cfg.sampling) for name in names}
     step = TrainStep(cfg, team, env_runner, kind.make_plan(cfg), learners, kind.algorithm(cfg))
 
@@ -149,10 +149,10 @@ def recipe(
 
 
 def stepper(
-    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, stacked: bool = False
+    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, batch_models: bool = False
 ) -> Callable[[], None]:
     """Function that runs one step of the recipe, as `runs.loop.fit` does."""
-    made = recipe(shape, agents, group, prompt, response, stacked)
+    made = recipe(shape, agents, group, prompt, response, batch_models)
     logger = Logger(".", resume_step=None, total_steps=0, primary=False)
     held = [made.init(0)]
     asked = agents * group * response, agents * (prompt + group * (response - 1))

@@ -48,7 +48,7 @@ CLAIMS = {
 
 def chicken(rewards: str) -> Config:
     env = EnvConfig("matrix", {"game": "chicken", "rewards": rewards})
-    return dataclasses.replace(tree(), mode="flat", joint="aligned", group=8, env=env, credit=paper().credit)
+    return dataclasses.replace(tree(), tree_mode="flat", joint="aligned", group=8, env=env, credit=paper().credit)
 
 
 def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:

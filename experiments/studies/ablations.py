@@ -36,8 +36,8 @@ flags.DEFINE_integer("steps", 200, "RL steps of the reference; they set the toke
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "node-wise, all groups, memory": {},
-    "node-wise, top-1 group of a task": {"top_k": 1},
-    "node-wise, top-2 groups of a task": {"top_k": 2},
+    "node-wise, top-1 group of a task": {"selected_groups": 1},
+    "node-wise, top-2 groups of a task": {"selected_groups": 2},
     "node-wise, no memory": {"use_memory": False},
     "flat (groups by role and turn)": {"plan": "flat", "group": 8, "credit.group": "task_role_turn"},
     "node-wise, advantages / std": {"credit.normalise": "std"},

@@ -77,7 +77,7 @@ class Arm:
 
 
 REFERENCE = "reference"
-ALL_GROUPS: dict[str, Any] = {"top_k": None}
+ALL_GROUPS: dict[str, Any] = {"selected_groups": None}
 FLAT: dict[str, Any] = {**ALL_GROUPS, "plan": "flat"}
 ARMS = {
     REFERENCE: Arm(),  # node-wise, top-5 groups by variance, memory, advantages / std: the paper's
@@ -214,7 +214,8 @@ class Driver(TracedDriver):
 def base(steps: int | None = None) -> joyagents_r1.Config:
     """The configuration of the reference. ``steps``: of RL, instead of its own."""
     cfg = harder()
-    cfg = replace(cfg, top_k=K, group=GROUP["node_wise"], micro_tokens=2**30)  # one micro-batch a block: see `Driver`
+    micro = 2**30  # tokens: one micro-batch a block, see `Driver`
+    cfg = replace(cfg, selected_groups=K, group=GROUP["node_wise"], micro_tokens=micro)
     return cfg if steps is None else replace(cfg, steps=steps)
 
 

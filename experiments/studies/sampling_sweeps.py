@@ -128,9 +128,9 @@ def workload(s: Setting) -> tuple[plans.Plan, cx.Workload]:
         weights = cx.ModelSize(AGENT, 2 if s.share == "lora" else 0)
         speakers = tuple(cx.RoleLengths(i % models, ({width: 1.0},), {4: 1.0}, 4) for i in range(s.agents))
         at_once = (cx.Turn(tuple({i: 1.0} for i in range(s.agents))),)
-        stacked = s.share != "shared"
+        batch_models = s.share != "shared"
         return plans.flat(s.group), cx.Workload(
-            at_once, speakers, (weights,) * models, s.tasks, "array", width, s.agents, stacked
+            at_once, speakers, (weights,) * models, s.tasks, "array", width, s.agents, batch_models
         )
     speaker = cx.RoleLengths(0, ({PROMPT: 1.0},), {RESPONSE: 1.0}, RESPONSE)
     turns = tuple(cx.Turn(({t % s.agents: 1.0},)) for t in range(s.turns))
@@ -204,7 +204,7 @@ def many_agents(s: Setting) -> tuple[Callable, Any]:
         tuple(Role(r, names[i % models], 4) for i, r in enumerate(env.roles)),
         tuple(Model(n, policy, BYTES, "base" if lora else None) for n in names),
     )
-    rollout = make_rollout(dataclasses.replace(team, stacked=work.stacked), env, plan, Sampling())
+    rollout = make_rollout(dataclasses.replace(team, batch_models=work.batch_models), env, plan, Sampling())
     learner = make_learner(policy, Loss(clip_low=None), Optimizer(), Sampling())
     base = jax.jit(policy.init)(jax.random.key(0))
     fresh = lambda key: {"lora": init_lora(key, base, 2)} if lora else {"params": policy.init(key)}

@@ -93,8 +93,8 @@ def smollm2() -> Config:
         memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.6),
         memory_reward=RIGHT,
         group=4,
-        top_k=5,
-        scope="batch",
+        selected_groups=5,
+        selection_scope="batch",
         micro_tokens=1536,
         optimizer=Optimizer(learning_rate=3e-4),
         # Of the demonstrations of role math, 3 of 60 fit in 56 tokens.
@@ -152,5 +152,5 @@ def at_scale(path: str, mesh: MeshConfig) -> Config:
         optimizer=Optimizer(learning_rate=1e-6, warmup_steps=10),
         sft=SFT(steps=200, batch=64, optimizer=Optimizer(learning_rate=1e-5)),
         mesh=mesh,
-        run=RunConfig(max_logprob_gap=0.5),
+        run=RunConfig(max_logprob_diff=0.5),
     )

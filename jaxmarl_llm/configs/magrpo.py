@@ -47,7 +47,7 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 
 def tiny() -> Config:
-    return dataclasses.replace(paper(), mode="tree", joint="cross", credit=Credit(group="node", normalise="std"))
+    return dataclasses.replace(paper(), tree_mode="tree", joint="cross", credit=Credit(group="node", normalise="std"))
 
 
 def sparse() -> Config:
@@ -73,7 +73,7 @@ def tree() -> Config:
         steps=100,
         batch=8,
         group=3,
-        mode="tree",
+        tree_mode="tree",
         joint="cross",
         team=TeamConfig(max_new_tokens=1, remat=False),
         env=EnvConfig("matrix", {"game": "chicken", "rounds": 2}),
@@ -119,7 +119,7 @@ def maze_text() -> Config:
         sampling=Sampling(temperature=0.8),
         micro_tokens=65_536,
         optimizer=Optimizer(learning_rate=5e-6),
-        run=RunConfig(max_logprob_gap=0.5),
+        run=RunConfig(max_logprob_diff=0.5),
     )
 
 
@@ -156,7 +156,7 @@ def tldr() -> Config:
         sampling=Sampling(temperature=0.7, top_p=0.9),
         micro_tokens=65_536,
         optimizer=Optimizer(learning_rate=5e-6, max_grad_norm=0.0),
-        run=RunConfig(max_logprob_gap=0.5),
+        run=RunConfig(max_logprob_diff=0.5),
     )
 
 
@@ -174,5 +174,5 @@ def coding() -> Config:
         sampling=Sampling(temperature=0.8, top_p=0.95),
         micro_tokens=65_536,
         optimizer=Optimizer(learning_rate=1e-5, max_grad_norm=0.0),
-        run=RunConfig(max_logprob_gap=0.5),
+        run=RunConfig(max_logprob_diff=0.5),
     )

@@ -89,7 +89,7 @@ class Workload(NamedTuple):
     padded to buckets.
     width: prompt columns of an array rollout, including text from memory; a host rollout does not use it.
     seats: seats of the array environment; more than the seats of a turn where some stay empty.
-    stacked: one launch computes all models, see `Team.stacked`.
+    batch_models: one launch computes all models, see `Team.batch_models`.
     """
 
     turns: tuple[Turn, ...]
@@ -99,7 +99,7 @@ class Workload(NamedTuple):
     engine: str = "host"
     width: int = 0
     seats: int = 1
-    stacked: bool = False
+    batch_models: bool = False
 
 
 def uniform(*roles: int) -> dict[int, float]:
@@ -371,7 +371,7 @@ def _array_launches(levels: Sequence[TurnStates], work: Workload) -> list[Launch
         limit = {m: _limit((r for _, own in of_model[m] for r in own), work) for m in able}
         if len(seats) != work.seats:
             taken = dict.fromkeys(able, work.seats)
-        if work.stacked:
+        if work.batch_models:
             first = able[0]
             parts, limit = {first: sum(parts.values(), ())}, {first: max(limit.values())}
             able, taken = [first], {first: work.seats}

@@ -144,10 +144,10 @@ def update_selection(cfg: Any, work: cx.Workload) -> tuple[bool, int | None]:
 
     cfg: configuration. work: its workload.
     """
-    groups = hasattr(cfg, "top_k") and cfg.credit.group == "node"
-    if not groups or cfg.top_k is None:
+    groups = hasattr(cfg, "selected_groups") and cfg.credit.group == "node"
+    if not groups or cfg.selected_groups is None:
         return groups, None
-    return groups, cfg.top_k * (work.tasks if cfg.scope == "task" else 1)
+    return groups, cfg.selected_groups * (work.tasks if cfg.selection_scope == "task" else 1)
 
 
 def trained_shares(cfg: Any, algorithm: Any, plan: Plan, work: cx.Workload) -> list[tuple[float, ...]]:

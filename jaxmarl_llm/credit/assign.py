@@ -47,11 +47,16 @@ class Credit:
     baseline: str = "mean"  # mean, loo (leave-one-out), max or none
     normalise: str = "std"  # std or none
     ddof: int = 0  # 0 population, 1 sample standard deviation
-    over: str = "steps"  # what a group's statistics count: steps, or episodes
-    reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
+    stats_over: str = "steps"  # what a group's statistics count: steps, or episodes
+    joint_action_reduce: str = "mean"  # over the joint actions a completion takes part in: mean or sum
     rule: str | None = None  # package.module:name of a rule of your own, in place of the standard one
 
-    ALIASES: ClassVar[dict[str, str]] = {"centre": "baseline", "scale": "normalise"}
+    ALIASES: ClassVar[dict[str, str]] = {
+        "centre": "baseline",
+        "scale": "normalise",
+        "over": "stats_over",
+        "reduce": "joint_action_reduce",
+    }
     REMOVED: ClassVar[dict[str, str]] = {
         "coupling": "set config.beta of recipe advantage_alignment",
         "coupling_fade": "set config.fade of recipe advantage_alignment",
@@ -65,8 +70,8 @@ class Credit:
         one_of(f"{path}.group", self.group, GROUPS)
         one_of(f"{path}.baseline", self.baseline, ("mean", "loo", "max", "none"))
         one_of(f"{path}.normalise", self.normalise, ("std", "none"))
-        one_of(f"{path}.over", self.over, ("steps", "episodes"))
-        one_of(f"{path}.reduce", self.reduce, ("mean", "sum"))
+        one_of(f"{path}.stats_over", self.stats_over, ("steps", "episodes"))
+        one_of(f"{path}.joint_action_reduce", self.joint_action_reduce, ("mean", "sum"))
         one_of(f"{path}.ddof", self.ddof, (0, 1))
         in_range(f"{path}.discount", self.discount, 0, 1)
 
@@ -79,8 +84,8 @@ def standard_rule(cfg: Credit, *, until_next_turn: bool = False, singleton: str 
         until_next_turn: See `rules.ReturnToGo`.
         singleton: See `rules.GroupRelative`.
     """
-    compare = GroupRelative(cfg.group, cfg.baseline, cfg.normalise, cfg.ddof, singleton, cfg.over)
-    return chain(ReturnToGo(cfg.discount, until_next_turn), PerCompletion(cfg.reduce), compare)
+    compare = GroupRelative(cfg.group, cfg.baseline, cfg.normalise, cfg.ddof, singleton, cfg.stats_over)
+    return chain(ReturnToGo(cfg.discount, until_next_turn), PerCompletion(cfg.joint_action_reduce), compare)
 
 
 class Credited(struct.PyTreeNode):

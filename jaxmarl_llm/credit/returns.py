@@ -83,13 +83,13 @@ def generalised_advantage(
     *,
     max_turns: int,
     discount: float = 1.0,
-    decay: float = 0.0,
+    gae_lambda: float = 0.0,
 ) -> tuple[Float[Array, "J A"], Float[Array, "J A"]]:
     """Advantages and value targets of transitions with a critic: GAE (Schulman et al. 2016) on a forest.
 
     ``d_j = r_j + discount V'_j - V_j``, V' the mean value of the child states (0 at a leaf), and ``A_j = d_j + discount
-    decay mean_{valid children} A``. The target is ``A_j + V_j``. Rows as in `returns_to_go`. Rows that are not valid
-    get 0. The value of a state counts whether or not the rewards behind it are known.
+    gae_lambda mean_{valid children} A``. The target is ``A_j + V_j``. Rows as in `returns_to_go`. Rows that are not
+    valid get 0. The value of a state counts whether or not the rewards behind it are known.
 
     Args:
         rewards: reward of each transition for each role [J A].
@@ -101,7 +101,7 @@ def generalised_advantage(
         valid: transitions whose reward is known [J].
         max_turns: number of turns of the longest episode.
         discount: discount per turn.
-        decay: lambda. 0 is TD(0), as in IAC and MAAC; 1 is the Monte Carlo return minus V.
+        gae_lambda: lambda. 0 is TD(0), as in IAC and MAAC; 1 is the Monte Carlo return minus V.
 
     Returns:
         Advantages [J A] and targets [J A].
@@ -123,7 +123,7 @@ def generalised_advantage(
         value = jnp.where(here & ~acts, bootstrapped, value)
         known = jnp.where(here & ~acts, valid[:, None] & (leaf | some), known)
         carried, _ = mean_below(advantage, later & valid[:, None])
-        error = bootstrapped - value + discount * decay * carried
+        error = bootstrapped - value + discount * gae_lambda * carried
         return value, known, jnp.where(here & valid[:, None], error, advantage)
 
     start = values, acts & played[:, None], jnp.zeros_like(values)

@@ -154,16 +154,18 @@ class PerCompletion:
     """Give each completion its role's return over the joint actions that the completion is part of.
 
     Attributes:
-        reduce: ``mean`` over those joint actions, or ``sum`` (MAGRPO's library).
+        joint_action_reduce: ``mean`` over those joint actions, or ``sum`` (MAGRPO's library).
     """
 
-    reduce: str = "mean"
+    joint_action_reduce: str = "mean"
 
     def __call__(self, tree: Tree, signal: Signal) -> Signal:
         steps, moves = tree.steps, tree.transitions
         role, size = tree.nodes.role[steps.node], steps.node.shape[0]
         assert signal.returns is not None and signal.known is not None, "PerCompletion needs a return rule before it"
-        value, has = step_returns(moves.steps, role, signal.returns, signal.known, num_steps=size, reduce=self.reduce)
+        value, has = step_returns(
+            moves.steps, role, signal.returns, signal.known, num_steps=size, reduce=self.joint_action_reduce
+        )
         return signal.replace(value=value, advantage=value, valid=has & steps.valid)
 
 
@@ -182,7 +184,8 @@ class GroupRelative:
         normalise: ``std`` or ``none``.
         ddof: 0 for the population's standard deviation, 1 for the sample's.
         singleton: Advantage of a group of one: ``zero``, or ``raw``, its value (Dr. MAS).
-        over: Members that the statistics count: ``steps``, or ``episodes``, the first completion of each in the group.
+        stats_over: Members that the statistics count: ``steps``, or ``episodes``, the first completion of each in the
+            group.
     """
 
     group: str | Grouping = "node"
@@ -190,14 +193,14 @@ class GroupRelative:
     normalise: str = "std"
     ddof: int = 0
     singleton: str = "zero"
-    over: str = "steps"
+    stats_over: str = "steps"
 
     def __call__(self, tree: Tree, signal: Signal) -> Signal:
         moves, value, valid = tree.transitions, signal.value, signal.valid
         assert value is not None and valid is not None, "GroupRelative needs PerCompletion before it"
         ids, count = self.groups(tree, signal.sizes)
         counted = None
-        if self.over == "episodes":
+        if self.stats_over == "episodes":
             episodes = step_episodes(moves.steps, moves.parent, num_steps=len(value))
             counted = first_of_each(ids, episodes, valid=valid)
         advantage, stats = group_advantage(

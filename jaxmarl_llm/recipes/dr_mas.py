@@ -11,8 +11,8 @@ what that costs: the squared gradient norm of agent k is that of its score times
 
     (sigma_k^2 + (mu_k - mu)^2) / sigma^2    (`inflation`; population variances)
 
-up to a covariance term, and agent-wise statistics make the factor 1. ``credit.over="episodes"`` counts a trajectory
-once in the statistics and copies its advantage to its steps (the authors' baseline mode).
+up to a covariance term, and agent-wise statistics make the factor 1. ``credit.stats_over="episodes"`` counts a
+trajectory once in the statistics and copies its advantage to its steps (the authors' baseline mode).
 
 Kept: the above, G = 8, PPO's token-level clip, and a penalty of 0.1 for an invalid action. Also kept: one model a role
 or one for all (``team.parameter_sharing``), and models of different sizes (``team.overrides``). Chosen where the paper

@@ -3,7 +3,7 @@
 Each agent plays as in MAGRPO, at once with the others and on its own history, for one joint reward. Its own critic
 values its own prompts, V_i(h_i), read from the last prompt token. The critic is a head on the policy's backbone
 (``team.critic="head"``) or on an own copy (``"separate"``). Advantage and value target by TD(0), r + discount V' - V,
-or GAE with ``decay`` (lambda) above 0. At the last turn the target is the reward. Policy loss: minus the advantage
+or GAE with ``gae_lambda`` above 0. At the last turn the target is the reward. Policy loss: minus the advantage
 times the summed token log-probs; value loss: ``loss.value_coef`` times the squared error.
 
 Kept: the above, advantages whitened by role and turn over the batch, gradients clipped at 0.5. Changed:

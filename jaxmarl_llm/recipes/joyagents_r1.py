@@ -25,9 +25,9 @@ Chosen, because no source states it:
   over its node's children, so what lies behind a base action is an average of G.
 - loss: advantages (R - mean) / (std + eps) per node, population std; PPO clip 0.2. There is no KL, although the
   abstract calls the method a variant of GRPO, whose original form has one.
-- selection: K counts nodes of one task (``scope="batch"``: of the batch), not agents. A group has two samples at least
-  and a variance above 0. With at most K nodes a task, as in the tiny variant (3 nodes, K = 5), it selects every group
-  that has a variance.
+- selection: K counts nodes of one task (``selection_scope="batch"``: of the batch), not agents. A group has two
+  samples at least and a variance above 0. With at most K nodes a task, as in the tiny variant (3 nodes, K = 5), it
+  selects every group that has a variance.
 - sizes: group size, learning rate, memory size, and the number and form of retrieved entries.
 - memory: every rule of agents/memory.py beyond those named above. The normal is fitted to the whole history of an
   agent's rewards, and thresholds are clipped to the least and largest reward. For rewards of 0 and 1 the upper
@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import jax
 from jaxtyping import Array
@@ -71,21 +72,23 @@ class Config(BaseConfig):
     plan: str = "node_wise"  # or flat, product: for comparison
     group: int | tuple[int, ...] = 4  # G of a node; a tuple gives one a turn
     continuation: str = "continue"  # of a node's alternatives: continue, or local
-    top_k: int | None = 5  # groups selected; None: all with a variance
-    scope: str = "task"  # top_k groups of each task, or of the whole batch
+    selected_groups: int | None = 5  # K; None: all with a variance
+    selection_scope: str = "task"  # selected_groups of each task, or of the whole batch
     use_memory: bool = True  # put entries of an adaptive memory into prompts, and evolve it
     memory: MemoryConfig = MemoryConfig()
     # component -> weight of the reward that memory learns from
     memory_reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0})
+
+    ALIASES: ClassVar[dict[str, str]] = {"scope": "selection_scope", "top_k": "selected_groups"}
 
     def check(self, path: str) -> None:
         super().check(path)
         sizes = self.group if isinstance(self.group, tuple) else (self.group,)
         if not sizes or min(sizes) < 1 or max(sizes) < 2:
             raise ConfigError(f"{path}.group: expected sizes >= 2 (a group compares samples), got {self.group}")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"{path}.top_k: expected >= 1 or None for all, got {self.top_k}")
-        one_of(f"{path}.scope", self.scope, ("task", "batch"))
+        if self.selected_groups is not None and self.selected_groups < 1:
+            raise ConfigError(f"{path}.selected_groups: expected >= 1 or None for all, got {self.selected_groups}")
+        one_of(f"{path}.selection_scope", self.selection_scope, ("task", "batch"))
         one_of(f"{path}.plan", self.plan, PLANS)
         one_of(f"{path}.continuation", self.continuation, ("continue", "local"))
         if self.plan != "node_wise" and len(sizes) > 1:
@@ -106,13 +109,13 @@ def make_plan(cfg: Config) -> Plan:
 def select(cfg: Config) -> Callable[[Credited, int], Array]:
     """Selection of the groups of marginal benefit: largest variance, at least two members, variance above 0.
 
-    ``cfg``: its ``top_k`` and ``scope`` say how many groups.
+    ``cfg``: its ``selected_groups`` and ``selection_scope`` say how many groups.
     """
 
     def top_groups(credited: Credited, num_tasks: int) -> Array:
-        scope, scopes = (credited.group_task, num_tasks) if cfg.scope == "task" else (None, 1)
+        scope, scopes = (credited.group_task, num_tasks) if cfg.selection_scope == "task" else (None, 1)
         eligible = credited.stats.count >= 2
-        return _top_k(credited.stats.variance, eligible, cfg.top_k, scope=scope, num_scopes=scopes)
+        return _top_k(credited.stats.variance, eligible, cfg.selected_groups, scope=scope, num_scopes=scopes)
 
     return top_groups
 

@@ -5,7 +5,7 @@ Its TD error is every agent's advantage (CTDE: the critic is used in training al
 a value head on its last token, with an optimizer of its own. All agents must share one tokenizer.
 
 Kept: TD(0) target for actor and critic, advantages whitened by role and turn over the batch, gradients clipped at 0.5.
-Changed: GAE with ``decay`` above 0 is offered; many tasks in a batch; one update for the samples of all turns. Not
+Changed: GAE with ``gae_lambda`` above 0 is offered; many tasks in a batch; one update for the samples of all turns. Not
 here: the library's Q-critic.
 """
 

@@ -9,8 +9,9 @@ Agents act at once, each on its own history; one joint reward. Return of a joint
 advantage (eq. 2) A = R - mean of the group, shared by all agents, no std; objective (eq. 3): mean of A times the summed
 token log-probs; no clip, no KL, no length normalisation. Groups: one agent's samples at one state, and in ``flat``
 one agent's at one turn of one task. ``joint="cross"`` forms every combination of the agents' samples; a completion is
-credited with the mean of its joint actions (``credit.reduce="sum"`` as the library does). ``credit.baseline`` none, loo
-and max are MAREINFORCE, MARLOO and MAREMAX; ``credit.normalise="std"`` makes all four one algorithm.
+credited with the mean of its joint actions (``credit.joint_action_reduce="sum"`` as the library does).
+``credit.baseline`` none, loo and max are MAREINFORCE, MARLOO and MAREMAX; ``credit.normalise="std"`` makes all four one
+algorithm.
 
 No factor discount^t. The gradient of the discounted return J = E[sum over t of discount^t r_t] weighs the term of turn
 t by discount^t:
@@ -33,6 +34,7 @@ Expected: `experiments/configs/magrpo.py:tiny` passes the untrained team and one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.envs.contract import Environment
@@ -53,40 +55,44 @@ class Config(BaseConfig):
 
     recipe: str = "magrpo"
     group: int = 4  # G samples of each agent
-    mode: str = "flat"  # flat, tree, best or first
+    tree_mode: str = "flat"  # flat, tree, best or first
     joint: str = "aligned"  # how the agents' samples are combined: aligned or cross
     stop_above: float | None = None  # a state whose joint actions' mean reward is above it is not played on
     credit: Credit = Credit(group="task_role_turn", normalise="none")
     loss: Loss = Loss(clip_low=None, aggregation="sum")
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.0)
 
+    ALIASES: ClassVar[dict[str, str]] = {"mode": "tree_mode"}
+
     def check(self, path: str) -> None:
         super().check(path)
         if self.group < 2:
             raise ConfigError(f"{path}.group: expected >= 2 (a group compares samples), got {self.group}")
-        if self.mode not in MODES:
-            raise ConfigError(f"{path}.mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.tree_mode not in MODES:
+            raise ConfigError(f"{path}.tree_mode: expected one of {', '.join(MODES)}, got {self.tree_mode!r}")
         if self.joint not in JOINT:
             raise ConfigError(f"{path}.joint: expected one of {', '.join(JOINT)}, got {self.joint!r}")
-        if self.mode == "flat" and self.joint == "cross":
-            raise ConfigError(f"{path}.joint: expected aligned with mode=flat; trees and hand-offs can be crossed")
-        group = "task_role_turn" if self.mode == "flat" else "node"
+        if self.tree_mode == "flat" and self.joint == "cross":
+            raise ConfigError(f"{path}.joint: expected aligned with tree_mode=flat; trees and hand-offs can be crossed")
+        group = "task_role_turn" if self.tree_mode == "flat" else "node"
         if self.credit.group != group:
             raise ConfigError(
-                f"{path}.credit.group: expected {group!r} with mode={self.mode}, got {self.credit.group!r}"
+                f"{path}.credit.group: expected {group!r} with tree_mode={self.tree_mode}, got {self.credit.group!r}"
             )
-        if self.mode in ("best", "first") and self.credit.discount:
-            raise ConfigError(f"{path}.credit.discount: expected 0 with mode={self.mode}: what goes on is chosen")
+        if self.tree_mode in ("best", "first") and self.credit.discount:
+            raise ConfigError(
+                f"{path}.credit.discount: expected 0 with tree_mode={self.tree_mode}: what goes on is chosen"
+            )
 
 
 def make_plan(cfg: Config) -> Plan:
-    """Plan that ``cfg.mode`` and ``cfg.joint`` name."""
-    if cfg.mode == "flat":
+    """Plan that ``cfg.tree_mode`` and ``cfg.joint`` name."""
+    if cfg.tree_mode == "flat":
         plan = flat(cfg.group)
-    elif cfg.mode == "tree":
+    elif cfg.tree_mode == "tree":
         plan = product(cfg.group, cfg.joint)
     else:
-        plan = handoff(cfg.group, cfg.joint, best=cfg.mode == "best")
+        plan = handoff(cfg.group, cfg.joint, best=cfg.tree_mode == "best")
     return plan._replace(stop_above=cfg.stop_above, reward=tuple(sorted(cfg.reward.items())))
 
 

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.config import at_least, one_of, to_dict
+from jaxmarl_llm.config import at_least, from_dict, one_of, to_dict
 from jaxmarl_llm.credit.assign import Credited, assign
 from jaxmarl_llm.credit.rules import Sizes
 from jaxmarl_llm.credit.selection import same_parent_pairs
@@ -145,6 +145,11 @@ def source(cfg: Config) -> dict[str, Any]:
     return kept | {"env": {k: v for k, v in whole["env"].items() if k not in ("workers", "timeout", "eval_tasks")}}
 
 
+def stored_source(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """`source` with the names that keys have now. ``stored``: `source` of the version that wrote a data set."""
+    return source(from_dict(Config, stored))
+
+
 class Data(NamedTuple):
     """Samples that the roles learn from, and figures of the samples."""
 
@@ -212,7 +217,7 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
                     tables = sample(state)
                     processes.broadcast_from_0(lambda: offline.save(folder, source(cfg), tables))
             held.clear()
-            held[folder] = from_tables(offline.load(folder, source(cfg)))
+            held[folder] = from_tables(offline.load(folder, source(cfg), stored_source))
         return held[folder]
 
     def phase(name: str, loss: Loss, size: Offline, makers: dict[str, Learner], pairs: bool) -> phases.Phase:

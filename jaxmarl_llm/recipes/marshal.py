@@ -99,7 +99,7 @@ def code_rule(cfg: Config) -> CreditRule:
     ``cfg.credit`` gives discount, reduction and groups.
     """
     compare = GroupRelative(cfg.credit.group, "unique", "none")
-    summed = ReturnToGo(cfg.credit.discount), PerCompletion(cfg.credit.reduce)
+    summed = ReturnToGo(cfg.credit.discount), PerCompletion(cfg.credit.joint_action_reduce)
     return chain(CentreTurnRewards("mean"), *summed, compare, Whiten(ddof=1))
 
 

@@ -69,7 +69,7 @@ class Config(BaseConfig):
     learner: str | None = None  # meta or reasoner: that role alone learns, the other stays frozen
     env: EnvConfig = EnvConfig("chain", {"protocol": "meta"})
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "shaping": 1.0})
-    credit: Credit = Credit(group="task_role", ddof=1, over="episodes")
+    credit: Credit = Credit(group="task_role", ddof=1, stats_over="episodes")
     loss: Loss = Loss(
         objective="jaxmarl_llm.recipes.rema:turn_loss",
         dual_clip=3.0,

@@ -225,9 +225,9 @@ def make_rollout(
 ) -> Callable[..., Tree]:
     """Make a pure function (params, memory, tasks, key, version, assignment) -> Tree; jit it.
 
-    With ``team.stacked`` the models that may act together are one launch. Each node then has a copy of its own model's
-    parameters. This is for many small models or adapters of one architecture. Turns that are alike (`segments`) are one
-    scan: there the environment's states keep their shapes and types.
+    With ``team.batch_models`` the models that may act together are one launch. Each node then has a copy of its own
+    model's parameters. This is for many small models or adapters of one architecture. Turns that are alike
+    (`segments`) are one scan: there the environment's states keep their shapes and types.
 
     Arguments of the result. memory: unused without ``memory_config``. tasks: pytree with leading axis B. key: typed;
     consumed by folding. version: integer written into the steps. assignment: int [B A], which of ``Team.players`` plays
@@ -264,7 +264,7 @@ def make_rollout(
             tables.append(table)
             first = _add(first, rows, segment.repeats)
             for turn in segment.turns:
-                models = 1 if team.stacked else len(acting_models(spec, turn, assignment is not None))
+                models = 1 if team.batch_models else len(acting_models(spec, turn, assignment is not None))
                 launches += models * len(walk[turn]) * segment.repeats
         return finish(join(tables), launches)
 
@@ -272,11 +272,11 @@ def make_rollout(
 
 
 def _check_stacked(spec: RolloutSpec) -> None:
-    """Raises ConfigError where models that ``team.stacked`` puts into one launch are not alike."""
+    """Raises ConfigError where models that ``team.batch_models`` puts into one launch are not alike."""
     first, *others = spec.models
     kind = lambda m: (m.policy, m.base, m.tokenizer)
     other = next((m.name for m in others if kind(m) != kind(first)), None)
-    if spec.team.stacked and other is not None:
+    if spec.team.batch_models and other is not None:
         raise ConfigError(
             f"config.team.batch_models: expected models of one architecture, base and tokenizer; {other!r} is not as "
             f"{first.name!r}"

@@ -234,7 +234,7 @@ def generate_nodes(
         turn: a turn with the same actors as this one.
     """
     team = spec.team
-    if team.stacked:
+    if team.batch_models:
         first, index = spec.models[0], list(acting)
         own = [params["agents"][team.models[m].name] for m in index]
         which = jnp.searchsorted(jnp.array(index), nodes.model)

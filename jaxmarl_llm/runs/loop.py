@@ -227,18 +227,18 @@ def _kept(saver: Checkpointer) -> str:
 def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, float], saver: Checkpointer) -> None:
     """Raise FloatingPointError after too many bad steps in a row, or for a large gap between sampler and learner.
 
-    step: completed steps. bad: bad steps in a row. metrics: of this step; "logprob_gap" is the difference between the
+    step: completed steps. bad: bad steps in a row. metrics: of this step; "logprob_diff" is the difference between the
     log-probabilities of the sampler and the learner. saver: completes its save first.
     """
     if bad >= cfg.run.max_bad_steps:
         raise FloatingPointError(
             f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; stopped; {_kept(saver)}"
         )
-    gap = metrics.get("logprob_gap", 0.0)
-    if cfg.run.max_logprob_gap and gap > cfg.run.max_logprob_gap:
+    gap = metrics.get("logprob_diff", 0.0)
+    if cfg.run.max_logprob_diff and gap > cfg.run.max_logprob_diff:
         raise FloatingPointError(
-            f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_gap="
-            f"{cfg.run.max_logprob_gap:g}; the update would be biased"
+            f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_diff="
+            f"{cfg.run.max_logprob_diff:g}; the update would be biased"
         )
 
 

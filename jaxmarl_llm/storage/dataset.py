@@ -14,7 +14,7 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +52,21 @@ def save(folder: Path, config: Mapping[str, Any], tables: Mapping[str, Mapping[s
     os.rename(partial, folder)
 
 
-def load(folder: Path, config: Mapping[str, Any]) -> Tables:
+def load(
+    folder: Path,
+    config: Mapping[str, Any],
+    current: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda stored: stored,
+) -> Tables:
     """Read a data set and verify it.
 
-    folder: the data set. config: the expected configuration. Raises ConfigError, in one line, when the data set is
-    missing, damaged, or of another configuration.
+    folder: the data set. config: the expected configuration. current: the stored configuration with the names that keys
+    have now. Raises ConfigError, in one line, when the data set is missing, damaged, or of another configuration.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no data set is there")
     meta = _read_meta(folder / "meta.json")
-    changed = diff(meta["config"], json.loads(json.dumps(config)))
+    plain = lambda values: json.loads(json.dumps(values))
+    changed = diff(plain(current(meta["config"])), plain(config))
     if changed:
         raise ConfigError(f"{folder}: the data set is of another configuration: {'; '.join(changed):.300}")
     return {name: _read_table(folder / f"{name}.npz", sha256) for name, sha256 in meta["sha256"].items()}

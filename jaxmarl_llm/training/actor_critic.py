@@ -84,7 +84,7 @@ class CriticAdvantage:
             roles=len(team.roles),
             max_turns=step.env_runner.env.max_turns,
             discount=cfg.credit.discount,
-            decay=cfg.decay,
+            gae_lambda=cfg.gae_lambda,
             whiten=cfg.whiten,
         )
         gain, has, aim, known = driver.host(out)
@@ -175,7 +175,7 @@ def advantages_of(
     roles: int,
     max_turns: int,
     discount: float,
-    decay: float,
+    gae_lambda: float,
     whiten: bool,
 ) -> tuple[Array, Array, Array, Array]:
     """Advantages and value targets of a rollout whose prompts have estimates.
@@ -187,7 +187,7 @@ def advantages_of(
         roles: Number of roles.
         max_turns: Of an episode.
         discount: Of the next state's estimate.
-        decay: Lambda of GAE.
+        gae_lambda: Lambda of GAE.
         whiten: Advantages of one role and turn get mean 0 and the population's standard deviation 1. An advantage that
             is alone stays.
 
@@ -210,7 +210,7 @@ def advantages_of(
         moves.valid,
         max_turns=max_turns,
         discount=discount,
-        decay=decay,
+        gae_lambda=gae_lambda,
     )
     role, c, n = nodes.role[steps.node], len(steps.node), len(nodes.role)
     gain, has = step_returns(seats, role, advantage, moves.valid, num_steps=c)
@@ -231,5 +231,5 @@ def advantages_of(
     return gain, has, total / jnp.maximum(count, 1.0), (count > 0) & nodes.valid
 
 
-_STATIC = ("roles", "max_turns", "discount", "decay", "whiten")
+_STATIC = ("roles", "max_turns", "discount", "gae_lambda", "whiten")
 _advantages = jax.jit(advantages_of, static_argnames=_STATIC)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jaxmarl_llm.agents.snapshots import Past
 from jaxmarl_llm.agents.team import TeamConfig
@@ -55,17 +56,19 @@ class RunConfig:
     wandb_project: str | None = None  # project of Weights and Biases to log to (extra wandb); None: none
     max_bad_steps: int = 10  # in a row, whose loss or gradient was not finite, before the run stops
     deadlines: Deadlines = Deadlines()  # of the stages of a step
-    max_logprob_gap: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
+    max_logprob_diff: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
     max_invalid: float = 0.5  # share of joint actions without a valid reward above which the run ends; 1: never
     best: str | None = None  # metric of the held-out tasks, as eval/return; its best step is kept in best/
     patience: int = 0  # evaluations in a row without a better value of ``best`` after which the run ends; 0: never
     episodes: int = 6  # written to episodes.md at the end
     max_epochs: float = 100.0  # passes of RL over the tasks of a host environment, above which it is refused; 0: any
 
+    ALIASES: ClassVar[dict[str, str]] = {"max_logprob_gap": "max_logprob_diff"}
+
     def check(self, path: str) -> None:
         for name in ("checkpoint_every", "keep", "log_every", "max_bad_steps"):
             at_least(f"{path}.{name}", getattr(self, name), 1)
-        for name in ("eval_every", "max_logprob_gap", "episodes", "patience", "max_epochs"):
+        for name in ("eval_every", "max_logprob_diff", "episodes", "patience", "max_epochs"):
             at_least(f"{path}.{name}", getattr(self, name), 0)
         in_range(f"{path}.max_invalid", self.max_invalid, 0, 1)
         if self.best is not None and not self.best.removeprefix("-").startswith("eval/"):
@@ -122,7 +125,7 @@ class ActorCritic(BaseConfig):
     """Fields of recipes whose advantages come from critics (``team.critic``)."""
 
     group: int = 1  # episodes of each task
-    decay: float = 0.0  # lambda of GAE: 0 TD(0), 1 Monte Carlo
+    gae_lambda: float = 0.0  # 0: TD(0); 1: Monte Carlo
     whiten: bool = True  # advantages: mean 0 and std 1 over the batch, by role and turn
     credit: Credit = Credit(
         discount=0.9, group="task_role_turn", normalise="none"
@@ -131,10 +134,12 @@ class ActorCritic(BaseConfig):
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.5)
     critic_optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.5)  # of critics that are no policies
 
+    ALIASES: ClassVar[dict[str, str]] = {"decay": "gae_lambda"}
+
     def check_critic(self, path: str, critics: tuple[str, ...]) -> None:
         if self.team.critic not in critics:
             raise ConfigError(f"{path}.team.critic: expected {' or '.join(critics)}, got {self.team.critic!r}")
         at_least(f"{path}.group", self.group, 1, ROW_LIMIT)
-        in_range(f"{path}.decay", self.decay, 0, 1)
+        in_range(f"{path}.gae_lambda", self.gae_lambda, 0, 1)
         if not self.loss.value_coef:
             raise ConfigError(f"{path}.loss.value_coef: expected > 0 (nothing else trains the critic), got 0")

@@ -227,7 +227,7 @@ class TracedDriver:
             mine = trained & (tree.nodes.model[tree.steps.node] == m)
             counted = mine.astype(jnp.float32)
             weights = aggregation_weights(
-                tree.steps.loss_mask, counted, cfg.loss.aggregation, cfg.loss.constant, episode
+                tree.steps.loss_mask, counted, cfg.loss.aggregation, cfg.loss.loss_length, episode
             )
             values = None if target is None else target.of_nodes()
             out[model.name] = []

@@ -95,7 +95,7 @@ def pad_rows(batch: Batch, multiple: int) -> Batch:
     return more.replace(length=np.maximum(more.length, 1))
 
 
-token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "constant"))
+token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "loss_length"))
 
 
 class Learner(NamedTuple):
@@ -333,8 +333,8 @@ class Updated(NamedTuple):
     Attributes:
         own: Parameters.
         opt_state: Optimizer state.
-        metrics: Means over the trained tokens (dpo: pairs); ``grad_norm``; ``logprob_gap``; ``ok``, 1.0, or 0.0 when an
-            optimizer step was skipped. Of the first epoch, but ratio, clip_fraction and approx_kl of the last.
+        metrics: Means over the trained tokens (dpo: pairs); ``grad_norm``; ``logprob_diff``; ``ok``, 1.0, or 0.0 when
+            an optimizer step was skipped. Of the first epoch, but ratio, clip_fraction and approx_kl of the last.
     """
 
     own: Params
@@ -389,7 +389,7 @@ def optimize(
         whole = ("loss", "value_loss")  # sums; the others are means over what was weighed
         mean = {k: v if k in whole else v / jnp.where(weight > 0, weight, 1.0) for k, v in total.items()}
         if epoch == 0:
-            metrics = mean | {"grad_norm": norm, "logprob_gap": functools.reduce(jnp.maximum, gaps)}
+            metrics = mean | {"grad_norm": norm, "logprob_diff": functools.reduce(jnp.maximum, gaps)}
         metrics |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
     return Updated(own, opt_state, {**metrics, "ok": ok})
 

@@ -52,7 +52,7 @@ class Loss:
     ratio_level: str = "token"  # of the importance ratio: token or sequence (GSPO; ReMA's turn)
     # token, sequence, sum or constant: see `aggregation_weights`. package.module:function: a user's `Aggregation`.
     aggregation: str = "token"
-    constant: float | None = None  # tokens, for aggregation=constant
+    loss_length: float | None = None  # tokens L, for aggregation=constant
     kl_coef: float = 0.0  # coefficient of the KL term to the reference policy
     kl_kind: str = "k3"  # estimator of the KL term: k1, k2 or k3
     tis_clip: float | None = None  # cap of the importance weight between sampler and learner; None: no weight
@@ -66,6 +66,7 @@ class Loss:
         "level": "ratio_level",
         "aggregate": "aggregation",
         "importance_cap": "tis_clip",
+        "constant": "loss_length",
     }
     REMOVED: ClassVar[dict[str, str]] = {
         "max_log_ratio": "recipe rema caps log-ratios with config.loss.objective='jaxmarl_llm.recipes.rema:turn_loss'",
@@ -77,7 +78,7 @@ class Loss:
         self._check_aggregation(path)
         one_of(f"{path}.kl_kind", self.kl_kind, ("k1", "k2", "k3"))
         positive(f"{path}.beta", self.beta)
-        for name in ("constant", "tis_clip", "value_clip"):
+        for name in ("loss_length", "tis_clip", "value_clip"):
             if getattr(self, name) is not None:
                 positive(f"{path}.{name}", getattr(self, name))
         for name in ("clip_high", "kl_coef", "value_coef"):
@@ -87,8 +88,8 @@ class Loss:
             at_least(f"{path}.clip_low", self.clip_low, 0)
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ConfigError(f"{path}.dual_clip: expected a finite number > 1 or None, got {self.dual_clip}")
-        if self.aggregation == "constant" and self.constant is None:
-            raise ConfigError(f"{path}.constant: expected tokens > 0 with {path}.aggregation='constant', got None")
+        if self.aggregation == "constant" and self.loss_length is None:
+            raise ConfigError(f"{path}.loss_length: expected tokens > 0 with {path}.aggregation='constant', got None")
         at_least(f"{path}.epochs", self.epochs, 1, EPOCH_LIMIT)
         if self.objective == "dpo":
             self._check_dpo(path)
@@ -318,7 +319,7 @@ def aggregation_weights(
     mask: Bool[Array, "*batch R"],
     sequence_weight: Float[Array, "*batch"],
     kind: str,
-    constant: float | None = None,
+    loss_length: float | None = None,
     episode: Int[Array, "*batch"] | None = None,
 ) -> Float[jax.Array, "*batch R"]:
     """Compute the weight of each token in the batch's loss.
@@ -328,7 +329,7 @@ def aggregation_weights(
     - ``token``: ``m / sum(m)``. Every token has the same weight (DAPO).
     - ``sequence``: ``m / (N |s|)``. The mean over sequences of the token mean (GRPO, GSPO).
     - ``sum``: ``m / N``. The mean over sequences of the summed loss (MAGRPO eq. 3: log pi of a response is a sum).
-    - ``constant``: ``m / (N constant)``. Like ``sum``, divided by a fixed length (Dr. GRPO).
+    - ``constant``: ``m / (N loss_length)``. Like ``sum``, divided by a fixed length (Dr. GRPO).
     - ``package.module:function``: the weights that an `Aggregation` computes.
 
     A sequence without tokens is not counted in N. If no sequence is left, all weights are 0.
@@ -338,7 +339,7 @@ def aggregation_weights(
         sequence_weight: factor of each sequence, in numerator and denominator alike. 0 leaves the sequence out
             (invalid, not selected, or of another model).
         kind: one of the names above.
-        constant: the fixed length in tokens, for ``kind="constant"``.
+        loss_length: the fixed length in tokens, for ``kind="constant"``.
         episode: episode of each sequence, for an `Aggregation`: ids in [0, number of sequences), in any order. None:
             each sequence is an episode of its own.
     """
@@ -354,9 +355,9 @@ def aggregation_weights(
     elif kind == "sum":
         total = sequences
     elif kind == "constant":
-        if constant is None or constant <= 0:
-            raise ValueError(f"kind 'constant' needs a positive constant, not {constant}")
-        total = sequences * constant
+        if loss_length is None or loss_length <= 0:
+            raise ValueError(f"kind 'constant' needs a positive loss_length, not {loss_length}")
+        total = sequences * loss_length
     else:
         raise ValueError(f"kind is {', '.join(map(repr, KINDS))} or 'package.module:function', not {kind!r}")
     return jnp.where(total > 0, tokens / jnp.where(total > 0, total, 1.0), 0.0)

@@ -107,7 +107,7 @@ class _Samples(NamedTuple):
         transitions, episode = tree.transitions, None
         if loss.reads_episodes:
             episode = _step_episodes(transitions.steps, transitions.parent, num_steps=len(counted))
-        weights = np.asarray(token_weights(steps.loss_mask, counted, loss.aggregation, loss.constant, episode))[rows]
+        weights = np.asarray(token_weights(steps.loss_mask, counted, loss.aggregation, loss.loss_length, episode))[rows]
         adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(counted), -1)[rows], weights.shape)
         of_node: dict[int, list[int]] = {}
         for i, c in enumerate(rows):

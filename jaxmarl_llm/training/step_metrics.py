@@ -78,7 +78,7 @@ def diagnose(
                 "grad_norm": "grad_norm",
                 "clip_fraction": "clip_fraction",
                 "ref_kl": "kl",
-                "logprob_gap": "logprob_gap",
+                "logprob_diff": "logprob_diff",
                 "nll": "nll",
                 "ratio": "ratio",
             }
@@ -91,7 +91,7 @@ def diagnose(
             out[f"node/{turn}/selected"] = float(selected[groups].mean())
     out |= played.watched
     out["bad"] = float(any(not m["ok"] for m in updated.values()))
-    out["logprob_gap"] = max((m["logprob_gap"] for m in updated.values()), default=0.0)
+    out["logprob_diff"] = max((m["logprob_diff"] for m in updated.values()), default=0.0)
     return out
 
 

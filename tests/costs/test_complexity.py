@@ -225,7 +225,7 @@ def noted(policy, log):
     return policy._replace(init_suffix=init_suffix)
 
 
-def of_env(env, team, tasks, prompt, stacked=False):
+def of_env(env, team, tasks, prompt, batch_models=False):
     """The workload of an array environment in which every seat is always taken and prompts have ``prompt`` tokens."""
     width = jax.eval_shape(jax.vmap(env.observe), jax.eval_shape(jax.vmap(env.reset), *tasks)).tokens.shape[-1]
     speakers = tuple(
@@ -238,7 +238,7 @@ def of_env(env, team, tasks, prompt, stacked=False):
     )
     batch = len(jax.tree.leaves(tasks[1])[0])
     models = (cx.ModelSize(TINY),) * len(team.models)
-    return cx.Workload(turns, speakers, models, batch, "array", width, env.seats, stacked)
+    return cx.Workload(turns, speakers, models, batch, "array", width, env.seats, batch_models)
 
 
 @functools.cache
@@ -253,10 +253,10 @@ def endless_team(roles, max_new_tokens=3, log=None):
     return Team(tuple(Role(r, r, max_new_tokens) for r in roles), models)
 
 
-def relay_work(turns, batch, stacked=False):
+def relay_work(turns, batch, batch_models=False):
     env, team = toys.relay(turns), endless_team(("a", "b"))
     keys = jax.vmap(jax.random.key)(jnp.arange(batch))
-    return of_env(env, team, (keys, toys.relay_tasks(batch)), 3, stacked)
+    return of_env(env, team, (keys, toys.relay_tasks(batch)), 3, batch_models)
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 50))
@@ -329,8 +329,8 @@ def test_a_stacked_rollout_is_the_same_tree_in_fewer_launches():
     params = {"shared": {"base": base}, "agents": adapters}
     tasks = jax.tree.map(lambda x: x[:2], matrix.make_tasks(matrix.Config(rounds=1)))
     trees = []
-    for stacked in (False, True):
-        rollout = make_rollout(dataclasses.replace(team, stacked=stacked), env, product(2, "cross"), Sampling())
+    for batched in (False, True):
+        rollout = make_rollout(dataclasses.replace(team, batch_models=batched), env, product(2, "cross"), Sampling())
         trees.append(jax.device_get(jax.jit(rollout)(params, {}, tasks, jax.random.key(1), 0)))
     alone, together = trees
     assert (alone.steps.tokens == together.steps.tokens).all()
@@ -338,8 +338,8 @@ def test_a_stacked_rollout_is_the_same_tree_in_fewer_launches():
     assert (int(alone.counts.launches), int(together.counts.launches)) == (2, 1)
     assert (alone.steps.tokens[0] != alone.steps.tokens[2]).any()  # the adapters differ
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
-    for stacked, tree in zip((False, True), trees):
-        said = cx.counts(product(2, "cross"), of_env(env, team, (keys, tasks), int(tree.nodes.length[0]), stacked))
+    for batched, tree in zip((False, True), trees):
+        said = cx.counts(product(2, "cross"), of_env(env, team, (keys, tasks), int(tree.nodes.length[0]), batched))
         for name in ("sequences", "prompt_tokens", "completion_tokens", "env_calls", "launches"):
             assert getattr(said, name) == int(getattr(tree.counts, name)), name
 
@@ -347,7 +347,7 @@ def test_a_stacked_rollout_is_the_same_tree_in_fewer_launches():
 def test_models_that_differ_are_not_stacked():
     team = Team((Role("a", "a", 3), Role("b", "b", 3)), (toys.team().models[0], endless_team(("b",)).models[0]))
     with pytest.raises(ConfigError, match=r"batch_models: .*'b' is not as 'a'"):
-        make_rollout(dataclasses.replace(team, stacked=True), toys.relay(2), flat(2), Sampling())
+        make_rollout(dataclasses.replace(team, batch_models=True), toys.relay(2), flat(2), Sampling())
 
 
 # ---- closed forms, expectations, the model --------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_two_architectures_with_two_tokenizers_train_together(tokenizer, tmp_pat
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2, 3, 4] and int(state.counters["skipped"]) == 0
     assert all(r["count/invalid"] == 0 for r in rows[2:])
-    assert max(r["logprob_gap"] for r in rows[2:]) <= 1e-4  # prompts of hundreds of tokens, float32
+    assert max(r["logprob_diff"] for r in rows[2:]) <= 1e-4  # prompts of hundreds of tokens, float32
     assert rows[0]["sft/master/nll"] > 0 and rows[0]["sft/qa/nll"] > 0
     assert "reward/format" in rows[-1] and "final/success" in rows[-1]
     assert "Query:" in (tmp_path / "episodes.md").read_text()

@@ -87,7 +87,7 @@ def trained(request, tmp_path_factory):
 def test_a_recipe_trains_a_team_through_text(trained):
     cfg, _, (first, taught, after), _, metrics = trained
     assert int(after.counters["skipped"]) == 0 and metrics["count/invalid"] == 0
-    assert metrics["logprob_gap"] <= 1e-4 and any(0 < v < np.inf for k, v in metrics.items() if "grad_norm" in k)
+    assert metrics["logprob_diff"] <= 1e-4 and any(0 < v < np.inf for k, v in metrics.items() if "grad_norm" in k)
     for old, new in ((first, taught), (taught, after)):
         leaves = (jax.tree.leaves(s.params["agents"]) for s in (old, new))
         assert any(not np.array_equal(a, b) for a, b in zip(*leaves))

@@ -45,7 +45,7 @@ def test_the_configuration_has_what_a_selection_needs():
     env, tasks = recipe.env_runner.env, recipe.env_runner.tasks
     assert len(env.roles) == 9 and env.max_turns == 11 and set(tasks["hops"]) == {4, 5}
     groups = 2 * tasks["hops"] + 1  # a node is a group
-    assert groups.min() >= 8 > study.K == cfg.top_k
+    assert groups.min() >= 8 > study.K == cfg.selected_groups
     branching = [b for b in layout(joyagents_r1.make_plan(cfg), env, 1) if b.group > 1]
     assert len(branching) == groups.max() == 11 and cfg.use_memory
 
@@ -238,4 +238,4 @@ def test_pilot_runs_have_equal_tokens():
         cfg = study.config_of(arm, reference)
         spent = cfg.steps * study.sequences(cfg)
         assert spent == pytest.approx(reference.steps * study.sequences(reference), rel=0.06), name
-        assert cfg.top_k is None
+        assert cfg.selected_groups is None

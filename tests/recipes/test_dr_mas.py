@@ -102,12 +102,12 @@ def test_golden_agent_wise():
 def test_golden_over_trajectories():
     """Statistics of the prompt's four trajectories, copied to their steps: -+.8660."""
     tree = golden_tree()
-    rule = dataclasses.replace(NORM, group="task", over="episodes")
+    rule = dataclasses.replace(NORM, group="task", stats_over="episodes")
     got = credited(rule, tree)
     size = 0.5 / (np.sqrt(1 / 3) + 1e-6)
     np.testing.assert_allclose(got.advantage[:-1], np.where(got.returns[:-1] > 0, size, -size), atol=1e-6)
     assert size == pytest.approx(0.8660, abs=1e-4) and got.stats.count[0] == 4
-    agent = credited(dataclasses.replace(NORM, over="episodes"), tree)
+    agent = credited(dataclasses.replace(NORM, stats_over="episodes"), tree)
     assert agent.stats.count.tolist() == [4, 3]
     np.testing.assert_allclose(agent.advantage[of(tree, SOLVER)][[0, 2]], [-size, size], atol=1e-6)
 
@@ -147,7 +147,7 @@ episode = st.tuples(st.integers(0, 2), roles_played, st.sampled_from([0.0, 1.0, 
 def test_ragged_teams_equal_the_slow_twin(by, over, episodes):
     """By lists: every agent's returns with its penalties to go, its statistics, groups of one, equal rewards."""
     played = [(t, a, r, [0.1 * (bits >> i & 1) for i in range(len(a))]) for t, a, r, bits in episodes]
-    rule = dataclasses.replace(NORM, group=by, over=over)
+    rule = dataclasses.replace(NORM, group=by, stats_over=over)
     tree = tree_of(played)
     rows = 1 + 8 * TURNS - len(tree.steps.node)
     extra = tree_of([*played, (0, [0] * rows, 0.0, [0.0] * rows)]) if rows else tree  # one shape, one program
@@ -229,5 +229,5 @@ def test_bad_configurations(change, message):
 
 
 def test_statistics_are_over_steps_or_episodes():
-    with pytest.raises(ConfigError, match=r"config\.credit\.over: unknown value"):
-        Credit(over="turns").check("config.credit")
+    with pytest.raises(ConfigError, match=r"config\.credit\.stats_over: unknown value"):
+        Credit(stats_over="turns").check("config.credit")

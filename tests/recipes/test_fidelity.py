@@ -177,7 +177,7 @@ def grouped_case(rng, rule, group, across_steps):
 
 
 def dr_mas_case(rng, over="steps"):
-    credit = dataclasses.replace(dr_mas.Config().credit, over=over)
+    credit = dataclasses.replace(dr_mas.Config().credit, stats_over=over)
     rule = dr_mas.algorithm(dr_mas.Config(credit=credit)).credit
     return grouped_case(rng, rule, 1, across_steps=over == "steps")
 
@@ -249,8 +249,8 @@ def library_tree(rng, actions, turns):
 def magrpo_case(rng, joint, **credit):
     agents, samples = 2, 2
     actions = [*itertools.product(range(samples), repeat=agents)] if joint == "cross" else [(j, j) for j in range(2)]
-    settings = Credit(**{"group": "node", "normalise": "none", "discount": 0.9, "reduce": "sum"} | credit)
-    cfg = magrpo.Config(mode="tree", joint=joint, credit=settings)
+    settings = Credit(**{"group": "node", "normalise": "none", "discount": 0.9, "joint_action_reduce": "sum"} | credit)
+    cfg = magrpo.Config(tree_mode="tree", joint=joint, credit=settings)
     table, want = Table(), []
 
     def walk(node, task, turn, parent):
@@ -300,7 +300,7 @@ def magrpo_loss_case(rng, loss=magrpo.Config().loss):
 # IAC and MAAC
 
 
-STATIC = ("roles", "max_turns", "discount", "decay", "whiten")
+STATIC = ("roles", "max_turns", "discount", "gae_lambda", "whiten")
 td_advantages = jax.jit(advantages_of, static_argnames=STATIC)
 
 
@@ -329,7 +329,7 @@ def actor_critic_case(rng, joint):
         roles=ROLES,
         max_turns=TURNS,
         discount=cfg.credit.discount,
-        decay=cfg.decay,
+        gae_lambda=cfg.gae_lambda,
         whiten=cfg.whiten,
     )
     n = len(values)

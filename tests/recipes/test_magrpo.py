@@ -255,7 +255,7 @@ def test_credit_equals_the_slow_twin(plan, reduce, baseline, discount):
     valid = moves.valid & (rng.random(len(moves.turn)) < 0.8)
     tree = tree.replace(transitions=moves.replace(valid=valid, rewards={"payoff": pay, "social": pay}))
     group = "task_role_turn" if plan == "flat" else "node"
-    got = credited(tree, Credit(discount, group, baseline, "none", reduce=reduce))
+    got = credited(tree, Credit(discount, group, baseline, "none", joint_action_reduce=reduce))
     returns, ok = reference.returns_to_go(pay, moves.parent, valid, discount)
     role = tree.nodes.role[tree.steps.node]
     value, has = reference.step_returns(moves.steps, role, returns, ok, reduce)
@@ -369,11 +369,11 @@ def test_chicken_is_solved_by_the_joint_return_and_not_by_individual_ones():
 
 
 BAD = [
-    ({"mode": "forest"}, "config.mode: expected one of flat, tree, best, first"),
+    ({"tree_mode": "forest"}, "config.tree_mode: expected one of flat, tree, best, first"),
     ({"joint": "crossed"}, "config.joint: expected one of aligned, cross"),
-    ({"joint": "cross"}, "config.joint: expected aligned with mode=flat"),
-    ({"mode": "tree"}, "config.credit.group: expected 'node' with mode=tree"),
-    ({"mode": "best", "credit": Credit(group="node")}, "config.credit.discount: expected 0 with mode=best"),
+    ({"joint": "cross"}, "config.joint: expected aligned with tree_mode=flat"),
+    ({"tree_mode": "tree"}, "config.credit.group: expected 'node' with tree_mode=tree"),
+    ({"tree_mode": "best", "credit": Credit(group="node")}, "config.credit.discount: expected 0 with tree_mode=best"),
     ({"group": 1}, "config.group: expected >= 2"),
 ]
 

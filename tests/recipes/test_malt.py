@@ -317,6 +317,17 @@ def test_a_data_set_of_another_configuration_names_the_key(tmp_path):
             offline.load(tmp_path / "data", SOURCE | change)
 
 
+def test_a_data_set_with_old_names_of_keys_is_that_of_the_new_names(tmp_path):
+    cfg = malt.Config(group=2)
+    now = malt.source(cfg)
+    credit = {{"stats_over": "over", "joint_action_reduce": "reduce"}.get(k, k): v for k, v in now["credit"].items()}
+    offline.save(tmp_path / "data", now | {"credit": credit}, TABLES)
+    assert digests(offline.load(tmp_path / "data", now, malt.stored_source)) == digests(TABLES)
+    other = malt.source(dataclasses.replace(cfg, credit=dataclasses.replace(cfg.credit, stats_over="episodes")))
+    with pytest.raises(ConfigError, match=r"config\.credit\.stats_over: 'steps' -> 'episodes'"):
+        offline.load(tmp_path / "data", other, malt.stored_source)
+
+
 # Whole runs
 
 TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)

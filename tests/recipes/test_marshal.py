@@ -242,7 +242,7 @@ def test_a_step_of_self_play(tmp_path):
             state = state.replace(step=state.step + 1)
     assert metrics["agent/first/grad_norm"] > 0 and metrics["agent/first/kl"] > 0
     assert metrics["reward/payoff"] == pytest.approx(0)  # zero-sum
-    assert metrics["logprob_gap"] < 1e-4
+    assert metrics["logprob_diff"] < 1e-4
     assert distance(state.params["agents"], state.params["reference"]) > 0
     # Games end after one turn (illegal), two or three; every turn that was played is credited.
     tree = recipe.env_runner.play(

@@ -39,7 +39,10 @@ def team_and_params(how: str, limits=LIMITS):
     models = tuple(Model(name, policy(), toys.TOKENIZER) for name in dict.fromkeys(names))
     roles = tuple(Role(role, name, limit) for role, name, limit in zip(matrix.ROLES, names, limits))
     params = {"params": policy().init(jax.random.key(0))}
-    return Team(roles, models, stacked=how == "stacked"), {"shared": {}, "agents": {m.name: params for m in models}}
+    return Team(roles, models, batch_models=how == "stacked"), {
+        "shared": {},
+        "agents": {m.name: params for m in models},
+    }
 
 
 def array_tree(how: str, plan, limits=LIMITS) -> Tree:

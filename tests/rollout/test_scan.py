@@ -110,7 +110,7 @@ def team_of(roles, max_new_tokens, how):
     base = "base" if how == "lora" else None
     models = tuple(Model(name, policy, toys.TOKENIZER, base) for name in dict.fromkeys(names))
     parts = tuple(Role(role, names[i], max_new_tokens, ("other",)) for i, role in enumerate(roles))
-    team = Team(parts, models, stacked=how == "stacked")
+    team = Team(parts, models, batch_models=how == "stacked")
     own = {m.name: policy.init(jax.random.key(i)) for i, m in enumerate(models)}
     if base is None:
         return team, {"shared": {}, "agents": {name: {"params": p} for name, p in own.items()}}

@@ -176,7 +176,7 @@ def copied(state, recipe):
 
 def test_top_k_updates_only_models_with_selected_groups(straight):
     """K = 1 of the whole batch: one model moves, the others are byte-equal, optimizer state included."""
-    cfg = joy(top_k=1, scope="batch", sft={"steps": 0}, use_memory=False, batch=8)
+    cfg = joy(selected_groups=1, selection_scope="batch", sft={"steps": 0}, use_memory=False, batch=8)
     recipe = joyagents_r1.make(cfg)
     state = copied(straight[0], recipe)
     before = {m.name: digests((state.params["agents"][m.name], state.opt_state[m.name])) for m in recipe.team.models}
@@ -324,8 +324,8 @@ def test_grpo_learns_nothing_from_equal_rewards_and_runs(tmp_path):
     "changes,message",
     [
         ({"group": 1}, "config.group"),
-        ({"top_k": 0}, "config.top_k"),
-        ({"scope": "world"}, "config.scope"),
+        ({"selected_groups": 0}, "config.selected_groups"),
+        ({"selection_scope": "world"}, "config.selection_scope"),
         ({"plan": "spiral"}, "config.plan"),
         ({"continuation": "local"}, "config.credit.discount"),
         ({"env": {"name": "dispatsh"}}, "did you mean 'dispatch'"),

@@ -32,7 +32,7 @@ from jaxmarl_llm.training.optimizers import Optimizer
 from tests import reference
 
 seeds = st.integers(0, 2**32 - 1).map(np.random.default_rng)
-gae = jax.jit(return_rules.generalised_advantage, static_argnames=("max_turns", "discount", "decay"))
+gae = jax.jit(return_rules.generalised_advantage, static_argnames=("max_turns", "discount", "gae_lambda"))
 KINDS = {"head": iac, "separate": iac, "joint": maac}
 TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
 
@@ -61,13 +61,13 @@ def forest(rng, rows=20, turns=4, roles=2):
     )
 
 
-@pytest.mark.parametrize("discount, decay", [(1.0, 0.0), (0.9, 0.0), (0.9, 0.8), (1.0, 1.0)])
+@pytest.mark.parametrize("discount, gae_lambda", [(1.0, 0.0), (0.9, 0.0), (0.9, 0.8), (1.0, 1.0)])
 @settings(max_examples=40, deadline=None, database=None)
 @given(rng=seeds)
-def test_gae_equals_the_recursion(discount, decay, rng):
+def test_gae_equals_the_recursion(discount, gae_lambda, rng):
     rewards, values, acts, parent, turn, played, valid = forest(rng)
-    got = gae(rewards, values, acts, parent, turn, played, valid, max_turns=4, discount=discount, decay=decay)
-    want = reference.generalised_advantage(rewards, values, acts, parent, played, valid, discount, decay)
+    got = gae(rewards, values, acts, parent, turn, played, valid, max_turns=4, discount=discount, gae_lambda=gae_lambda)
+    want = reference.generalised_advantage(rewards, values, acts, parent, played, valid, discount, gae_lambda)
     chex.assert_trees_all_close(tuple(got), tuple(want), rtol=1e-7, atol=2e-5)
 
 
@@ -75,9 +75,9 @@ def test_gae_of_a_chain_by_hand():
     """Three turns of one agent: r = 1, 2, 3, V = 1, 1, 1, discount 0.5."""
     one, valid = np.ones((3, 1), np.float32), np.ones(3, bool)
     rewards, parent, turn = np.array([[1.0], [2.0], [3.0]], np.float32), np.array([-1, 0, 1]), np.arange(3)
-    for decay, want in ((0.0, [0.5, 1.5, 2.0]), (1.0, [1.75, 2.5, 2.0])):
+    for gae_lambda, want in ((0.0, [0.5, 1.5, 2.0]), (1.0, [1.75, 2.5, 2.0])):
         advantage, target = gae(
-            rewards, one, one > 0, parent, turn, valid, valid, max_turns=3, discount=0.5, decay=decay
+            rewards, one, one > 0, parent, turn, valid, valid, max_turns=3, discount=0.5, gae_lambda=gae_lambda
         )
         np.testing.assert_allclose(advantage[:, 0], want)
         np.testing.assert_allclose(target, advantage + 1)
@@ -88,7 +88,9 @@ def test_gae_of_a_chain_by_hand():
 def test_lambda_one_is_the_monte_carlo_return(rng):
     rewards, values, _, parent, turn, _, _ = forest(rng)
     every, acts = np.ones(len(parent), bool), np.ones(values.shape, bool)
-    advantage, target = gae(rewards, values, acts, parent, turn, every, every, max_turns=4, discount=0.9, decay=1.0)
+    advantage, target = gae(
+        rewards, values, acts, parent, turn, every, every, max_turns=4, discount=0.9, gae_lambda=1.0
+    )
     returns, _ = return_rules.returns_to_go(
         jnp.asarray(rewards), jnp.asarray(parent), jnp.asarray(turn), jnp.asarray(every), max_turns=4, discount=0.9
     )
@@ -253,7 +255,7 @@ def test_a_critic_is_saved_and_goes_on_to_the_bit(critic, tmp_path):
 BAD = [
     ("head", {"team": TeamConfig(critic="none")}, "config.team.critic: expected head or separate, got 'none'"),
     ("joint", {"team": TeamConfig(critic="head")}, "config.team.critic: expected joint, got 'head'"),
-    ("head", {"decay": 1.5}, r"config\.decay: expected in \[0, 1\], got 1.5"),
+    ("head", {"gae_lambda": 1.5}, r"config\.gae_lambda: expected in \[0, 1\], got 1.5"),
 ]
 
 

@@ -105,7 +105,7 @@ def test_ratio_is_exactly_one_at_the_first_inner_step(played):
         got = update(kit, loss, own, None, kit.init(own), batches_of(played, loss=loss))
         assert got.metrics["ratio"] == pytest.approx(1.0, abs=1e-6) and got.metrics["clip_fraction"] == 0.0
         assert got.metrics["approx_kl"] == pytest.approx(0.0, abs=1e-12)  # two programs, two roundings
-        assert got.metrics["logprob_gap"] <= 1e-5
+        assert got.metrics["logprob_diff"] <= 1e-5
 
 
 def test_models_without_a_trained_step_stay_byte_equal(played):

@@ -20,7 +20,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.training import losses
 from tests import reference
 
-KINDS = {"token": {}, "sequence": {}, "sum": {}, "constant": {"constant": 7.0}}
+KINDS = {"token": {}, "sequence": {}, "sum": {}, "constant": {"loss_length": 7.0}}
 VARIANTS = {
     "reinforce": {"clip": None},
     "ppo": {"clip": (0.2, 0.28)},
@@ -341,7 +341,7 @@ def test_missing_inputs_are_refused():
             call(**options)
     with pytest.raises(ValueError, match="dpo needs log-probs of the reference"):
         dpo(x, ref_logprobs=None, advantages=x, weights=x, beta=0.1)
-    with pytest.raises(ValueError, match="positive constant"):
+    with pytest.raises(ValueError, match="positive loss_length"):
         losses.aggregation_weights(x > 0, one, "constant")
     with pytest.raises(ValueError, match="not 'mean'"):
         losses.aggregation_weights(x > 0, one, "mean")
