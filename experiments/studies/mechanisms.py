@@ -329,7 +329,7 @@ def programs(arm: Arm, cfg: joyagents_r1.Config) -> Programs:
     def learn(
         seed: jax.Array, data: RunData, state: TrainState, tree: Tree, i: jax.Array
     ) -> tuple[TrainState, Array, Array]:
-        state, _ = step(Driver(seed, data, tree), state, i)
+        state, _ = step(Driver(seed, data, tree=tree), state, i)
         nodes = tree.nodes
         hit = ((nodes.retrieved.slots >= 0).any(-1) & nodes.valid).sum() / nodes.valid.sum()
         return state.replace(step=state.step + 1), tree.counts.completion_tokens, hit

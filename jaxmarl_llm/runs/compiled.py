@@ -25,6 +25,7 @@ from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, make_env_runner
 from jaxmarl_llm.rollout.keys import EVALUATION, stream
 from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.runs.phases import Recipe
+from jaxmarl_llm.training import finite
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.drivers import RunData, TracedDriver
 from jaxmarl_llm.training.train_step import StepResult, TrainStep
@@ -47,7 +48,10 @@ class Program(NamedTuple):
 
 
 def make_program(recipe: Recipe) -> Program:
-    """The run of a recipe as one program; ``cfg.run`` is unused. The seed replaces ``cfg.seed``.
+    """The run of a recipe as one program; ``cfg.run`` is unused, except ``debug``. The seed replaces ``cfg.seed``.
+
+    With ``run.debug`` the program holds checks, which chex reads: ``chex.chexify(jax.jit(run), async_check=False)``
+    raises an AssertionError at the first value that is not finite. Without chexify, tracing the program is an error.
 
     Without ``data`` the tasks and demonstrations are those of ``recipe``, whatever the seed.
 
@@ -64,7 +68,7 @@ def make_program(recipe: Recipe) -> Program:
             raise ConfigError(f"config.recipe: {cfg.recipe}: {phase.on_host}; use fit")
 
     def run(seed: jax.Array, data: RunData | None = None) -> tuple[TrainState, dict[str, jax.Array]]:
-        state, driver = recipe.initial(seed, 0), TracedDriver(seed, data)
+        state, driver = recipe.initial(seed, 0), TracedDriver(seed, data, cfg.run.debug)
         figures: dict[str, jax.Array] = {}
         for number, phase in enumerate(recipe.phases):
             if not phase.steps:
@@ -73,7 +77,10 @@ def make_program(recipe: Recipe) -> Program:
                 state = recipe.begin(phase, state)
 
             def step(state: TrainState, i: jax.Array, phase: Any = phase) -> tuple[TrainState, dict[str, jax.Array]]:
+                before = state
                 state, result = phase.step(driver, state, i)
+                if driver.debug:
+                    finite.check_parameters(state.params["agents"], finite.number_of(before))
                 seen = _figures(phase.step, result) if isinstance(result, StepResult) else {}
                 return state.replace(step=state.step + 1), seen
 

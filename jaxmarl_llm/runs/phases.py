@@ -32,6 +32,7 @@ from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate
+from jaxmarl_llm.training.finite import check_parameters
 from jaxmarl_llm.training.learner import Learner, make_learner
 from jaxmarl_llm.training.optimizers import Optimizer, to_memory
 from jaxmarl_llm.training.step_metrics import diagnose
@@ -145,7 +146,10 @@ class Recipe:
         with meshes.use_mesh(self.mesh):
             if now and now == self.starts[k]:
                 state = self.begin(self.phases[k], state)
-            state, result = self.phases[k].step(HostDriver(self.cfg.seed, logger), state, now - self.starts[k])
+            driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug)
+            state, result = self.phases[k].step(driver, state, now - self.starts[k])
+            if driver.debug:
+                check_parameters(state.params["agents"], now + 1)
             return meshes.place_state(self.mesh, state), self.phases[k].metrics(result)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:

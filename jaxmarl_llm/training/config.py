@@ -62,6 +62,9 @@ class RunConfig:
     patience: int = 0  # evaluations in a row without a better value of ``best`` after which the run ends; 0: never
     episodes: int = 6  # written to episodes.md at the end
     max_epochs: float = 100.0  # passes of RL over the tasks of a host environment, above which it is refused; 0: any
+    debug: bool = (
+        False  # end with an error at the first value that is not finite: step, role or model, and part; slower
+    )
 
     ALIASES: ClassVar[dict[str, str]] = {"max_logprob_gap": "max_logprob_diff"}
 

@@ -22,6 +22,7 @@ from jaxmarl_llm.rollout.array import Block, layout, make_rollout
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, RolloutResult, array_lessons
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.critic import critic_batches
+from jaxmarl_llm.training.finite import number_of, update_check
 from jaxmarl_llm.training.learner import Batch, Learner, optimize, update_models
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
 from jaxmarl_llm.training.packing import pack
@@ -40,10 +41,12 @@ class HostDriver:
     Attributes:
         seed: Seed of the run.
         logger: Times the stages.
+        debug: See `train_step.Driver`.
     """
 
     seed: int
     logger: Logger
+    debug: bool = False
 
     @contextlib.contextmanager
     def stage(self, name: str, first: str | None = None) -> Any:
@@ -121,8 +124,9 @@ class HostDriver:
         batches: Mapping[str, list[Batch]],
     ) -> tuple[TrainState, dict[str, dict[str, Any]]]:
         reference = state.params.get("reference")
+        inspect = update_check(number_of(state)) if self.debug else None
         params, opt_state, metrics = update_models(
-            models, learners, loss, state.params, state.opt_state, batches, reference
+            models, learners, loss, state.params, state.opt_state, batches, reference, inspect
         )
         return state.replace(params=params, opt_state=opt_state), metrics
 
@@ -174,10 +178,12 @@ class TracedDriver:
     Attributes:
         seed: Seed of the run; may be traced, and mapped over by vmap.
         data: Training tasks and demonstrations in place of the recipe's own; may be traced.
+        debug: See `train_step.Driver`.
     """
 
     seed: jax.Array | int
     data: RunData | None = None
+    debug: bool = False
 
     def stage(self, name: str, first: str | None = None) -> AbstractContextManager[Any]:
         return jax.named_scope(name)
@@ -251,7 +257,9 @@ class TracedDriver:
             name, shared = model.name, params["shared"].get(model.base)
             reference = params.get("reference", {}).get(name)
             before, stacks = (agents[name], states[name]), stacked(batches[name])
-            own, opt_state, seen = optimize(scanned(learners[name]), loss, *_between(before, shared), stacks, reference)
+            report = update_check(number_of(state))(name) if self.debug else None
+            learner = scanned(learners[name])
+            own, opt_state, seen = optimize(learner, loss, *_between(before, shared), stacks, reference, report)
             # A model without a trained token stays as it is, optimizer state included.
             learns = functools.reduce(jnp.logical_or, [_weighs(b) for b in stacks])
             agents[name], states[name] = _where(learns, (own, opt_state), before)

@@ -327,6 +327,9 @@ def first_not_finite(metrics: list[dict[str, jax.Array]], gaps: list[jax.Array],
     return None
 
 
+Report = Callable[[jax.Array, list[dict[str, jax.Array]], list[jax.Array], PyTree], None]
+
+
 class Updated(NamedTuple):
     """Result of one model's optimizer steps on a batch.
 
@@ -350,7 +353,7 @@ def optimize(
     opt_state: PyTree,
     batches: Sequence[Batch],
     reference: Params | None = None,
-    report: Callable[..., None] | None = None,
+    report: Report | None = None,
 ) -> Updated:
     """One or several optimizer steps (``loss.epochs``) of one model on its micro-batches: pure, metrics are arrays.
 
@@ -364,7 +367,7 @@ def optimize(
         opt_state: Optimizer state; donated when called from the host.
         batches: Micro-batches; token weights are computed over all of them.
         reference: Parameters of the policy that the KL term, or dpo, refers to.
-        report: Called from the host after each optimizer step: (finite, metrics, gaps, gradient).
+        report: Called after each optimizer step: (finite, metrics, gaps, gradient), which are traced inside a program.
     """
     if loss.needs_reference:
         if reference is None:
@@ -403,6 +406,7 @@ def update(
     batches: list[Batch],
     reference: Params | None = None,
     name: str = "",
+    inspect: Report | None = None,
 ) -> Updated:
     """Take ``loss.epochs`` optimizer steps of one model on its micro-batches. Donates own and opt_state.
 
@@ -418,6 +422,7 @@ def update(
         batches: micro-batches on the host.
         reference: parameters of the reference policy, a tree like ``own``, where `Loss.needs_reference`.
         name: name of the model, for the warning.
+        inspect: called after each optimizer step, see ``report`` of `optimize`.
     """
     trunk = float(sum(map(trunk_tokens, batches)))  # counted while the batches are on the host
     batches = [sharding.put_rows(pad_rows(b, sharding.row_parts())) for b in batches]
@@ -425,6 +430,8 @@ def update(
         opt_state = to_memory(opt_state, "device")
 
     def report(fine: jax.Array, totals: list, gaps: list, gradient: PyTree) -> None:
+        if inspect is not None:
+            inspect(fine, totals, gaps, gradient)
         if not fine:
             culprit = first_not_finite(totals, gaps, gradient) or "gradient norm"
             logging.warning("model %s: optimizer step skipped, first not finite: %s", name, culprit)
@@ -444,6 +451,7 @@ def update_models(
     opt_state: PyTree,
     batches: Mapping[str, list[Batch]],
     reference: Params | None = None,
+    inspect: Callable[[str], Report] | None = None,
 ) -> tuple[Params, PyTree, dict[str, dict[str, float]]]:
     """Update each model that has batches. Parameters and optimizer states of the others stay the same arrays.
 
@@ -455,6 +463,7 @@ def update_models(
         opt_state: optimizer state of each model.
         batches: micro-batches of each model that has any.
         reference: parameters of each model's reference policy, where `Loss.needs_reference`.
+        inspect: model -> what is called after each of its optimizer steps, see ``report`` of `optimize`.
 
     Returns:
         Parameters, optimizer states, and the metrics of each updated model.
@@ -465,7 +474,8 @@ def update_models(
     def learn(name: str) -> Updated:
         shared = None if base[name] is None else params["shared"][base[name]]
         ref = None if reference is None else reference[name]
-        return update(learners[name], loss, agents[name], shared, states[name], batches[name], ref, name)
+        check = None if inspect is None else inspect(name)
+        return update(learners[name], loss, agents[name], shared, states[name], batches[name], ref, name, check)
 
     learning = [m.name for m in models if batches.get(m.name)]
     for name, result in zip(learning, meshes.map_models(learning, learn), strict=True):

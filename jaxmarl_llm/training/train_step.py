@@ -29,6 +29,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.env_runner import Demonstrations, EnvRunner
 from jaxmarl_llm.rollout.keys import OPPONENTS, STEP_SELECTION, TASKS, stream
 from jaxmarl_llm.rollout.plans import Plan
+from jaxmarl_llm.training import finite
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.learner import Batch, Learner
 from jaxmarl_llm.training.losses import Loss
@@ -214,6 +215,10 @@ class Driver(Protocol):
     def seed(self) -> jax.Array | int:
         """Of the run; may be traced."""
 
+    @property
+    def debug(self) -> bool:
+        """Whether values that are not finite end the run (``run.debug``)."""
+
     def stage(self, name: str, first: str | None = None) -> AbstractContextManager[Any]:
         """Time a part of the step; ``first`` is shown while it compiles."""
 
@@ -295,14 +300,20 @@ class TrainStep:
         with driver.stage("rollout", f"rollout {self.plan.name}"):
             params, assignment = self.opponents(state, key)
             tree, played = driver.play(self, state, params, driver.host(tasks), key, assignment)
+            if driver.debug:
+                finite.check_rollout(self.team, tree, finite.number_of(state))
         with driver.stage("reward"):
-            reward = algorithm.reward
-            credited = driver.host(self.assign(tree, reward(rl_step) if callable(reward) else reward))
+            weights = algorithm.reward(rl_step) if callable(algorithm.reward) else algorithm.reward
+            if driver.debug:
+                finite.check_rewards(self.team, tree, weights, finite.number_of(state))
+            credited = driver.host(self.assign(tree, weights))
             targets: Mapping[str, Any] = {}
             metrics: dict[str, Any] = {}
             if algorithm.critic is not None:
                 advantage, valid, targets, seen = algorithm.critic(self, driver, state, tree)
                 credited, metrics = credited.replace(advantage=advantage, valid=valid), dict(seen)
+            if driver.debug:
+                finite.check_advantages(self.team, tree, credited.advantage, credited.valid, finite.number_of(state))
             selected = driver.host(algorithm.select(credited, cfg.batch))
             trained = self.trained(driver, credited, selected, tree, key, rl_step)
         with driver.stage("update", "update"):
