@@ -39,6 +39,9 @@ from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, superv
 from jaxmarl_llm.training.train_step import Algorithm, Driver, StepResult, TrainStep, find_update
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState
 
+# (training step, number of the step, number in its phase from 0, memories before and after, result)
+Recorder = Callable[[TrainStep, int, int, PyTree, PyTree, StepResult], None]
+
 
 class Phase(NamedTuple):
     """A run of training steps. Each model's optimizer is re-initialised when the phase begins.
@@ -74,6 +77,7 @@ class Recipe:
         evaluator: State -> metrics on held-out tasks.
         episodes: The last step's first episodes, for people.
         context: Memory entries in demonstrations, at most.
+        recorder: Sees every training step from the host; None: nobody does.
     """
 
     cfg: BaseConfig
@@ -85,6 +89,7 @@ class Recipe:
     evaluator: Callable[[TrainState], dict[str, float]]
     episodes: Callable[[], list[list[dict]]]
     context: int = 0
+    recorder: Recorder | None = None
 
     @functools.cached_property
     def total_steps(self) -> int:
@@ -145,7 +150,10 @@ class Recipe:
         with meshes.use_mesh(self.mesh):
             if now and now == self.starts[k]:
                 state = self.begin(self.phases[k], state)
-            state, result = self.phases[k].step(HostDriver(self.cfg.seed, logger), state, now - self.starts[k])
+            before, step = state.memory, self.phases[k].step
+            state, result = step(HostDriver(self.cfg.seed, logger), state, now - self.starts[k])
+            if self.recorder is not None and isinstance(step, TrainStep):
+                self.recorder(step, now + 1, now - self.starts[k], before, state.memory, result)
             return meshes.place_state(self.mesh, state), self.phases[k].metrics(result)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:

@@ -205,6 +205,9 @@ class StepResult(NamedTuple):
     selected: Bool[Array, " K"]  # groups
     updated: Mapping[str, Mapping[str, Any]]  # model -> metrics of its update; absent: not updated
     metrics: Mapping[str, Any]  # of memories and critics
+    tasks: Int[Array, " B"]  # that were played: numbers of training tasks
+    weights: Mapping[str, Any]  # of reward components, in this step
+    trained: Bool[Array, " C"]  # completions in the update
 
 
 class Driver(Protocol):
@@ -294,10 +297,11 @@ class TrainStep:
         tasks = shuffled(stream(driver.seed, TASKS), self.env_runner.size, rl_step * cfg.batch, cfg.batch)
         with driver.stage("rollout", f"rollout {self.plan.name}"):
             params, assignment = self.opponents(state, key)
-            tree, played = driver.play(self, state, params, driver.host(tasks), key, assignment)
+            tasks = driver.host(tasks)
+            tree, played = driver.play(self, state, params, tasks, key, assignment)
         with driver.stage("reward"):
-            reward = algorithm.reward
-            credited = driver.host(self.assign(tree, reward(rl_step) if callable(reward) else reward))
+            weights = algorithm.reward(rl_step) if callable(algorithm.reward) else algorithm.reward
+            credited = driver.host(self.assign(tree, weights))
             targets: Mapping[str, Any] = {}
             metrics: dict[str, Any] = {}
             if algorithm.critic is not None:
@@ -316,7 +320,7 @@ class TrainStep:
                 metrics |= seen
         if cfg.past.size:
             state = driver.when((rl_step + 1) % cfg.past.every == 0, _push_snapshot, state)
-        return state, StepResult(tree, played, credited, selected, updated, metrics)
+        return state, StepResult(tree, played, credited, selected, updated, metrics, tasks, dict(weights), trained)
 
     def updated(self, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
         """The state and metrics that the algorithm's update makes; ConfigError where they have another type."""
