@@ -344,9 +344,9 @@ class Rollout(NamedTuple):
         return dict(zip(KINDS, self[2:], strict=True))
 
     def to_numpy(self) -> dict[str, dict[str, np.ndarray]]:
-        """Columns by kind: int64, float64 with NaN for null, bool, text.
+        """Columns by kind: int64, float64 with NaN for null, bool, and text with dtype object.
 
-        A column of lists is an array of arrays (dtype object). Rewards are ``rewards/<component>`` [J A], with the
+        A column of lists is an array of arrays. Rewards are ``rewards/<component>`` [J A], with the
         roles of the header in order.
         """
         out: dict[str, dict[str, np.ndarray]] = {}
@@ -613,4 +613,4 @@ def _column(values: Sequence[Any], hint: Any) -> np.ndarray:
 
 def _dtype(hint: Any) -> Any:
     """The dtype of values of type ``hint``: null is NaN."""
-    return {int: np.int64, bool: np.bool_, str: np.str_}.get(hint, np.float64)
+    return {int: np.int64, bool: np.bool_, str: np.object_}.get(hint, np.float64)

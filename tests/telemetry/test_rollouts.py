@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -30,6 +32,7 @@ from jaxmarl_llm.training import rollout_rows
 from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 from tests.faulty import TASKS, Make
 
+ROOT = Path(__file__).parents[2]
 TEAM = {"max_new_tokens": 2, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}}
 STAGE_0 = 40  # enough that completions are moves, whose rewards differ
 RUN = {"checkpoint_every": STAGE_0 + 2, "eval_every": 0, "log_every": 100, "tensorboard": False, "max_logprob_gap": 0}
@@ -511,6 +514,24 @@ def test_columns_of_numpy_and_pandas(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="data frames need pandas; pip install pandas"):
         rollout.to_pandas()
+
+
+def test_the_page_documents_every_column_and_setting():
+    page = (ROOT / "docs" / "rollouts.md").read_text()
+    named, kind = {}, ""
+    for first, column in re.findall(r"^\| (`\w+`)? ?\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE):
+        kind = first.strip("`") or kind
+        named.setdefault(kind, []).extend(re.findall(r"\w+", column))
+    assert {k: tuple(v) for k, v in named.items()} == {k: cls._fields for k, cls in rollouts.KINDS.items()}
+    header = re.findall(r"`(\w+)`", page.partition("| header |")[2].partition("| kind |")[0])
+    assert header == list(rollouts.Header._fields)
+    values = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page.partition("`why` is the first")[2], re.MULTILINE)
+    assert set(values) == {rollouts.OPPONENT, rollouts.NO_RETURN, rollouts.GROUP_NOT_SELECTED, "trained"} | {
+        rollouts.ROLE_NOT_TRAINABLE,
+        rollouts.NOT_DRAWN,
+    }
+    for key, value in dataclasses.asdict(RolloutsConfig()).items():
+        assert f"| `run.rollouts.{key}` | {value:g} |" in page
 
 
 def test_the_reader_needs_no_jax():
