@@ -195,6 +195,51 @@ def read_summary(folder: Path) -> None:
         summary.main(argparse.Namespace(workdir=str(folder)))
 
 
+@functools.cache
+def rollout() -> Files:
+    """A rollout of one task: two nodes, two completions, two transitions, and one row of each other kind."""
+    from jaxmarl_llm.telemetry import rollouts as r
+
+    header = r.Header(
+        1, 3, 3, "f", "grpo", 0, "toy", "flat(2)", ("a", "b"), ("m",), ("pay",), {"pay": 1.0}, ("m",), 4, 1, {}, {}
+    )
+    node = r.Node(0, 0, 0, "a", "m", -1, (1, 2), "é", (3,), (0.5,))
+    said = r.Completion(0, 0, (5, 6), "x", (-1.5, None), False, "policy", 0, 1.0, 0.5, 0, True, True, True, "trained")
+    rows: list[r.Row] = [
+        r.Task(0, 7), node, node._replace(node=1, parent=0, role="b"), said, said._replace(step=1, node=1),
+        r.Transition(0, 0, 0, -1, (0, -1), {"pay": (1.0, 0.1)}, False, True),
+        r.Transition(1, 0, 1, 0, (1, -1), {"pay": (None, None)}, True, False),
+        r.Group(0, 0, "a", 0, 1, 1.0, 0.0, 1.0, 1.0, True), r.MemoryEvent("read", "a", 3, 0, 0.5, "e", 1.0, 0.2),
+        r.Failure(7, "step", 0, ("a",), "no reward"),
+    ]  # fmt: skip
+    return {"rollouts/step-00000003.jsonl.zst": r.encode(header, rows)}
+
+
+def mutate_rollout(rng: random.Random, files: Files) -> tuple[str, Files]:
+    """Mutate the rows, or the compressed bytes."""
+    import zstandard
+
+    (name,) = files
+    draw = rng.random()
+    if draw < 0.2:
+        what, raw = mutations.binary_file(rng, files[name], len(files[name]))
+        return what, {name: raw}
+    if draw < 0.25:
+        return "zstd bomb", {name: zstandard.ZstdCompressor().compress(bytes(2 * 10**8))}
+    what, raw = as_rows(rng, zstandard.ZstdDecompressor().decompressobj().decompress(files[name]))
+    return what, {name: zstandard.ZstdCompressor(1).compress(raw)}
+
+
+def read_rollout(folder: Path) -> None:
+    from jaxmarl_llm.cli import view
+    from jaxmarl_llm.telemetry import rollouts
+
+    for step in rollouts.read(folder):
+        step.to_numpy()
+    with contextlib.redirect_stdout(io.StringIO()):
+        view.main(argparse.Namespace(run=str(folder), text=True, step=None, task=0, chars=60))
+
+
 # Data sets and the splits that are read. Six rows whose split is drawn from a hash may have none in the other split.
 TASKS = {
     "gsm8k": ("train", "test"),
@@ -374,6 +419,7 @@ KINDS: Mapping[str, Kind] = {
     "chat template": Kind(tokenizer, with_template, read_tokenizer),
     "team.json": Kind(team, of_file("team.json", as_json), read_team),
     "metrics.jsonl": Kind(metrics, of_file("metrics.jsonl", as_rows), read_summary),
+    "rollouts": Kind(rollout, mutate_rollout, read_rollout),
     **{
         f"data: {name}": Kind(functools.partial(data_set, name), mutate_data, functools.partial(read_tasks, name))
         for name in TASKS

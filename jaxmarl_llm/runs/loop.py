@@ -22,11 +22,13 @@ from jaxmarl_llm.runs.best import FOLDER, BestStep
 from jaxmarl_llm.runs.files import RunFiles, check_shared, one_writer, without_shared
 from jaxmarl_llm.runs.health import Health
 from jaxmarl_llm.runs.phases import Recipe
+from jaxmarl_llm.runs.recorder import CHANGEABLE, Recorder
 from jaxmarl_llm.runs.trial import try_tasks
 from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
 from jaxmarl_llm.storage.workdir import Workdir
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.telemetry.report import episodes_markdown, report
+from jaxmarl_llm.telemetry.rollouts import RolloutsFolder
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.types import TrainState
 
@@ -46,9 +48,9 @@ def fit(
     the checkpoint. break_lock: take the workdir from another run that holds its lock (`storage.lock`). Returns the last
     state.
 
-    Writes metrics.jsonl, TensorBoard events, checkpoints/ and config.json, and at the end report.png and episodes.md.
-    Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the step in progress and end with
-    SystemExit (`distributed.signals`).
+    Writes metrics.jsonl, TensorBoard events, checkpoints/, rollouts/ and config.json, and at the end report.png and
+    episodes.md. Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the step in progress and
+    end with SystemExit (`distributed.signals`).
     """
     folder = Workdir(workdir)
     with (
@@ -103,12 +105,13 @@ def _fit(cfg: BaseConfig, recipe: Recipe, files: RunFiles, allow_config_change: 
             if passes is not None:
                 logger.print(passes)
             health.watch(recipe.env_runner, int(state.step))
+            recipe.recorder = _recorder(cfg, folder.local, resumed, logger, primary)
             state, code = _train(cfg, recipe, files, logger, health, best, state, backbone)
             with deadlines.stage("save"):
                 _finish(recipe, files, logger, best, int(state.step), code)
             health.close()
     finally:
-        recipe.env_runner.watcher = None
+        recipe.env_runner.watcher = recipe.recorder = None
         if primary:  # also after a failure: the last lines of the metrics show the reason
             with deadlines.stage("save"):
                 folder.push()
@@ -117,6 +120,13 @@ def _fit(cfg: BaseConfig, recipe: Recipe, files: RunFiles, allow_config_change: 
     if code:
         raise SystemExit(code)
     return state
+
+
+def _recorder(cfg: BaseConfig, workdir: Path, resumed: int | None, logger: Logger, primary: bool) -> Recorder | None:
+    """What writes rollouts into ``workdir``; None where the configuration asks for none. Arguments as in `_fit`."""
+    if not cfg.run.rollouts.every:
+        return None
+    return Recorder(cfg, RolloutsFolder(workdir, cfg.run.rollouts, resumed, logger.print) if primary else None)
 
 
 def _resume(
@@ -317,10 +327,6 @@ def _meta(cfg: BaseConfig, step: int, backbone: str, best: Mapping[str, Any] | N
 def fingerprint_of(tree: Any) -> str:
     """SHA-256 of the arrays in ``tree``, with their dtypes, shapes and paths."""
     return hashlib.sha256(json.dumps(digests(tree), sort_keys=True).encode()).hexdigest()
-
-
-# Configuration keys that a resumed run may change. They change no computed value; a mesh changes only rounding.
-CHANGEABLE = ("config.steps", "config.run.", "config.env.workers", "config.env.timeout", "config.mesh")
 
 
 def _check_same(cfg: BaseConfig, meta: Mapping[str, Any], allowed: Sequence[str]) -> None:

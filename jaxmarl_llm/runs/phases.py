@@ -40,6 +40,9 @@ from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, superv
 from jaxmarl_llm.training.train_step import Algorithm, Driver, StepResult, TrainStep, find_update
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState
 
+# (training step, number of the step, number in its phase from 0, memories before and after, result)
+Recorder = Callable[[TrainStep, int, int, PyTree, PyTree, StepResult], None]
+
 
 class Phase(NamedTuple):
     """A run of training steps. Each model's optimizer is re-initialised when the phase begins.
@@ -75,6 +78,7 @@ class Recipe:
         evaluator: State -> metrics on held-out tasks.
         episodes: The last step's first episodes, for people.
         context: Memory entries in demonstrations, at most.
+        recorder: Sees every training step from the host; None: nobody does.
     """
 
     cfg: BaseConfig
@@ -86,6 +90,7 @@ class Recipe:
     evaluator: Callable[[TrainState], dict[str, float]]
     episodes: Callable[[], list[list[dict]]]
     context: int = 0
+    recorder: Recorder | None = None
 
     @functools.cached_property
     def total_steps(self) -> int:
@@ -147,9 +152,12 @@ class Recipe:
             if now and now == self.starts[k]:
                 state = self.begin(self.phases[k], state)
             driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug)
-            state, result = self.phases[k].step(driver, state, now - self.starts[k])
+            before, step = state.memory, self.phases[k].step
+            state, result = step(driver, state, now - self.starts[k])
             if driver.debug:
                 check_parameters(state.params["agents"], now + 1)
+            if self.recorder is not None and isinstance(step, TrainStep):
+                self.recorder(step, now + 1, now - self.starts[k], before, state.memory, result)
             return meshes.place_state(self.mesh, state), self.phases[k].metrics(result)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:

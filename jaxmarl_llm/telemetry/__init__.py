@@ -1,4 +1,4 @@
-"""Telemetry of a run: metrics.jsonl, the console panel, TensorBoard, Weights and Biases, and the report.
+"""Telemetry of a run: metrics.jsonl, rollouts, the console panel, TensorBoard, Weights and Biases, and the report.
 
 Nothing here changes the results of a run.
 """
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxmarl_llm.telemetry import report
+    from jaxmarl_llm.telemetry import report, rollouts
     from jaxmarl_llm.telemetry.backends import Backend, Panel, TensorBoard, Wandb
     from jaxmarl_llm.telemetry.keys import is_documented
     from jaxmarl_llm.telemetry.logger import Logger
@@ -28,7 +28,7 @@ else:
             "is_documented": f"{__name__}.keys",
             "read_metrics": f"{__name__}.metrics_file",
         },
-        modules={"report": f"{__name__}.report"},
+        modules={"report": f"{__name__}.report", "rollouts": f"{__name__}.rollouts"},
     )
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "is_documented",
     "read_metrics",
     "report",
+    "rollouts",
 ]

@@ -14,6 +14,7 @@ from jaxmarl_llm.distributed.meshes import MeshConfig
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
 
@@ -61,6 +62,7 @@ class RunConfig:
     best: str | None = None  # metric of the held-out tasks, as eval/return; its best step is kept in best/
     patience: int = 0  # evaluations in a row without a better value of ``best`` after which the run ends; 0: never
     episodes: int = 6  # written to episodes.md at the end
+    rollouts: RolloutsConfig = RolloutsConfig()  # which rollouts are written to rollouts/, see docs/rollouts.md
     max_epochs: float = 100.0  # passes of RL over the tasks of a host environment, above which it is refused; 0: any
     debug: bool = (
         False  # end with an error at the first value that is not finite: step, role or model, and part; slower

@@ -206,6 +206,9 @@ class StepResult(NamedTuple):
     selected: Bool[Array, " K"]  # groups
     updated: Mapping[str, Mapping[str, Any]]  # model -> metrics of its update; absent: not updated
     metrics: Mapping[str, Any]  # of memories and critics
+    tasks: Int[Array, " B"]  # that were played: numbers of training tasks
+    weights: Mapping[str, Any]  # of reward components, in this step
+    trained: Bool[Array, " C"]  # completions in the update
 
 
 class Driver(Protocol):
@@ -299,7 +302,8 @@ class TrainStep:
         tasks = shuffled(stream(driver.seed, TASKS), self.env_runner.size, rl_step * cfg.batch, cfg.batch)
         with driver.stage("rollout", f"rollout {self.plan.name}"):
             params, assignment = self.opponents(state, key)
-            tree, played = driver.play(self, state, params, driver.host(tasks), key, assignment)
+            tasks = driver.host(tasks)
+            tree, played = driver.play(self, state, params, tasks, key, assignment)
             if driver.debug:
                 finite.check_rollout(self.team, tree, finite.number_of(state))
         with driver.stage("reward"):
@@ -327,7 +331,7 @@ class TrainStep:
                 metrics |= seen
         if cfg.past.size:
             state = driver.when((rl_step + 1) % cfg.past.every == 0, _push_snapshot, state)
-        return state, StepResult(tree, played, credited, selected, updated, metrics)
+        return state, StepResult(tree, played, credited, selected, updated, metrics, tasks, dict(weights), trained)
 
     def updated(self, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
         """The state and metrics that the algorithm's update makes; ConfigError where they have another type."""

@@ -1,0 +1,195 @@
+"""Rollouts of a run in the terminal:
+
+    jaxmarl-llm view RUN --text                     the first task of the newest step that was written
+    jaxmarl-llm view RUN --text --step=31 --task=2  the third task of step 31
+
+RUN is a workdir, or one file of its folder rollouts/. A tree shows every turn, the completions of each prompt with
+reward, return and advantage, and why a completion was trained or not. A transcript of the first line of play follows.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jaxmarl_llm.cli import arguments
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry import rollouts
+from jaxmarl_llm.telemetry.rollouts import Completion, Group, Node, Rollout, Transition
+
+WIDTH = 160  # columns where the output is no terminal
+
+
+def main(given: Any) -> int:
+    """Print one task of one step. ``given``: the parsed arguments. 2 without ``--text``."""
+    if not given.text:
+        arguments.end("view: only the text form exists yet: add --text")
+    rollout = chosen(given.run, given.step)
+    if given.task not in (there := [task.task for task in rollout.tasks]):
+        raise ConfigError(f"--task: expected one of {there}, which {rollout.path} has, got {given.task}")
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    for part in TaskView(rollout, given.task, given.chars).parts():
+        console.print(part, no_wrap=True, overflow="ellipsis")
+    return 0
+
+
+def chosen(run: str, step: int | None) -> Rollout:
+    """The rollout of a step of a run. ``run``: workdir or file. ``step``: its number; None: the newest."""
+    found = rollouts.files(run)
+    if step is not None and step not in found:
+        there = [str(number) for number in found]
+        shown = ", ".join(there if len(there) <= 12 else [*there[:6], "...", *there[-5:]])
+        raise ConfigError(f"--step: step {step} was not written to {run}; there are {shown}")
+    return rollouts.read_file(found[list(found)[-1] if step is None else step])
+
+
+class TaskView:
+    """One task of a rollout as parts that `rich` prints.
+
+    rollout: The rows. task: Position of the task in the batch. chars: Most characters of a text.
+    """
+
+    def __init__(self, rollout: Rollout, task: int, chars: int):
+        self.rollout, self.task, self.chars = rollout, task, chars
+        self.steps = {step.step: step for step in rollout.steps}
+        self.groups = {group.group: group for group in rollout.groups}
+        self.nodes: dict[int, list[Node]] = collections.defaultdict(list)  # by transition that led there
+        self.siblings: dict[int, list[Completion]] = collections.defaultdict(list)  # by node
+        self.moves: dict[int, list[Transition]] = collections.defaultdict(list)  # by transition before
+        for node in rollout.nodes:
+            if node.task == task:
+                self.nodes[node.parent].append(node)
+        for step in rollout.steps:
+            self.siblings[step.node].append(step)
+        for move in rollout.transitions:
+            if move.task == task:
+                self.moves[move.parent].append(move)
+        self.role_of = {node.node: node.role for node in rollout.nodes}
+
+    def parts(self) -> Iterator[Any]:
+        """Title, tree, failures and transcript."""
+        header = self.rollout.header
+        number = next(task.number for task in self.rollout.tasks if task.task == self.task)
+        title = f"step {header.step} (RL step {header.rl_step}) · task {self.task} of {header.tasks}"
+        yield self.plain(f"{title} (training task {number}) · {header.environment} · {header.plan}", style="bold")
+        weights = ", ".join(f"{name} {_number(weight)}" for name, weight in header.weights.items())
+        yield self.plain(f"reward: {weights} · updated: {', '.join(header.updated) or 'no model'}", style="dim")
+        yield self.tree()
+        for failure in self.rollout.failures:
+            if failure.number == number:
+                roles = f" of {', '.join(failure.roles)}" if failure.roles else ""
+                told = f"failure: {failure.call}{roles}, turn {failure.turn}: {self.cut(failure.message)}"
+                yield self.plain(told, style="red")
+        yield self.plain("transcript of the first line of play", style="bold")
+        yield from map(self.plain, self.transcript())
+
+    def tree(self) -> Any:
+        """The tree of turns. A joint action without siblings continues at its own level."""
+        from rich.tree import Tree
+
+        root = Tree("start")
+        todo = [(root, -1)]
+        while todo:
+            place, parent = todo.pop()
+            nodes, moves, lines = self.nodes[parent], self.moves[parent], {}
+            paid = {step: move for move in moves for step in move.steps} if len(nodes) == 1 else {}
+            for node in nodes:
+                branch = place.add(self.node_line(node))
+                for event in self.rollout.memory:
+                    if event.event == "read" and event.node == node.node:
+                        branch.add(self.plain(f"memory {event.slot} ({_number(event.similarity)}): {event.text}"))
+                for step in self.siblings[node.node]:
+                    lines[step.step] = branch.add(self.step_line(step, node.role, paid.get(step.step)))
+            for move in moves:
+                after = lines.get(max(move.steps, default=-1)) if len(nodes) == 1 else place.add(self.move_line(move))
+                if self.nodes[move.transition]:
+                    todo.append((place if len(moves) == 1 or after is None else after, move.transition))
+        return root
+
+    def node_line(self, node: Node) -> Any:
+        """Turn, role, player and groups of a prompt."""
+        groups = [self.groups[g] for g in dict.fromkeys(s.group for s in self.siblings[node.node] if s.group >= 0)]
+        player = node.role if node.model == node.role else f"{node.role} ({node.model})"
+        facts = [f"turn {node.turn}", player, f"node {node.node}", *map(_group, groups)]
+        return self.plain(f"{' · '.join(facts)} · {self.cut(node.prompt, tail=True)}", style="bold")
+
+    def step_line(self, step: Completion, role: str, move: Transition | None) -> Any:
+        """One completion. ``move``: its transition, where one role acts."""
+        facts = [f"{'●' if step.trained else '○'} {step.step}"]
+        if move is not None:
+            facts.append(self.reward(move, role))
+        facts += [f"return {_number(step.returns)}", f"advantage {_number(step.advantage, sign=True)}", step.why]
+        facts += ["cut off"] * step.truncated
+        style = "green" if step.trained else "" if step.valid else "red"
+        return self.plain(f"{' · '.join(facts)} · {self.cut(step.text)}", style=style)
+
+    def move_line(self, move: Transition) -> Any:
+        """A joint action of several roles."""
+        who = " + ".join(str(step) for step in move.steps if step >= 0)
+        paid = [f"{self.role(step)}: {self.reward(move, self.role(step))}" for step in move.steps if step >= 0]
+        return self.plain(f"joint action {who} · {' · '.join(paid)}", style="cyan" if move.valid else "red")
+
+    def role(self, step: int) -> str:
+        return self.role_of[self.steps[step].node]
+
+    def reward(self, move: Transition, role: str) -> str:
+        """The weighted reward of a role."""
+        if not move.valid:
+            return "invalid"
+        header = self.rollout.header
+        pairs = [(w, move.rewards[name][header.roles.index(role)]) for name, w in header.weights.items()]
+        known = [w * value for w, value in pairs if w is not None and value is not None]
+        return f"reward {_number(sum(known) if len(known) == len(pairs) else None)}"
+
+    def transcript(self) -> Iterator[str]:
+        """The first line of play: who said what."""
+        for node in self.nodes[-1][:1]:
+            yield f"{'prompt':>12} {self.cut(node.prompt, tail=True)}"
+        here = self.moves[-1][:1]
+        while here:
+            for step in here[0].steps:
+                if step >= 0:
+                    yield f"{self.role(step):>12} {self.cut(self.steps[step].text)}"
+            here = self.moves[here[0].transition][:1]
+
+    def cut(self, text: str, tail: bool = False) -> str:
+        """``text`` in quotes, on one line, with at most ``chars`` characters. ``tail``: the last ones are shown."""
+        text = _printable(text)
+        if len(text) > self.chars:
+            text = f"…{text[-self.chars :]}" if tail else f"{text[: self.chars]}…"
+        return f"“{text}”"
+
+    def plain(self, text: str, style: str = "") -> Any:
+        """A line that `rich` shows as it is."""
+        from rich.text import Text
+
+        return Text(_printable(text), style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _printable(text: str) -> str:
+    """``text`` with escapes for line ends and for everything else that may not reach a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _group(group: Group) -> str:
+    chosen = "selected" if group.selected else "not selected"
+    return f"group {group.group}: mean {_number(group.mean)}, variance {_number(group.variance)}, {chosen}"
+
+
+def _number(value: float | None, sign: bool = False) -> str:
+    """A number with three digits; – where it is unknown."""
+    return "–" if value is None else f"{value:+.3g}" if sign else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    parser = arguments.Parser("view", __doc__)
+    parser.add_argument("run", metavar="RUN", help="workdir of a run, or a file of its folder rollouts/")
+    parser.add_argument("--text", action="store_true", help="print text, the one form that exists yet")
+    parser.add_argument("--step", type=int, metavar="N", help="step, as in metrics.jsonl; default: the newest written")
+    parser.add_argument("--task", type=int, default=0, metavar="K", help="position of the task in the step; default: 0")
+    parser.add_argument("--chars", type=int, default=60, metavar="N", help="most characters of a text; default: 60")
+    arguments.run(parser, main)
