@@ -184,6 +184,8 @@ def _train(
         health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
         with deadlines.stage("save"):
             code = processes.stop_asked() * (not done)
+            if done and processes.index() == 0:  # before the last save: afterwards, no run has these episodes again
+                episodes_markdown(recipe.episodes(), files.folder.local / "episodes.md")
             if code or done or step % cfg.run.checkpoint_every == 0:
                 save(state)
                 if processes.index() == 0:
@@ -214,7 +216,6 @@ def _finish(recipe: Recipe, files: RunFiles, logger: Logger, best: BestStep, ste
         logger.print(str(best))
     if processes.index() == 0 and (folder.local / "metrics.jsonl").exists() and recipe.total_steps:
         report(folder.local)
-        episodes_markdown(recipe.episodes(), folder.local / "episodes.md")
         logger.print(f"wrote report.png and episodes.md to {folder}")
 
 

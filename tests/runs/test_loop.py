@@ -163,10 +163,11 @@ def test_a_changed_configuration_is_refused_by_key(straight):
 
 def test_finished_runs_stay_as_they_are(straight):
     state, workdir = straight
-    before = (workdir / "metrics.jsonl").read_bytes()
+    files = [workdir / name for name in ("metrics.jsonl", "episodes.md")]
+    before = [file.read_bytes() for file in files]
     again = loop.fit(joy(), joyagents_r1.make(joy()), workdir)
     assert digests(loop.without_shared(again)) == digests(loop.without_shared(state))
-    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert [file.read_bytes() for file in files] == before and b"## Episode 1" in before[1]
 
 
 def copied(state, recipe):
