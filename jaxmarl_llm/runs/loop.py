@@ -184,14 +184,24 @@ def _train(
         health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
         with deadlines.stage("save"):
             code = processes.stop_asked() * (not done)
-            if done and processes.index() == 0:  # before the last save: afterwards, no run has these episodes again
-                episodes_markdown(recipe.episodes(), files.folder.local / "episodes.md")
+            if done and processes.index() == 0:
+                _write_episodes(recipe, files.folder.local / "episodes.md")
             if code or done or step % cfg.run.checkpoint_every == 0:
                 save(state)
                 if processes.index() == 0:
                     files.folder.push()
         release_programs()
     return state, code
+
+
+def _write_episodes(recipe: Recipe, path: Path) -> None:
+    """Write the last episodes to ``path``, before the last save: afterwards no run has these episodes again.
+
+    A run that was resumed after its last rollout has none, and what is there stays.
+    """
+    episodes = recipe.episodes()
+    if episodes or not path.exists():
+        episodes_markdown(episodes, path)
 
 
 def _counted(state: TrainState, skipped: bool) -> TrainState:
