@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 KINDS = ("array", "host", "lora", "stages", "two processes")
 # Completed steps after which the next phase begins.
-STAGES = {"array": (10,), "host": (4,), "lora": (10,), "stages": (10, 16), "two processes": (10,)}
+STAGES = {"array": (10,), "host": (40,), "lora": (40,), "stages": (10, 16), "two processes": (10,)}
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 TEAM = {"remat": False, "parameter_sharing": "shared", "backbone": TINY}
 RUN = {"eval_every": 2, "checkpoint_every": 3, "keep": 2, "log_every": 1, "tensorboard": False, "episodes": 2}
@@ -32,9 +32,11 @@ def get_config(variant: str = "array") -> ConfigDict:
     made: object
     kind = one_of("variant", variant.replace("_", " ") or "array", KINDS)
     if kind == "host":
-        env = {"name": "chain_text", "eval_tasks": 2, "workers": 1, "max_prompt": 256}
-        changes = {"steps": 5, "batch": 3, "group": 2, "team": {"max_new_tokens": 2, **TEAM}, "env": env}
-        made = from_dict(grpo.Config, {**GAME, **changes, "sft": {**STAGE_0, "steps": 4}, "reward": {"format": 1.0}})
+        args = {"terms": 2, "modulus": 2, "largest": 1}
+        env = {"name": "chain_text", "args": args, "eval_tasks": 2, "workers": 1, "max_prompt": 256}
+        changes = {"steps": 5, "batch": 3, "team": {"max_new_tokens": 2, **TEAM}, "env": env}
+        paid = {"reward": {"accuracy": 1.0, "format": 1.0}}
+        made = from_dict(grpo.Config, {**GAME, **changes, **paid, "sft": {**STAGE_0, "steps": 40}})
     elif kind == "stages":
         chain = {
             "name": "chain",
@@ -53,7 +55,10 @@ def get_config(variant: str = "array") -> ConfigDict:
     else:
         memory = {"memory_reward": {"payoff": 1.0}, "memory": {"capacity": 8, "retrieve": 1, "warmup": 4}}
         sharing = {"parameter_sharing": "lora", "lora_rank": 2} if kind == "lora" else {}
+        longer = (
+            {"sft": {**STAGE_0, "steps": 40}, "group": 8, "batch": 8} if kind == "lora" else {}
+        )  # adapters learn slowly
         best = {"best": "eval/return"} if kind == "array" else {}
         changes = {"team": {"max_new_tokens": 1, **TEAM, **sharing}, "run": {**RUN, **best}}
-        made = from_dict(joyagents_r1.Config, {**GAME, **memory, **changes})
+        made = from_dict(joyagents_r1.Config, {**GAME, **memory, **longer, **changes})
     return ConfigDict(to_dict(made))
