@@ -48,6 +48,7 @@ from jaxmarl_llm.rollout.plans import Plan, product
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.storage import dataset as offline
 from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.telemetry.report import episodes_markdown
 from jaxmarl_llm.training.config import BaseConfig, Offline
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate, majority
@@ -191,6 +192,7 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     tutors, learners = made(SFT_LOSS, cfg.imitation.optimizer), made(cfg.loss, cfg.optimizer)
     latest: dict[str, Any] = {}
     held: dict[Path, Data] = {}
+    episodes = lambda: episodes_of(team, **latest, count=cfg.run.episodes) if latest else []
 
     def sample(state: TrainState) -> offline.Tables:
         """The whole tree of every task, labelled."""
@@ -215,6 +217,8 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
             if int(state.step) == cfg.sft.steps and not processes.broadcast_from_0(folder.exists):
                 with logger.first(f"rollout {plan.name}"), logger.stage("rollout"):
                     tables = sample(state)
+                    if processes.index() == 0:  # now: a resumed run samples nothing
+                        episodes_markdown(episodes(), logger.workdir / "episodes.md")
                     processes.broadcast_from_0(lambda: offline.save(folder, source(cfg), tables))
             held.clear()
             held[folder] = from_tables(offline.load(folder, source(cfg), stored_source))
@@ -246,5 +250,5 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
         evaluate=lambda state: (
             evaluate(cfg, team, env_runner, state, None) | majority(cfg, team, env_runner, state, cfg.votes)
         ),
-        episodes=lambda: episodes_of(team, **latest, count=cfg.run.episodes) if latest else [],
+        episodes=episodes,
     )

@@ -194,12 +194,24 @@ def _train(
         health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
         with deadlines.stage("save"):
             code = processes.stop_asked() * (not done)
+            if done and processes.index() == 0:
+                _write_episodes(recipe, files.folder.local / "episodes.md")
             if code or done or step % cfg.run.checkpoint_every == 0:
                 save(state)
                 if processes.index() == 0:
                     files.folder.push()
         release_programs()
     return state, code
+
+
+def _write_episodes(recipe: Recipe, path: Path) -> None:
+    """Write the last episodes to ``path``, before the last save: afterwards no run has these episodes again.
+
+    A run that was resumed after its last rollout has none, and what is there stays.
+    """
+    episodes = recipe.episodes()
+    if episodes or not path.exists():
+        episodes_markdown(episodes, path)
 
 
 def _counted(state: TrainState, skipped: bool) -> TrainState:
@@ -224,7 +236,6 @@ def _finish(recipe: Recipe, files: RunFiles, logger: Logger, best: BestStep, ste
         logger.print(str(best))
     if processes.index() == 0 and (folder.local / "metrics.jsonl").exists() and recipe.total_steps:
         report(folder.local)
-        episodes_markdown(recipe.episodes(), folder.local / "episodes.md")
         logger.print(f"wrote report.png and episodes.md to {folder}")
 
 

@@ -110,6 +110,18 @@ def test_same_verdicts_in_a_thread():
     assert here == there == [True, True, True]
 
 
+def test_golden_answers_are_right_in_a_thread_too():
+    """Every answer of the samples of GSM8K against itself and against the next one, here and in a thread."""
+    gold = [task["answer"] for part in ("train", "test") for task in loaders.load("gsm8k", split=part)[0]]
+    pairs = [(text, other) for text, after in itertools.pairwise(gold) for other in (text, after)]
+    verdicts = lambda: [answer_rules.math_equal(f"Answer: {text}", other) for text, other in pairs]
+    there: list[list[bool]] = []
+    thread = threading.Thread(target=lambda: there.append(verdicts()))
+    thread.start()
+    thread.join()
+    assert there == [verdicts()] and all(there[0][::2]) and not all(there[0][1::2]) and len(pairs) > 50
+
+
 def test_empty_gold_raises():
     with pytest.raises(ValueError, match="empty gold"):
         answer_rules.math_equal("18", " ")

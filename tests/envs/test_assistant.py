@@ -1,6 +1,7 @@
 """The assistant environment: a scripted perfect team, rewards by hand, and any text a model may write."""
 
 import json
+import math
 import pickle
 
 import bm25s
@@ -213,6 +214,20 @@ def test_a_specialist_that_never_answers_is_sent_back():
     config = assistant.Config(max_specialist_turns=2)
     state, _, _ = play(FIRST["math"], "Delegate: math: x", "hm", "hm", config=config)
     assert state.role == "master" and state.master[-1].text == "Report from math: no answer"
+
+
+@pytest.mark.parametrize("most", [1, 4, 9])
+def test_delegation_without_end_ends_with_the_turns(most):
+    """A master that always delegates, and specialists that never answer: a defined reward, and nothing for accuracy."""
+    env = assistant.make(assistant.Config(max_turns=most, max_specialist_turns=2))
+    state, done, paid = env.reset(0, FIRST["math"]), False, []
+    while not done:
+        (role,) = env.observe(state)
+        text = "Delegate: math: again" if role == "master" else "hm"
+        state, reward, done = env.step(0, state, {role: Action(text, (7,), False)})
+        paid.append(reward["master"])
+    assert len(paid) == most == env.max_turns
+    assert all(math.isfinite(x) for r in paid for x in r.values()) and total(paid, "accuracy") == 0
 
 
 BAD_CALLS = [

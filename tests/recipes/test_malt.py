@@ -440,6 +440,8 @@ def test_a_run_that_was_killed_twice_ends_byte_equal(straight, tmp_path, monkeyp
         with pytest.raises(Killed):
             loop.fit(config(), watched({}, stop), tmp_path)
         assert sum(train) == TASKS // config().batch  # sampled by the first process alone
+        episodes = (tmp_path / "episodes.md").read_bytes()  # and written by it
+        assert b"## Episode 1" in episodes and episodes == (workdir / "episodes.md").read_bytes()
     kept = tmp_path / "kept"
     shutil.copytree(tmp_path / "checkpoints", kept / "checkpoints")
     resumed = loop.fit(config(), recipe(), tmp_path)

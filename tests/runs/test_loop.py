@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -163,10 +164,21 @@ def test_a_changed_configuration_is_refused_by_key(straight):
 
 def test_finished_runs_stay_as_they_are(straight):
     state, workdir = straight
-    before = (workdir / "metrics.jsonl").read_bytes()
+    files = [workdir / name for name in ("metrics.jsonl", "episodes.md")]
+    before = [file.read_bytes() for file in files]
     again = loop.fit(joy(), joyagents_r1.make(joy()), workdir)
     assert digests(loop.without_shared(again)) == digests(loop.without_shared(state))
-    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert [file.read_bytes() for file in files] == before and b"## Episode 1" in before[1]
+
+
+def test_episodes_stay_where_a_resumed_run_has_none(tmp_path):
+    path, of = tmp_path / "episodes.md", lambda shown: SimpleNamespace(episodes=lambda: shown)
+    loop._write_episodes(of([]), path)
+    assert path.read_text() == "# Episodes\n"
+    loop._write_episodes(of([[{"role": "master", "completion": "hi"}]]), path)
+    written = path.read_text()
+    loop._write_episodes(of([]), path)
+    assert "## Episode 1" in written and path.read_text() == written
 
 
 def copied(state, recipe):

@@ -404,6 +404,7 @@ def failing(error):
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 8 bytes"),
         ConnectionResetError(104, "reset by peer"),
         PermissionError(13, "expired"),
+        OSError(116, "Stale file handle"),
         ValueError("UNAVAILABLE: error reading gs://bucket/run/checkpoints/3"),
     ],
 )
@@ -451,6 +452,56 @@ def test_a_reader_moves_makes_and_cleans_up_nothing(run):
     before = sorted(run.rglob("*"))
     assert_is(with_saver(run, lambda saver: saver.restore(like()), read_only=True), 2)
     assert sorted(run.rglob("*")) == before
+
+
+# --- a disk that takes no more -----------------------------------------------------
+
+REFUSED = """
+import resource, sys
+import numpy as np
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+
+saver = Checkpointer(sys.argv[1], keep=1)
+state = lambda step: {"x": np.random.default_rng(step).normal(size=100_000)}
+saver.save(1, state(1), {})
+saver.wait()
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))  # no file may be larger
+saver.save(2, state(2), {})
+try:
+    saver.wait()
+except ValueError as error:
+    print(error)
+other = Checkpointer(sys.argv[1], read_only=True)
+print(other.steps(), np.array_equal(other.restore(state(0))[0]["x"], state(1)["x"]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+saver.save(3, state(3), {})
+saver.close()
+"""
+
+
+def test_a_save_that_the_disk_refuses_is_an_error_and_costs_no_step(tmp_path):
+    """In the background, with keep=1: the step before stays, and a later save works. The limit is that of a process."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", REFUSED, str(tmp_path)]
+    done = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    error, steps = done.stdout.splitlines()
+    assert f"{tmp_path}/checkpoints/2" in error and "File too large" in error
+    assert steps == "[1] True"
+    shape = {"x": np.zeros(100_000)}
+    state, _, step = with_saver(tmp_path, lambda saver: saver.restore(shape))
+    assert step == 3 and np.array_equal(state["x"], np.random.default_rng(3).normal(size=100_000))
+    assert not (tmp_path / "corrupt").exists()
+
+
+@pytest.mark.parametrize("name", ["two words", "Ünïcode ✓", "a'b\"c$d"])
+def test_a_workdir_may_have_any_name(tmp_path, name):
+    tree = {"x": np.arange(3.0)}
+    with_saver(tmp_path / name, lambda saver: saver.save(1, tree, make_meta(1)))
+    state, meta, step = with_saver(tmp_path / name, lambda saver: saver.restore(tree))
+    assert (tmp_path / name / "checkpoints" / "1").is_dir()
+    assert step == 1 and meta["config"] == make_meta(1)["config"] and digests(state) == digests(tree)
 
 
 # --- kill ------------------------------------------------------------------------

@@ -214,3 +214,10 @@ def test_a_workdir_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="cannot write to"):
         WorkdirLock(tmp_path / "taken" / "run").acquire()
+
+
+def test_a_workdir_that_leads_to_itself_is_one_line(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="cannot write to") as error:
+        WorkdirLock(tmp_path / "loop").acquire()
+    assert "\n" not in str(error.value)

@@ -1,0 +1,1 @@
+"""Whole training runs that are killed with signal 9 and resumed, compared with an unbroken run."""
