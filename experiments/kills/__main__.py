@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ process, LoRA adapters, a run of three phases with a stored data set (MALT), and
 def main(cfg: object, workdir: str | None, flag_values: flags.FlagValues) -> int:
     """Run the command. Returns 1 if a run differs."""
     logging.set_verbosity(logging.ERROR)  # Orbax tells every detail
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception: the run in progress is ended too
     kinds = [one_of("--only", name, KINDS) for name in flag_values.only] or list(KINDS)
     now, out = origin(), flag_values.out and Path(flag_values.out)
     old = read_record(out and out.with_suffix(".json"), FORM)
