@@ -220,7 +220,6 @@ def run(case: Case) -> str | None:
                     state = recipe.init(0)
                     for _ in range(min(2, recipe.total_steps) if cfg.sft.steps == 1 else 1):
                         state, _ = recipe.step(state, logger)
-                        state = state.replace(step=state.step + 1)
         finally:
             recipe.env_runner.close()
     except ConfigError as error:

@@ -76,9 +76,8 @@ CLAIMS = {
 
 def advance(recipe: phases.Recipe, state: TrainState, steps: int, folder: Path) -> TrainState:
     with Logger(folder, resume_step=None, total_steps=steps, primary=False) as logger:
-        for step in range(int(state.step), steps):
+        while int(state.step) < steps:
             state, _ = recipe.step(state, logger)
-            state = state.replace(step=jnp.int32(step + 1))
     return state
 
 

@@ -60,14 +60,12 @@ def train(cfg: Any, params: Any, budget: int | None, steps: int, say: Any = None
     else:
         while int(state.step) < cfg.sft.steps:
             state, _ = recipe.step(state, logger)
-            state = state.replace(step=state.step + 1)
     start = jax.tree.map(jnp.copy, state.params)
     tokens = done = sequences = updates = 0
     before = recipe.evaluate(state)
     clock = time.time()
     while done < steps if budget is None else tokens < budget:
         state, metrics = recipe.step(state, logger)
-        state = state.replace(step=state.step + 1)
         tokens += int(metrics["count/completion_tokens"])
         sequences += int(metrics["count/sequences"])
         updates += sum(int(v) for k, v in metrics.items() if k.endswith("/updated"))

@@ -215,9 +215,9 @@ def _write_episodes(recipe: Recipe, path: Path) -> None:
 
 
 def _counted(state: TrainState, skipped: bool) -> TrainState:
-    """``state`` after one more step. skipped: whether the step was skipped, because a gradient was not finite."""
+    """``state`` with its step counted, if ``skipped``: a gradient was not finite."""
     counters = {**state.counters, "skipped": state.counters["skipped"] + int(skipped)}
-    return state.replace(step=state.step + 1, counters=counters)
+    return state.replace(counters=counters)
 
 
 def _finish(recipe: Recipe, files: RunFiles, logger: Logger, best: BestStep, step: int, code: int) -> None:

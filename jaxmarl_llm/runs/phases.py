@@ -145,7 +145,15 @@ class Recipe:
         return state.replace(params=params, opt_state=self.optimizers(phase, agents))
 
     def step(self, state: TrainState, logger: Logger) -> tuple[TrainState, dict[str, float]]:
-        """Take the state one step on, from the host. ``state.step`` stays for the caller to advance."""
+        """Take the state one step on, from the host: ``state.step`` counts it.
+
+        Args:
+            state: State before the step. Arrays that the step updates are donated: copy what is read afterwards.
+            logger: Times the stages.
+
+        Returns:
+            The state after the step, and the metrics of the step.
+        """
         now = int(state.step)
         k = self.phase_of(now)
         with meshes.use_mesh(self.mesh):
@@ -158,7 +166,8 @@ class Recipe:
                 check_parameters(state.params["agents"], now + 1)
             if self.recorder is not None and isinstance(step, TrainStep):
                 self.recorder(step, now + 1, now - self.starts[k], before, state.memory, result)
-            return meshes.place_state(self.mesh, state), self.phases[k].metrics(result)
+            state = meshes.place_state(self.mesh, state)
+            return state.replace(step=state.step + 1), self.phases[k].metrics(result)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Metrics on the held-out tasks."""

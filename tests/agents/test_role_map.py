@@ -108,7 +108,6 @@ def test_several_models_of_a_role_all_learn_from_what_they_play(tmp_path):
             if i == 6:
                 start = {name: digests(own) for name, own in state.params["agents"].items()}
             state, _ = made.step(state, logger)
-            state = state.replace(step=jnp.int32(i + 1))
     assert names == ["first", "second"] and {0, 1} == set(np.concatenate(played)[:, 0].tolist())
     assert not np.concatenate(played)[:, 1].any(), "the second role has one model"
     assert all(digests(own) != start[name] for name, own in state.params["agents"].items())

@@ -239,7 +239,6 @@ def test_a_step_of_self_play(tmp_path):
     with Logger(tmp_path, resume_step=None, total_steps=14, tensorboard=False) as logger:
         for _ in range(14):
             state, metrics = recipe.step(state, logger)
-            state = state.replace(step=state.step + 1)
     assert metrics["agent/first/grad_norm"] > 0 and metrics["agent/first/kl"] > 0
     assert metrics["reward/payoff"] == pytest.approx(0)  # zero-sum
     assert metrics["logprob_diff"] < 1e-4

@@ -160,8 +160,8 @@ def test_only_steps_of_the_role_in_turn_are_trained(share, tmp_path, monkeypatch
     recipe = rema.make(cfg)
     state = recipe.init(0)
     with Logger(tmp_path, resume_step=None, total_steps=4, tensorboard=False) as logger:
-        for step in range(3):
-            state, _ = recipe.step(state.replace(step=jnp.int32(step)), logger)
+        for _ in range(3):
+            state, _ = recipe.step(state, logger)
     assert len(seen) == 3
     for step, (role, trained, valid) in enumerate(seen):
         np.testing.assert_array_equal(trained, valid & (role == step % 2))
@@ -178,7 +178,7 @@ def test_the_frozen_role_stays_byte_identical(tmp_path):
     with Logger(tmp_path, resume_step=None, total_steps=20, tensorboard=False) as logger:
         for step in range(cfg.sft.steps + 3):
             before = copy(state) if step > cfg.sft.steps else None  # the first RL step starts new optimizers
-            state, metrics = recipe.step(state.replace(step=jnp.int32(step)), logger)
+            state, metrics = recipe.step(state, logger)
             if before is not None:
                 after, turn = copy(state), (step - cfg.sft.steps) % 2
                 frozen, learner = rema.ROLES[1 - turn], rema.ROLES[turn]

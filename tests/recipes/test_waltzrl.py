@@ -214,7 +214,7 @@ def test_stages_of_a_run(tmp_path, monkeypatch):
     with Logger(tmp_path, resume_step=None, total_steps=20, tensorboard=False) as logger:
         for step in range(recipe.total_steps):
             before = copy(state)
-            state, metrics = recipe.step(state.replace(step=jnp.int32(step)), logger)
+            state, metrics = recipe.step(state, logger)
             after, last = copy(state), metrics
             which = 0 if step == cfg.sft.steps else slice(None)  # the first RL step starts new optimizers
             changed = {r for r in roles if digests(before[r][which]) != digests(after[r][which])}

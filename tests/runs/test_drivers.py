@@ -126,7 +126,6 @@ def from_the_host(recipe: Recipe, folder) -> tuple[TrainState, dict]:
             if step == recipe.cfg.sft.steps:
                 taught = jax.tree.map(np.array, state.params["agents"])
             state, _ = recipe.step(state, logger)
-            state = state.replace(step=jnp.int32(step + 1))
     return state, taught
 
 

@@ -265,6 +265,17 @@ def played(tmp_path_factory):
     return loop.fit(*game(), workdir), workdir
 
 
+def test_a_loop_by_hand_ends_where_fit_ends(played, tmp_path):
+    """`Recipe.step` counts its step: without that every step would be the first one again."""
+    _, recipe = game()
+    state = recipe.init(0)
+    with Logger(tmp_path, resume_step=None, total_steps=3, tensorboard=False, primary=False) as logger:
+        for number in range(recipe.total_steps):
+            assert int(state.step) == number
+            state, _ = recipe.step(state, logger)
+    assert digests(state) == digests(played[0])
+
+
 def damage(workdir, step):
     path = workdir / "checkpoints" / str(step) / "meta" / "metadata"
     meta = json.loads(path.read_text())

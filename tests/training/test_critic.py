@@ -228,7 +228,6 @@ def test_actor_critics_solve_the_iterated_game(critic, tmp_path):
     with Logger(tmp_path, resume_step=None, total_steps=recipe.total_steps, interval=1000, tensorboard=False) as log:
         while int(state.step) < recipe.total_steps:
             state, metrics = recipe.step(state, log)
-            state = state.replace(step=state.step + 1)
             seen.append(metrics)
     rl = [m for m in seen if "reward/social" in m]
     assert rl[0]["reward/social"] < 15 and np.mean([m["reward/social"] for m in rl[-10:]]) > 19
@@ -240,7 +239,7 @@ def test_actor_critics_solve_the_iterated_game(critic, tmp_path):
 def test_a_critic_is_saved_and_goes_on_to_the_bit(critic, tmp_path):
     cfg, recipe, state = started(critic, steps=4)
     with Logger(tmp_path, resume_step=None, total_steps=4, interval=99, tensorboard=False) as log:
-        state = recipe.step(state, log)[0].replace(step=jnp.int32(1))
+        state = recipe.step(state, log)[0]
         saver = Checkpointer(tmp_path)
         saver.save(1, loop.without_shared(state), {"step": 1})
         saver.wait()
