@@ -161,7 +161,7 @@ def stepper(
         state, metrics = made.step(held[0], logger)
         if asked != (metrics["count/completion_tokens"], metrics["count/trunk_tokens"]) or metrics["bad"]:
             raise RuntimeError(f"expected {asked[0]} tokens and a finite update of all of them: {metrics}")
-        held[0] = jax.block_until_ready(state.replace(step=state.step + 1))
+        held[0] = jax.block_until_ready(state)
 
     return run
 
