@@ -44,10 +44,10 @@ for folder in sys.path:
         for name in os.listdir(folder):
             if not any(word in name for word in ("test", "xx", "tkinter")):
                 try: importlib.import_module(name.split(".")[0])
-                except Exception: pass
+                except Exception: pass  # a module of another system, or without its library: programs lack it too
 import ctypes
 try: ctypes.CDLL("libgcc_s.so.1")  # the C library loads it when a thread is cancelled
-except OSError: pass
+except OSError: pass  # another C library, which has no such file
 print(*{line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if ".so" in line}, sep="\\n")
 """
 

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmarl_llm.credit.returns import generalised_advantage, scalarise, step_returns
 from jaxmarl_llm.credit.rules import roles_that_act
 from jaxmarl_llm.training.config import ActorCritic
-from jaxmarl_llm.training.critic import CriticInputs, critic_batches, critic_inputs, estimate
+from jaxmarl_llm.training.critic import CriticInputs, critic_batches, critic_inputs, estimate, stacks_of_rows
 from jaxmarl_llm.training.learner import Batch, NodeTargets
 from jaxmarl_llm.training.train_step import Driver, TrainStep
 from jaxmarl_llm.types import Array, Team, TrainState, Tree
@@ -47,12 +47,19 @@ class CriticTargets(NamedTuple):
         return NodeTargets(self.target[row], weight, self.value[row])
 
     def batches(self, micro_tokens: int) -> list[Batch]:
-        """Batches without completions, for a critic that plays no role."""
+        """Batches without completions, for a critic that plays no role; in a compiled run stacks of them, [K ...].
+
+        ``micro_tokens``: prompt tokens of one micro-batch, at most where possible.
+        """
         if isinstance(self.value, np.ndarray):
             return critic_batches(self.read, self.of_prompts(), micro_tokens=micro_tokens)
-        none = jnp.zeros((len(self.value), 1, 1))
-        empty = none.astype(jnp.int32)
-        return [Batch(self.read.tokens, self.read.length, empty, none, none, none, values=self.of_prompts())]
+        out, read, targets = [], self.read, self.of_prompts()
+        for rows in stacks_of_rows(len(self.value), micro_tokens // read.tokens.shape[1]):
+            none = jnp.zeros((*rows.shape, 1, 1))
+            values = jax.tree.map(lambda x, rows=rows: x[rows], targets)
+            empty = none.astype(jnp.int32)
+            out.append(Batch(read.tokens[rows], read.length[rows], empty, none, none, none, values=values))
+        return out
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,20 @@ def critic_batches(inputs: CriticInputs, values: NodeTargets, *, micro_tokens: i
     return out
 
 
+def stacks_of_rows(count: int, most: int) -> list[np.ndarray]:
+    """Row numbers in parts of ``most`` rows or fewer: stacks [K rows] of parts of one length, two stacks at most.
+
+    Args:
+        count: Number of rows.
+        most: Rows of one part; a part has one row at least.
+    """
+    fewest = -(-count // max(1, most))
+    even = (n for n in range(fewest, 2 * fewest) if count % n == 0)  # one number of rows: one loop
+    parts = np.array_split(np.arange(count), next(even, fewest))
+    sizes = sorted({len(part) for part in parts}, reverse=True)
+    return [np.stack([part for part in parts if len(part) == rows]) for rows in sizes]
+
+
 def _rows(values: NodeTargets, part: np.ndarray, size: int) -> NodeTargets:
     """The rows ``part`` of ``values`` and zeros, ``size`` rows in all."""
     return jax.tree.map(lambda x: np.concatenate([x[part], np.zeros(size - len(part), np.float32)]), values)

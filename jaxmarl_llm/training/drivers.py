@@ -21,7 +21,7 @@ from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.rollout.array import Block, layout, make_rollout
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, RolloutResult, array_lessons
 from jaxmarl_llm.telemetry.logger import Logger
-from jaxmarl_llm.training.critic import critic_batches
+from jaxmarl_llm.training.critic import stacks_of_rows
 from jaxmarl_llm.training.finite import number_of, update_check
 from jaxmarl_llm.training.learner import Batch, Learner, optimize, update_models
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
@@ -98,7 +98,7 @@ class HostDriver:
         for i, m in enumerate(step.team.models):
             target = targets.get(m.name)
             if target is not None and not any(m.name in role.players for role in step.team.roles):
-                out[m.name] = critic_batches(target.read, target.of_prompts(), micro_tokens=cfg.micro_tokens)
+                out[m.name] = target.batches(cfg.micro_tokens)
                 continue
             with meshes.model_mesh(m.name):
                 out[m.name] = pack(
@@ -228,7 +228,7 @@ class TracedDriver:
             roles = {r for r, role in enumerate(team.roles) if model.name in role.players}
             target = targets.get(model.name)
             if target is not None and not roles:
-                out[model.name] = stacked(target.batches(cfg.micro_tokens))
+                out[model.name] = target.batches(cfg.micro_tokens)
                 continue
             mine = trained & (tree.nodes.model[tree.steps.node] == m)
             counted = mine.astype(jnp.float32)
@@ -391,12 +391,8 @@ def _rectangle(
     """
     nodes, steps = block.rows(seats)
     size = tree.nodes.tokens.shape[1] + block.group * tree.steps.tokens.shape[1]
-    fewest = -(-len(nodes) // max(1, micro_tokens // size))
-    even = (n for n in range(fewest, 2 * fewest) if len(nodes) % n == 0)  # one number of rows: one loop
-    parts = np.array_split(np.arange(len(nodes)), next(even, fewest))
     out = []
-    for rows in sorted({len(part) for part in parts}, reverse=True):  # two numbers of rows, at most
-        some = np.stack([part for part in parts if len(part) == rows])
+    for some in stacks_of_rows(len(nodes), micro_tokens // size):
         grid = lambda x, at=steps[some]: x[at].reshape(*at.shape, -1)
         w, own = grid(weights), nodes[some]
         out.append(

@@ -23,9 +23,9 @@ from jaxmarl_llm.runs import loop
 from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import losses
-from jaxmarl_llm.training.actor_critic import CriticAdvantage
+from jaxmarl_llm.training.actor_critic import CriticAdvantage, CriticTargets
 from jaxmarl_llm.training.config import SFT, RunConfig
-from jaxmarl_llm.training.critic import _chunks, critic_inputs
+from jaxmarl_llm.training.critic import CriticInputs, _chunks, critic_inputs
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
@@ -249,6 +249,26 @@ def test_a_critic_is_saved_and_goes_on_to_the_bit(critic, tmp_path):
         resumed, _ = recipe.step(restored.replace(params={**restored.params, "shared": {}}), log)
     same = lambda s: digests((s.params["agents"], s.opt_state))
     assert same(straight) == same(resumed) and same(straight) != same(state)
+
+
+@pytest.mark.parametrize(
+    "rows, micro_tokens, shapes", [(10, 24, [(5, 2)]), (7, 18, [(1, 3), (2, 2)]), (4, 99, [(1, 4)])]
+)
+def test_a_compiled_run_cuts_the_prompts_of_a_critic_into_micro_batches(rows, micro_tokens, shapes):
+    """Stacks [K rows], of at most ``micro_tokens`` prompt tokens a micro-batch; before, all prompts were one batch."""
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(1, 9, (rows, 6)))
+    column = lambda: jnp.asarray(rng.random(rows).astype(np.float32))
+    read = CriticInputs(tokens, jnp.full(rows, 6), jnp.arange(rows))
+    targets = CriticTargets(read, column(), column(), column())
+    stacks = targets.batches(micro_tokens)
+    assert [batch.length.shape for batch in stacks] == shapes
+    flat = lambda leaves: np.concatenate([np.asarray(x).reshape(-1, *x.shape[2:]) for x in leaves])
+    np.testing.assert_array_equal(flat([batch.tokens for batch in stacks]), tokens)
+    for name in ("target", "weight"):
+        got = flat([getattr(batch.values, name) for batch in stacks])
+        np.testing.assert_array_equal(got, getattr(targets, name))
+    assert all(batch.completions.shape == (*batch.length.shape, 1, 1) for batch in stacks)
 
 
 BAD = [
