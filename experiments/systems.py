@@ -132,6 +132,11 @@ def table(records: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def page(records: dict[str, dict]) -> str:
+    """The page of the records."""
+    return f"{INTRO}\n{table(records)}\n"
+
+
 def claim_of(finding: Mapping[str, Any]) -> Claim:
     """The claim of a recorded finding."""
     return Claim(**{field.name: finding[field.name] for field in dataclasses.fields(Claim)})
@@ -186,8 +191,10 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         records = {**recorded(file), name: new}  # read again: another process may have recorded a system meanwhile
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(records, indent=1))
-        Path(flag_values.page).write_text(f"{INTRO}\n{table(records)}\n")
-    print(table(recorded(file)))
+        Path(flag_values.page).write_text(page(records))
+    records = recorded(file)
+    Path(flag_values.page).write_text(page(records))
+    print(table(records))
 
 
 if __name__ == "__main__":
