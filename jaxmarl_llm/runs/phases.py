@@ -7,7 +7,7 @@ one `Algorithm`. `loop.fit` runs a recipe step by step; `compiled.make_program` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -205,15 +205,19 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
             ``cfg.team``.
     """
     env_runner = make_env_runner(cfg.env, env, seed=cfg.seed)
-    unknown = sorted(set(cfg.reward) - set(env_runner.env.components))
-    if unknown:
-        raise ConfigError(
-            f"config.reward: environment {env_runner.env.name!r} pays no {unknown[0]!r}; it pays "
-            f"{', '.join(env_runner.env.components)}"
-        )
+    _check_paid("config.reward", cfg.reward, env_runner)
     if cfg.team.batch_models and not env_runner.array:
         raise ConfigError(f"config.team.batch_models: expected false with the host environment {cfg.env.name!r}")
     return env_runner, make_team(cfg.team, env_runner.env.roles)
+
+
+def _check_paid(path: str, weights: Iterable[str], env_runner: EnvRunner) -> None:
+    """Raise ConfigError for a weight of a component that the environment does not pay."""
+    env = env_runner.env
+    if unknown := sorted(set(weights) - set(env.components)):
+        raise ConfigError(
+            f"{path}: environment {env.name!r} pays no {unknown[0]!r}; it pays {', '.join(env.components)}"
+        )
 
 
 def make_phases(
@@ -334,6 +338,8 @@ def make_recipe(
         raise ConfigError("config.past.size: expected 0 with a memory: past policies have none")
     if cfg.past.size and any(role.co_players for role in team.roles):
         raise ConfigError("config.past.size: expected 0 with several models of a role in config.team.models")
+    if remembers is not None:
+        _check_paid("config.memory_reward", dict(algorithm.memory_reward), env_runner)
     algorithm = replace(algorithm, credit=tried_rule(cfg, env_runner, plan, algorithm.credit))
     if cfg.update is not None:
         algorithm = replace(algorithm, update=find_update(cfg.update))

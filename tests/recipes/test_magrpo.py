@@ -18,7 +18,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models import decoder
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
-from jaxmarl_llm.recipes import grpo, magrpo
+from jaxmarl_llm.recipes import grpo, joyagents_r1, magrpo
 from jaxmarl_llm.rollout.array import layout, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.host import HostSettings, play
@@ -387,6 +387,10 @@ def test_bad_configurations(change, message):
 def test_a_reward_that_the_environment_does_not_pay():
     with pytest.raises(ConfigError, match=r"config\.reward: environment 'matrix' pays no 'accuracy'; it pays payoff"):
         magrpo.make(config(reward={"accuracy": 1.0}))
+    cfg = joyagents_r1.Config(env=EnvConfig("matrix"), reward={"payoff": 1.0}, team=config().team)
+    with pytest.raises(ConfigError, match=r"config\.memory_reward: environment 'matrix' pays no 'accuracy'; it pays p"):
+        joyagents_r1.make(cfg)
+    joyagents_r1.make(dataclasses.replace(cfg, use_memory=False))
 
 
 # The game
