@@ -1,6 +1,8 @@
 """Tries of an environment before a run: types, shapes and ranges of what its functions return. Errors are one line.
 
-`contract.check` runs these tries. ``what`` is how messages call the environment.
+`contract.check` runs these tries, of environments that are not the library's own, in this process and without a time
+limit. `runs.trial` plays a task of any host environment in the pool of a run, with its time limit. ``what`` is how
+messages call the environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""One task of a host environment, played once before anything is compiled."""
+"""One task of a host environment, played once before anything is compiled.
+
+`envs.trials` has checked types before, without a pool. Here the worker processes, their time limit and the team's
+tokenizers take part, and a failure is reported as one of the run.
+"""
 
 from __future__ import annotations
 
