@@ -11,9 +11,6 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-        # Compiling takes the threads on which fake devices run. A device that waits 40 s for another one would abort
-        # the process, and a compile on busy cores is longer than that.
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     ]
 )
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import PyTree
+
+T = TypeVar("T")
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
@@ -222,6 +224,20 @@ def meshed() -> bool:
     """Whether XLA partitions the current code over a mesh. False where all axes are manual, as in `by_device`."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and not mesh.are_all_axes_manual
+
+
+def settle(tree: T) -> T:
+    """Wait for the arrays of ``tree`` on a mesh of simulated CPU devices; elsewhere return at once.
+
+    XLA launches at most 32 programs ahead on a CPU device. A launch beyond that holds one of the few threads on which
+    the devices run. A program with collectives may then wait for ever for a device that has no thread.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        return tree
+    mesh = current()
+    if mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        jax.block_until_ready(tree)
+    return tree
 
 
 def row_parts() -> int:

@@ -372,19 +372,19 @@ def optimize(
     if loss.needs_reference:
         if reference is None:
             raise ValueError(f"the loss {loss.objective!r} with kl_coef={loss.kl_coef} needs the reference parameters")
-        batches = [b.replace(reference=learner.score(reference, shared, b)) for b in batches]
+        batches = [b.replace(reference=sharding.settle(learner.score(reference, shared, b))) for b in batches]
     if loss.epochs > 1:
-        batches = [b.replace(old=learner.score(own, shared, b)) for b in batches]
+        batches = [b.replace(old=sharding.settle(learner.score(own, shared, b))) for b in batches]
     metrics: dict[str, Any] = {}
     ok: Any = 1.0
     for epoch in range(loss.epochs):
         gradient, totals, gaps = None, [], []
         for batch in batches:
-            gradient, seen, gap = learner.accumulate(own, shared, batch, gradient)
+            gradient, seen, gap = sharding.settle(learner.accumulate(own, shared, batch, gradient))
             totals.append(seen)
             gaps.append(gap)
         total = {k: sum(m[k] for m in totals) for k in totals[0]}
-        own, opt_state, norm, fine = learner.apply(own, opt_state, gradient, total["loss"])
+        own, opt_state, norm, fine = sharding.settle(learner.apply(own, opt_state, gradient, total["loss"]))
         ok = ok * fine
         if report is not None:
             report(fine, totals, gaps, gradient)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmarl_llm.distributed import sharding
-from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh, use_mesh
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.decoder import Config, make_policy
 from jaxmarl_llm.models.lora import init_lora
@@ -166,3 +166,14 @@ def test_collisions_and_unknown_leaves_are_refused():
         sharding.param_specs({"layers": {"q_proj": {"weight": jnp.zeros((2, 2))}}})
     with pytest.raises(ConfigError, match="no rule for parameter layers/mlp/gate/weight"):
         sharding.param_specs({"layers": {"mlp": {"gate": {"weight": jnp.zeros((2, 2))}}}})
+
+
+def test_simulated_devices_are_waited_for():
+    """Or more programs are launched than the devices have threads for, and one with collectives waits for ever."""
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda i, y: y @ y / jnp.abs(y @ y).max(), x).sum())
+    mesh = mesh_of("8x1x1")
+    x = jax.device_put(jnp.ones((256, 256)), jax.sharding.NamedSharding(mesh, P("data")))
+    with use_mesh(mesh):
+        jax.block_until_ready(slow(x))  # compiled
+        assert sharding.settle((slow(x), None))[0].is_ready()
+        assert jax.eval_shape(lambda y: sharding.settle(slow(y)), x).shape == ()
