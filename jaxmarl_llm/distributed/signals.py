@@ -114,7 +114,6 @@ class _Listener(threading.Thread):
                 elif number == signal.SIGINT:
                     self.interrupts += 1
                     self._hear_interrupt()
-        os.close(self.reads)
 
     def _hear_interrupt(self) -> None:
         global _code
@@ -134,6 +133,7 @@ class _Listener(threading.Thread):
         self._closing.set()
         os.write(self.writes, b"\0")
         self.join()
+        os.close(self.reads)  # not by the thread: it may end before the write
         os.close(self.writes)
 
 
