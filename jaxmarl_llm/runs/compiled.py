@@ -37,9 +37,10 @@ class Program(NamedTuple):
 
     Attributes:
         run: (seed [], data=None) -> (state, {name: [steps]}), pure. ``data``: tasks and demonstrations in place of the
-        recipe's own, see `task_data`. Figures of the last phase: a reward component (mean over tasks and roles), and
-        ``component/role`` for each role. Of each model: ``grad_norm/model`` (first epoch, not clipped),
-        ``clip_fraction/model`` (last epoch), and ``kl/model`` to the reference where there is one. Also ``memory/...``.
+            recipe's own, see `task_data`. Figures of the last phase: a reward component (mean over tasks and roles),
+            and ``component/role`` for each role. Of each model: ``grad_norm/model`` (first epoch, not clipped),
+            ``clip_fraction/model`` (last epoch), and ``kl/model`` to the reference where there is one. Also
+            ``memory/...``.
         tokens_per_step: Decoded tokens of a step, at most.
     """
 

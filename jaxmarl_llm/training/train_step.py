@@ -76,58 +76,66 @@ class CriticAdvantages(Protocol):
 
 
 class RewardSchedule(Protocol):
-    """Weights of reward components that change during a run.
+    """Weights of reward components that change during a run."""
 
-    Args:
-        rl_step: Number of the RL step.
+    def __call__(self, rl_step: Step, /) -> RewardWeights:
+        """Weights of one step.
 
-    Returns:
-        Weight of each component by name: the same names at each step.
-    """
+        Args:
+            rl_step: Number of the RL step.
 
-    def __call__(self, rl_step: Step, /) -> RewardWeights: ...
+        Returns:
+            Weight of each component by name: the same names at each step.
+        """
+        ...
 
 
 class GroupSelection(Protocol):
-    """Which groups are trained.
+    """Which groups are trained."""
 
-    Args:
-        credited: Advantages, and statistics of the K groups.
-        num_tasks: Number of tasks of the batch.
+    def __call__(self, credited: Credited, num_tasks: int, /) -> Array:
+        """Choose groups.
 
-    Returns:
-        Whether each group is trained [K] bool.
-    """
+        Args:
+            credited: Advantages, and statistics of the K groups.
+            num_tasks: Number of tasks of the batch.
 
-    def __call__(self, credited: Credited, num_tasks: int, /) -> Array: ...
+        Returns:
+            Whether each group is trained [K] bool.
+        """
+        ...
 
 
 class StepSelection(Protocol):
-    """Which completions are trained.
+    """Which completions are trained."""
 
-    Args:
-        key: Random key of the step.
-        tree: The rollout.
-        trained: Completions that are valid and of a selected group [C] bool.
+    def __call__(self, key: Array, tree: Tree, trained: Array, /) -> Array:
+        """Choose completions.
 
-    Returns:
-        Whether each completion is trained [C] bool. Only completions of ``trained`` count.
-    """
+        Args:
+            key: Random key of the step.
+            tree: The rollout.
+            trained: Completions that are valid and of a selected group [C] bool.
 
-    def __call__(self, key: Array, tree: Tree, trained: Array, /) -> Array: ...
+        Returns:
+            Whether each completion is trained [C] bool. Only completions of ``trained`` count.
+        """
+        ...
 
 
 class TrainableRoles(Protocol):
-    """Which roles learn.
+    """Which roles learn."""
 
-    Args:
-        rl_step: Number of the RL step.
+    def __call__(self, rl_step: Step, /) -> Array:
+        """Choose roles.
 
-    Returns:
-        Whether each role learns [A] bool.
-    """
+        Args:
+            rl_step: Number of the RL step.
 
-    def __call__(self, rl_step: Step, /) -> Array: ...
+        Returns:
+            Whether each role learns [A] bool.
+        """
+        ...
 
 
 Updates = tuple[TrainState, dict[str, dict[str, Any]]]
@@ -138,20 +146,23 @@ class UpdateFunction(Protocol):
 
     ``config.update`` names a function of a user's own: ``"package.module:function"``. On the host,
     ``driver.optimize`` reuses the memory of the state's arrays: copy those that are read afterwards.
-
-    Args:
-        step: The training step's parts: configuration, team, learners by model.
-        driver: Runs it. ``driver.optimize`` takes optimizer steps on micro-batches.
-        state: Before the update.
-        batches: Micro-batches of each model that may learn.
-
-    Returns:
-        The new state, and metrics of each updated model by name. ``driver.optimize`` returns both.
     """
 
     def __call__(
         self, step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]], /
-    ) -> Updates: ...
+    ) -> Updates:
+        """Update parameters and optimizer states.
+
+        Args:
+            step: The training step's parts: configuration, team, learners by model.
+            driver: Runs it. ``driver.optimize`` takes optimizer steps on micro-batches.
+            state: Before the update.
+            batches: Micro-batches of each model that may learn.
+
+        Returns:
+            The new state, and metrics of each updated model by name. ``driver.optimize`` returns both.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
