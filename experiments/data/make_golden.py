@@ -69,7 +69,8 @@ def make(out: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         state = fit(cfg, joyagents_r1.make(cfg), folder)
         out.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(out / f"{__version__}.npz", **arrays(state))  # type: ignore[arg-type]
+        named: Any = arrays(state)  # numpy's types take each name for the argument allow_pickle
+        np.savez_compressed(out / f"{__version__}.npz", **named)
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for file in sorted(Path(folder).rglob("*")):
                 name = file.relative_to(folder)

@@ -215,7 +215,7 @@ def _write_episodes(recipe: Recipe, path: Path) -> None:
 
 
 def _counted(state: TrainState, skipped: bool) -> TrainState:
-    """``state`` with its step counted, if ``skipped``: a gradient was not finite."""
+    """``state`` with one more skipped step, if ``skipped``: a gradient was not finite."""
     counters = {**state.counters, "skipped": state.counters["skipped"] + int(skipped)}
     return state.replace(counters=counters)
 
