@@ -199,6 +199,7 @@ def read_summary(folder: Path) -> None:
 def rollout() -> Files:
     """A rollout of one task: two nodes, two completions, two transitions, and one row of each other kind."""
     from jaxmarl_llm.telemetry import rollouts as r
+    from jaxmarl_llm.telemetry.rollouts_writer import encode
 
     header = r.Header(
         1, 3, 3, "f", "grpo", 0, "toy", "flat(2)", ("a", "b"), ("m",), ("pay",), {"pay": 1.0}, ("m",), 4, 1, {}, {}
@@ -212,7 +213,7 @@ def rollout() -> Files:
         r.Group(0, 0, "a", 0, 1, 1.0, 0.0, 1.0, 1.0, True), r.MemoryEvent("read", "a", 3, 0, 0.5, "e", 1.0, 0.2),
         r.Failure(7, "step", 0, ("a",), "no reward"),
     ]  # fmt: skip
-    return {"rollouts/step-00000003.jsonl.zst": r.encode(header, rows)}
+    return {"rollouts/step-00000003.jsonl.zst": encode(header, rows)}
 
 
 def mutate_rollout(rng: random.Random, files: Files) -> tuple[str, Files]:

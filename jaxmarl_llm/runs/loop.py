@@ -28,7 +28,7 @@ from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
 from jaxmarl_llm.storage.workdir import Workdir
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.telemetry.report import episodes_markdown, report
-from jaxmarl_llm.telemetry.rollouts import RolloutsFolder
+from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.types import TrainState
 

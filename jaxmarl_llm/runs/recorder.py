@@ -9,7 +9,7 @@ from typing import Any
 from jaxmarl_llm.config import flatten
 from jaxmarl_llm.distributed import deadlines
 from jaxmarl_llm.distributed.sharding import to_host
-from jaxmarl_llm.telemetry.rollouts import RolloutsFolder
+from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder
 from jaxmarl_llm.training import rollout_rows
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.train_step import StepResult, TrainStep

@@ -12,13 +12,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import io
-import json
 import os
 import re
-import shutil
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,126 +201,9 @@ KINDS: Mapping[str, type[Row]] = {
     "memory": MemoryEvent,
     "failure": Failure,
 }
-_KIND_OF = {cls: kind for kind, cls in KINDS.items()}
+KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 # The column that names a row of a kind.
 _KEYS = {"task": "task", "node": "node", "step": "step", "transition": "transition", "group": "group"}
-
-
-# ------------------------------------------------------------------------------------------------------------- writer
-
-
-class RolloutsFolder:
-    """Writer of the folder rollouts/ of a workdir.
-
-    workdir: Folder of the run. cfg: Settings. resume_step: Step of the checkpoint that was restored; files of later
-    steps, which will run again, are deleted. None starts anew and renames an old folder to ``rollouts.old``. say:
-    Prints a line.
-
-    A file that cannot be written is one line and never stops training.
-    """
-
-    def __init__(self, workdir: Path, cfg: RolloutsConfig, resume_step: int | None, say: Callable[[str], None] = print):
-        self.folder, self._cfg, self._say = workdir / FOLDER, cfg, say
-        self._failed = False
-        if resume_step is None and self.folder.exists():
-            old = self.folder.with_name(f"{FOLDER}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            os.replace(self.folder, old)
-        for number, path in _files_in(self.folder).items():
-            if resume_step is not None and number > resume_step:
-                path.unlink()
-        self.full = self._was_full(resume_step)
-
-    def _was_full(self, resume_step: int | None) -> bool:
-        """Whether the folder was full before ``resume_step``, under a limit that is not smaller than today's."""
-        mark = self.folder / FULL
-        if not mark.exists():
-            return False
-        found = json_files.read_object(mark)
-        json_files.check(found, {"step": int, "max_mb": float}, str(mark))
-        if resume_step is None or found["step"] > resume_step or found["max_mb"] < self._cfg.max_mb:
-            mark.unlink()
-            return False
-        return True
-
-    def write(self, header: Header, rows: Iterable[Row]) -> None:
-        """Write the file of a step, unless the folder is full.
-
-        header: Its ``rows`` and ``columns`` are set here. rows: Of any kinds; they are written kind by kind.
-        """
-        if self.full:
-            return
-        try:
-            self._write(header, rows)
-        except OSError as error:
-            if not self._failed:
-                self._failed = True
-                self._say(f"{self.folder} cannot be written, training goes on: {json_files.reason(error)}")
-
-    def _write(self, header: Header, rows: Iterable[Row]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step-{header.step:08}.jsonl.zst"
-        partial = path.with_name(f".{path.name}.part")
-        try:
-            with open(partial, "wb") as file:
-                file.write(encode(header, rows))
-                file.flush()
-                os.fsync(file.fileno())
-            used = sum(p.stat().st_size for p in _files_in(self.folder).values() if p != path)
-            if used + partial.stat().st_size <= self._cfg.max_mb * 1e6:
-                os.replace(partial, path)
-                return
-        finally:
-            partial.unlink(missing_ok=True)
-        self.full = True
-        mark = self.folder / f".{FULL}.part"
-        mark.write_text(json.dumps({"step": header.step, "max_mb": self._cfg.max_mb}))
-        os.replace(mark, self.folder / FULL)
-        limit = f"config.run.rollouts.max_mb={self._cfg.max_mb:g}"
-        self._say(f"{self.folder} is full ({limit}): no rollouts are written from step {header.step} on")
-
-
-def encode(header: Header, rows: Iterable[Row]) -> bytes:
-    """Make the bytes of a file: equal arguments give equal bytes.
-
-    Args:
-        header: The first line; its ``rows`` and ``columns`` are set here.
-        rows: Rows of any kinds; they are written kind by kind.
-    """
-    tables: dict[str, list[Row]] = {kind: [] for kind in KINDS}
-    for row in rows:
-        tables[_KIND_OF[type(row)]].append(row)
-    header = header._replace(
-        schema=SCHEMA,
-        rows={kind: len(table) for kind, table in tables.items()},
-        columns={kind: cls._fields for kind, cls in KINDS.items()},
-    )
-    out = io.BytesIO()
-    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-    with compressor.stream_writer(out, closefd=False) as stream:
-        stream.write(_line("header", header))
-        for kind, table in tables.items():
-            for row in table:
-                stream.write(_line(kind, row))
-    return out.getvalue()
-
-
-def _line(kind: str, row: Any) -> bytes:
-    text = json.dumps({"kind": kind, **row._asdict()}, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return (text + "\n").encode("utf-8", "replace")  # half of a surrogate pair becomes ?
-
-
-def shortest(values: Any) -> tuple[float | None, ...]:
-    """Numbers of float32 as the shortest decimals that name them; None where a number is NaN or infinite.
-
-    Args:
-        values: Array of one axis.
-    """
-    known = np.asarray(values, np.float32)
-    return tuple(float(x) if fine else None for x, fine in zip(known.astype(str), np.isfinite(known)))
-
-
-# ------------------------------------------------------------------------------------------------------------- reader
 
 
 class Rollout(NamedTuple):
@@ -397,7 +278,7 @@ def files(path: str | os.PathLike) -> dict[int, Path]:
     if place.is_file():
         matched = NAME.fullmatch(place.name)
         return {int(matched[1]) if matched else 0: place}
-    found = _files_in(place / FOLDER) or _files_in(place)
+    found = files_in(place / FOLDER) or files_in(place)
     if not found:
         wanted = "is this the workdir of a run with config.run.rollouts.every above 0?"
         raise ConfigError(f"{place / FOLDER}: no files step-N.jsonl.zst; {wanted}")
@@ -430,7 +311,7 @@ def read_file(path: str | os.PathLike) -> Rollout:
         raise ConfigError(f"{place}: damaged or not compressed by zstd ({json_files.reason(error)})") from None
 
 
-def _files_in(folder: Path) -> dict[int, Path]:
+def files_in(folder: Path) -> dict[int, Path]:
     """Number and path of each file in ``folder``, in order; none where there is no folder."""
     if not folder.is_dir():
         return {}
@@ -583,7 +464,7 @@ def _check_references(rollout: Rollout) -> None:
 
     def need(kind: str, number: int, row: Row, none: bool = False) -> None:
         if number not in names[kind] and not (none and number == -1):
-            raise ConfigError(f"{rollout.path}: {_KIND_OF[type(row)]} {row[0]}: there is no {kind} {number}")
+            raise ConfigError(f"{rollout.path}: {KIND_OF[type(row)]} {row[0]}: there is no {kind} {number}")
 
     for node in rollout.nodes:
         need("task", node.task, node)

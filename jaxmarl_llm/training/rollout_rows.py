@@ -10,7 +10,7 @@ import numpy as np
 from jaxmarl_llm.agents.memory import decode_text
 from jaxmarl_llm.rollout.failures import one_line
 from jaxmarl_llm.telemetry import rollouts
-from jaxmarl_llm.telemetry.rollouts import shortest
+from jaxmarl_llm.telemetry.rollouts_writer import shortest
 from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import FROZEN, PyTree, Team
 

@@ -9,6 +9,7 @@ import pytest
 from jaxmarl_llm.cli import view
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
+from jaxmarl_llm.telemetry.rollouts_writer import encode
 from tests.cli.test_cli import command
 
 HEADER = rollouts.Header(
@@ -58,7 +59,7 @@ def run(tmp_path):
     (tmp_path / "rollouts").mkdir()
     for number in (21, 31):
         path = tmp_path / "rollouts" / f"step-{number:08}.jsonl.zst"
-        path.write_bytes(rollouts.encode(HEADER._replace(step=number), ROWS))
+        path.write_bytes(encode(HEADER._replace(step=number), ROWS))
     return tmp_path
 
 
@@ -116,7 +117,7 @@ def test_a_long_episode_is_one_level_deep(tmp_path, capsys):
     moves = [move(t, t - 1, (t, -1), (0.0, 0.0), t) for t in range(turns)]
     rows = [rollouts.Task(0, 0), *nodes, *(step(t, t, "say") for t in range(turns)), *moves, ROWS[-5]]
     path = tmp_path / "step-00000031.jsonl.zst"
-    path.write_bytes(rollouts.encode(HEADER, rows))
+    path.write_bytes(encode(HEADER, rows))
     lines = shown(capsys, path)
     assert max(len(line) - len(line.lstrip(" │├└─")) for line in lines[:-turns]) < 16
     assert sum("● " in line for line in lines) == turns

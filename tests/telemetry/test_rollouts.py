@@ -27,7 +27,8 @@ from jaxmarl_llm.rollout.plans import product
 from jaxmarl_llm.runs import loop, phases, recorder
 from jaxmarl_llm.storage.checkpoint import digests
 from jaxmarl_llm.telemetry import rollouts
-from jaxmarl_llm.telemetry.rollouts import RolloutsConfig, RolloutsFolder
+from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
+from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, encode, shortest
 from jaxmarl_llm.training import rollout_rows
 from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 from tests.faulty import TASKS, Make
@@ -274,7 +275,7 @@ def test_kept_tasks_are_the_first_ones_and_whole(made, straight, tmp_path):
     assert [r for r in kept if isinstance(r, rollouts.Completion)] == [r for r in steps if r.node in nodes] != steps
     header = rollout_rows.header(step, result, number, rl_step, 2)
     path = tmp_path / "step-00000001.jsonl.zst"
-    path.write_bytes(rollouts.encode(header, kept))
+    path.write_bytes(encode(header, kept))
     assert rollouts.read_file(path).header.tasks == 2  # every name of a row leads to a row
 
 
@@ -354,7 +355,7 @@ def example(step=1, texts=("a", "ß\ud800\n")):
 
 def stored(folder, step=1):
     path = folder / f"step-{step:08}.jsonl.zst"
-    path.write_bytes(rollouts.encode(*example(step)))
+    path.write_bytes(encode(*example(step)))
     return path
 
 
@@ -362,7 +363,7 @@ def test_what_is_written_is_read(tmp_path):
     header, rows = example(texts=("a", "ß\n"))
     (tmp_path / "rollouts").mkdir()
     path = tmp_path / "rollouts" / "step-00000001.jsonl.zst"
-    path.write_bytes(rollouts.encode(header, rows))
+    path.write_bytes(encode(header, rows))
     for place in (tmp_path, path.parent, path):
         (read,) = rollouts.read(place)
         assert [row for table in read.tables.values() for row in table] == rows
@@ -379,13 +380,13 @@ def test_half_of_a_surrogate_pair_ends_no_run(tmp_path):
 
 def test_float32_is_read_as_it_was():
     values = np.array([0.1, -2.5e-8, 1 / 3, np.nan, np.inf, 3e38], np.float32)
-    short = rollouts.shortest(values)
+    short = shortest(values)
     assert short[3:5] == (None, None) and short[0] == 0.1
     assert np.array_equal(np.float32([x for x in short if x is not None]), values[np.isfinite(values)])
 
 
 def test_the_folder_is_bounded_and_says_so_once(tmp_path):
-    size, said = len(rollouts.encode(*example(1))), []
+    size, said = len(encode(*example(1))), []
     cfg = RolloutsConfig(1, 1, max_mb=3.5 * size / 1e6)
     folder = RolloutsFolder(tmp_path, cfg, None, said.append)
     for step in range(1, 7):
