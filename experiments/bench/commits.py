@@ -41,8 +41,8 @@ WRITING: list[list[str]] = [
     ["env.workers", "0"],
 ]
 HOST = ("experiments/configs/magrpo.py:smollm2", WRITING)
-# A host team of random bytes: two models of 0.1 M parameters.
-SMALL = [["team.backbone.path", "none"], ["team.parameter_sharing", "separate"], ["env.max_prompt", "1200"]]
+# A host team of random bytes: two models of 0.1 M parameters. Keys have the names that both commits read.
+SMALL = [["team.backbone.path", "none"], ["team.share", "separate"], ["env.max_prompt", "1200"]]
 # Name -> what the worker makes, calls before the first round, calls in a turn.
 CASES: dict[str, dict[str, Any]] = {
     "generation, 7m": {"sampler": ["7m", 115, 16, 64], "warm": 3, "calls": 4},
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "update, smollm2_135m": {"update": ["smollm2_135m", 512, 16, 64], "warm": 1, "calls": 1},
     "step, array engine, 7m, two agents": {"step": ["7m", 2, 4, 115, 64], "warm": 3, "calls": 4},
     "step, array engine, smollm2_135m": {"step": ["smollm2_135m", 1, 16, 512, 64], "warm": 1, "calls": 1},
-    "step, array engine, JoyAgents-R1, tiny": {"run": TINY, "warm": 4, "calls": 20},
+    "step, array engine, JoyAgents-R1, tiny": {"run": TINY, "warm": 40, "calls": 20},
     "step, host engine, MAGRPO, tiny": {"run": [HOST[0], WRITING + SMALL], "warm": 12, "calls": 4},
     "step, host engine, MAGRPO, smollm2_135m": {"run": HOST, "warm": 6, "calls": 1},
     # The runs of the claims that are one program in both commits.

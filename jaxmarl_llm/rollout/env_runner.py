@@ -201,8 +201,10 @@ class ArrayEnvRunner(EnvRunner):
 
     def lessons(self, team, played, rows):
         """The prompt without what memory had put in front, the completion without its stop id, a separator."""
-        ids, length = to_host(_array_lessons(self, team, played.tree, rows))
-        return ids, length, [""] * len(rows)
+        # A few sizes, so that few programs are compiled: the number of known rewards differs between steps.
+        padded = np.concatenate([rows, np.zeros((bucket(len(rows), 32) - len(rows),), rows.dtype)])
+        ids, length = to_host(_array_lessons(self, team, played.tree, padded))
+        return ids[: len(rows)], length[: len(rows)], [""] * len(rows)
 
 
 @functools.partial(jax.jit, static_argnames=("runner", "team"))

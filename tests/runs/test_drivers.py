@@ -15,6 +15,7 @@ from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.rollout.env_runner import _array_lessons
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_evaluation, make_program, task_data
 from jaxmarl_llm.runs.phases import Recipe
@@ -186,6 +187,28 @@ def test_with_one_layout_both_agree_to_rounding(name, tmp_path, monkeypatch):
     assert apart(stepped.params["agents"], taught) > 1e-2, "RL trained nothing"
     assert apart(stepped.params, whole.params) < 1e-6
     assert apart(stepped.memory, whole.memory) < 1e-5
+
+
+def test_memory_entries_are_those_of_a_loop_and_need_few_programs():
+    recipe = make("joyagents_r1, memory")
+    cfg, team, runner, state = recipe.cfg, recipe.team, recipe.env_runner, recipe.init(0)
+    plan = importlib.import_module("jaxmarl_llm.recipes.joyagents_r1").make_plan(cfg)
+    key = jax.random.key(0)
+    played = runner.play(team, state.params, state.memory, range(4), plan, key, cfg.sampling, cfg.memory)
+    tree, tokenizer, size = played.tree, team.models[0].tokenizer, runner.entry_tokens
+    every = np.flatnonzero(tree.steps.valid)
+    assert len(every) > 8
+    before = _array_lessons._cache_size()
+    for n in (1, 3, 8, len(every)):  # as many as there are known rewards
+        ids, length, texts = runner.lessons(team, played, every[-n:])
+        assert ids.shape == (n, size) and len(texts) == n
+        for got, count, row in zip(ids, length, every[-n:]):
+            node = tree.steps.node[row]
+            asked = tree.nodes.tokens[node, tree.nodes.retrieved.added[node] : tree.nodes.length[node]]
+            said = tree.steps.tokens[row, : tree.steps.length[row]]
+            entry = [*asked, *said[~np.isin(said, tokenizer.stop_ids)], tokenizer.SEP][:size]
+            assert got.tolist() == entry + [0] * (size - len(entry)) and count == len(entry)
+    assert _array_lessons._cache_size() == before + 1
 
 
 def test_stacks_of_micro_batches_add_up_to_the_micro_batches():
