@@ -315,9 +315,13 @@ PARTS: dict[str, tuple[Row, ...]] = {
         Row(
             26,
             "One component of the reward dominates while the success rate stays the same.",
-            NOT,
-            "Each component is a metric of its own. Nothing compares them or warns.",
-            reason="There is no alarm to test.",
+            HOLDS,
+            "One line says so when a component brings more than 80 % of the variance of the reward for 50 steps. Each "
+            "component's share is a metric, `reward_variance/<component>`.",
+            (
+                "runs/test_alarms.py::test_a_dominant_component_alarms_while_success_is_flat",
+                "runs/test_alarms.py::test_variance_shares_are_those_of_enumeration",
+            ),
         ),
     ),
     "Numbers and learning": (
@@ -427,10 +431,12 @@ PARTS: dict[str, tuple[Row, ...]] = {
         Row(
             36,
             "The entropy collapses or the lengths explode.",
-            PART,
-            "Entropy and length are metrics, and nothing warns. `run.patience` ends a run whose evaluation improves "
-            "no more, and the best step is kept.",
+            HOLDS,
+            "One line says so within 20 steps, unless the reward rises. A large distance to the reference policy has "
+            "a line as well. `run.patience` ends a run whose evaluation improves no more, and the best step is kept.",
             (
+                "runs/test_alarms.py::test_a_collapse_is_said_once_within_twenty_steps",
+                "runs/test_alarms.py::test_a_run_says_its_alarms",
                 "runs/test_best.py::test_a_run_without_improvement_ends_early_and_stays_ended",
                 "runs/test_best.py::test_the_best_step_is_kept_and_a_killed_run_goes_on_with_it",
             ),

@@ -32,13 +32,16 @@ from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.config import nearest
 from jaxmarl_llm.errors import ConfigError
 
-TINY = ("experiments/configs/joyagents_r1.py:tiny", [["sft.steps", "0"], ["run.eval_every", "0"]])
+# The weights stay as they are: a team that learns would sample other numbers of tokens in each commit.
+STILL = ["optimizer.learning_rate", "1e-12"]
+TINY = ("experiments/configs/joyagents_r1.py:tiny", [["sft.steps", "0"], ["run.eval_every", "0"], STILL])
 WRITING: list[list[str]] = [
     ["team.max_new", "32"],
     ["env.args.reward", "parity"],
     ["env.args.min_source", "60"],
     ["env.args.max_source", "170"],
     ["env.workers", "0"],
+    STILL,
 ]
 HOST = ("experiments/configs/magrpo.py:smollm2", WRITING)
 # A host team of random bytes: two models of 0.1 M parameters. Keys have the names that both commits read.
@@ -292,7 +295,8 @@ The old commit is `{old}`, from before the rooms. Each commit runs in a worktree
 turn of each, in changing order. The ratio is new / old: above 1, the new commit takes longer.
 
 - *generation*, *update*: one call, with random weights and no end tokens.
-- *step, array engine, JoyAgents-R1* and *host engine*: seconds for each sampled token of a recipe's step.
+- *step, array engine, JoyAgents-R1* and *host engine*: seconds for each sampled token of a recipe's step. The weights
+  stay as they are.
 - *compile*: the training program of a claim is lowered and compiled, five seeds mapped, without a compilation cache.
 
 """

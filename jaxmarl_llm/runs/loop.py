@@ -18,6 +18,7 @@ from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.distributed import deadlines, processes, signals
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.runs import preflight
+from jaxmarl_llm.runs.alarms import Alarms
 from jaxmarl_llm.runs.best import FOLDER, BestStep
 from jaxmarl_llm.runs.files import RunFiles, check_shared, one_writer, without_shared
 from jaxmarl_llm.runs.health import Health
@@ -172,6 +173,7 @@ def _train(
             files.save(step, state, _meta(cfg, step, backbone, best.record()), best=is_best)
 
     bad, step, code, done = 0, int(state.step), 0, best.exhausted
+    alarms = Alarms(logger.print)
     deadlines.set_step(step)
     while step < recipe.total_steps and not done and not code:
         with deadlines.stage("rollout"):
@@ -190,6 +192,7 @@ def _train(
             best.see(final, step, functools.partial(save, state, True), last=True)
             extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in final.items()}
         logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
+        alarms.see(step, metrics)
         _check_numbers(cfg, step, bad, metrics, files.saver)
         health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
         with deadlines.stage("save"):

@@ -13,6 +13,7 @@ import re
 KEYS = {
     "reward/<component>": "mean over roles and episodes of a reward component",
     "reward/total": "weighted sum of the components",
+    "reward_variance/<component>": "share of the variance of the weighted reward that a component brings; sum 1",
     "success": "share of episodes solved (reward component accuracy)",
     "eval/<name>": "on held-out tasks: return, success and components, as sampled, and with _greedy at temperature 0",
     "eval/<name>@<part>": "return and success on a part of the held-out tasks that the environment names",

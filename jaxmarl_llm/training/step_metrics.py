@@ -46,6 +46,7 @@ def diagnose(
         out[f"reward/{name}"] = mean
         total += cfg.reward.get(name, 0.0) * mean
     out["reward/total"] = total
+    out |= variance_shares(moves.rewards, cfg.reward, moves.valid & moves.played)
     if "accuracy" in moves.rewards:
         out["success"] = out["reward/accuracy"] if ended.any() else float("nan")
     invalid, tried = count_invalid(played)
@@ -93,6 +94,30 @@ def diagnose(
     out["bad"] = float(any(not m["ok"] for m in updated.values()))
     out["logprob_diff"] = max((m["logprob_diff"] for m in updated.values()), default=0.0)
     return out
+
+
+def variance_shares(rewards: Mapping[str, Array], weights: Mapping[str, float], known: Array) -> dict[str, float]:
+    """Share of the variance of the weighted reward that each paid component brings.
+
+    Args:
+        rewards: Component -> rewards by joint action and role [J A].
+        weights: Component -> its weight in the sum.
+        known: Joint actions with a valid reward [J].
+
+    Returns:
+        ``reward_variance/<component>``: covariance with the sum, over the variance of the sum. The shares add up to 1.
+        Empty with fewer than two paid components, and where the sum does not vary.
+    """
+    parts = {
+        name: weights[name] * np.asarray(values)[known].ravel() for name, values in rewards.items() if name in weights
+    }
+    if len(parts) < 2 or not known.any():
+        return {}
+    total = np.sum(list(parts.values()), axis=0, dtype=np.float64)
+    if not (variance := total.var()) > 0:
+        return {}
+    centred = total - total.mean()
+    return {f"reward_variance/{name}": float((part * centred).mean() / variance) for name, part in parts.items()}
 
 
 def count_invalid(played: RolloutResult) -> tuple[int, int]:
