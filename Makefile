@@ -41,7 +41,11 @@ $(VENV)/.installed-parity: $(VENV)/.installed-test
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-parity
 
+# XLA's older emitters: half the compile time on CPU.
+QUICK_COMPILE := --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+
 # An existing run is resumed, never deleted.
+demo: export XLA_FLAGS := $(QUICK_COMPILE) $(XLA_FLAGS)
 demo: $(VENV)/.installed
 	@test ! -d $(DEMO)/checkpoints || echo "$(DEMO) holds a run, which is resumed. A new run: make demo DEMO=runs/NAME"
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=$(DEMO) --config.seed=$(SEED)
@@ -103,8 +107,7 @@ sandbox:
 			|| echo "sandbox: apt-get could not install bubblewrap"; \
 	else echo "sandbox: install bubblewrap"; fi
 
-# As in the tests (tests/conftest.py): half the compile time on CPU.
-notebooks: export XLA_FLAGS := --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
+notebooks: export XLA_FLAGS := $(QUICK_COMPILE)
 notebooks: $(VENV)/.installed-test
 	$(CPU) $(RUN) -m pytest --nbmake --nbmake-timeout=600 --durations=4 notebooks
 

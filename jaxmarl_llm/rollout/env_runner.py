@@ -159,6 +159,55 @@ class ArrayEnvRunner(EnvRunner):
         self.entry_bytes = 1  # an entry is its ids; Orbax saves no array without elements
         self._compiled = functools.lru_cache(maxsize=None)(self._rollout)
 
+    @property
+    def held_out_size(self) -> int:
+        """Number of held-out tasks."""
+        return len(jax.tree.leaves(self.held_out)[0])
+
+    def _arguments(
+        self,
+        params: Params,
+        memory: PyTree,
+        indices: Sequence[int],
+        key: jax.Array,
+        version: int,
+        held_out: bool,
+        assignment: Array | None,
+    ) -> tuple[Any, ...]:
+        """Arguments of a compiled rollout, from those of `play`."""
+        tasks = jax.tree.map(lambda x: x[np.asarray(indices)], self.held_out if held_out else self.tasks)
+        params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
+        return params, memory, tasks, key, jnp.int32(version), assignment
+
+    def compiler(
+        self,
+        team: Team,
+        params: Params,
+        memory: PyTree,
+        indices: Sequence[int],
+        plan: Plan,
+        sampling: Sampling,
+        memory_config: MemoryConfig | None,
+        *,
+        held_out: bool = False,
+    ) -> Callable[[], object]:
+        """What compiles the rollout that `play` runs with arguments of the same shapes.
+
+        Args:
+            team: As in `play`, like the other arguments. Only shapes of arrays are read, now and not later.
+            params: Parameters.
+            memory: Memory by role.
+            indices: Tasks.
+            plan: Plan of sampling.
+            sampling: Distribution of tokens.
+            memory_config: Settings of the memory.
+            held_out: Whether the tasks are held-out ones.
+        """
+        arguments = self._arguments(params, memory, indices, jax.random.key(0), 0, held_out, None)
+        shapes = jax.eval_shape(lambda *given: given, *arguments)
+        rollout: Any = self._compiled(team, plan, sampling, memory_config)
+        return lambda: rollout.lower(*shapes).compile()
+
     def _rollout(self, team: Team, plan: Plan, sampling: Sampling, memory_config: MemoryConfig | None) -> Callable:
         return jax.jit(make_rollout(team, self.env, plan, sampling, memory_config))
 
@@ -177,11 +226,8 @@ class ArrayEnvRunner(EnvRunner):
         held_out=False,
         assignment=None,
     ):
-        source = self.held_out if held_out else self.tasks
-        tasks = jax.tree.map(lambda x: x[np.asarray(indices)], source)
-        params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         rollout = self._compiled(team, plan, sampling, memory_config)
-        tree = to_host(rollout(params, memory, tasks, key, jnp.int32(version), assignment))
+        tree = to_host(rollout(*self._arguments(params, memory, indices, key, version, held_out, assignment)))
         check_seats(self.env, tree)
         decode = team.models[0].tokenizer.decode
 

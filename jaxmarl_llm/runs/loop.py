@@ -18,6 +18,7 @@ from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.distributed import deadlines, processes, signals
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.runs import preflight
+from jaxmarl_llm.runs.ahead import Ahead
 from jaxmarl_llm.runs.alarms import Alarms
 from jaxmarl_llm.runs.best import FOLDER, BestStep
 from jaxmarl_llm.runs.files import RunFiles, check_shared, one_writer, without_shared
@@ -175,35 +176,38 @@ def _train(
     bad, step, code, done = 0, int(state.step), 0, best.exhausted
     alarms = Alarms(logger.print)
     deadlines.set_step(step)
-    while step < recipe.total_steps and not done and not code:
-        with deadlines.stage("rollout"):
-            extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
-        best.see(extra, step, functools.partial(save, state, True))
-        with deadlines.stage("update"):
-            state, metrics = recipe.step(state, logger)
-        step += 1
-        deadlines.set_step(step)
-        bad = bad + 1 if metrics.pop("bad", 0.0) else 0
-        state = _counted(state, bad > 0)
-        done = step == recipe.total_steps or best.exhausted
-        if done:
+    with Ahead(recipe.ahead if step < cfg.sft.steps else None, state) as ahead:
+        while step < recipe.total_steps and not done and not code:
+            if step == cfg.sft.steps:
+                ahead.wait()
             with deadlines.stage("rollout"):
-                final = recipe.evaluate(state)
-            best.see(final, step, functools.partial(save, state, True), last=True)
-            extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in final.items()}
-        logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
-        alarms.see(step, metrics)
-        _check_numbers(cfg, step, bad, metrics, files.saver)
-        health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
-        with deadlines.stage("save"):
-            code = processes.stop_asked() * (not done)
-            if done and processes.index() == 0:
-                _write_episodes(recipe, files.folder.local / "episodes.md")
-            if code or done or step % cfg.run.checkpoint_every == 0:
-                save(state)
-                if processes.index() == 0:
-                    files.folder.push()
-        release_programs()
+                extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
+            best.see(extra, step, functools.partial(save, state, True))
+            with deadlines.stage("update"):
+                state, metrics = recipe.step(state, logger)
+            step += 1
+            deadlines.set_step(step)
+            bad = bad + 1 if metrics.pop("bad", 0.0) else 0
+            state = _counted(state, bad > 0)
+            done = step == recipe.total_steps or best.exhausted
+            if done:
+                with deadlines.stage("rollout"):
+                    final = recipe.evaluate(state)
+                best.see(final, step, functools.partial(save, state, True), last=True)
+                extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in final.items()}
+            logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
+            alarms.see(step, metrics)
+            _check_numbers(cfg, step, bad, metrics, files.saver)
+            health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
+            with deadlines.stage("save"):
+                code = processes.stop_asked() * (not done)
+                if done and processes.index() == 0:
+                    _write_episodes(recipe, files.folder.local / "episodes.md")
+                if code or done or step % cfg.run.checkpoint_every == 0:
+                    save(state)
+                    if processes.index() == 0:
+                        files.folder.push()
+            release_programs()
     return state, code
 
 

@@ -28,6 +28,7 @@ from jaxmarl_llm.rollout.array import table_rows
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, make_env_runner
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
 from jaxmarl_llm.rollout.plans import ROOT, Plan
+from jaxmarl_llm.runs.ahead import Compilers, rollouts_of
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.drivers import HostDriver
@@ -79,6 +80,7 @@ class Recipe:
         episodes: The last step's first episodes, for people.
         context: Memory entries in demonstrations, at most.
         recorder: Sees every training step from the host; None: nobody does.
+        ahead: Compilers of programs that RL needs, for the time of stage 0; None: there are none.
     """
 
     cfg: BaseConfig
@@ -91,6 +93,7 @@ class Recipe:
     episodes: Callable[[], list[list[dict]]]
     context: int = 0
     recorder: Recorder | None = None
+    ahead: Compilers | None = None
 
     @functools.cached_property
     def total_steps(self) -> int:
@@ -380,7 +383,7 @@ def make_recipe(
         shown = latest[-1:]
         return [e for r in shown for e in episodes_of(team, r.played, r.credited, r.selected, cfg.run.episodes)]
 
-    return make_phases(
+    made = make_phases(
         cfg,
         team,
         env_runner,
@@ -390,3 +393,5 @@ def make_recipe(
         evaluate=lambda state: evaluate(cfg, team, env_runner, state, remembers),
         episodes=episodes,
     )
+    made.ahead = rollouts_of(step) if made.mesh is None else None
+    return made

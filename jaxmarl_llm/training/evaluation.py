@@ -45,7 +45,7 @@ def held_out(
     Yields:
         Number of tasks of a batch, and its rollout.
     """
-    count = len(jax.tree.leaves(env_runner.held_out)[0]) if env_runner.array else len(env_runner.held_out)
+    count = env_runner.held_out_size if isinstance(env_runner, ArrayEnvRunner) else len(env_runner.held_out)
     chunk = count if env_runner.array else min(count, 4 * cfg.batch)
     for start in range(0, count, chunk):
         indices = range(start, min(start + chunk, count))
@@ -71,13 +71,18 @@ def held_out(
         )
 
 
+def samplings(cfg: BaseConfig) -> dict[str, Sampling]:
+    """Distributions of an evaluation: "" as the policy samples, and ``_greedy``. ``cfg``: configuration of the run."""
+    return {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
+
+
 def evaluate(
     cfg: BaseConfig,
     team: Team,
     env_runner: EnvRunner,
     state: TrainState,
     memory_config: MemoryConfig | None,
-    samplings: Mapping[str, Sampling] | None = None,
+    given: Mapping[str, Sampling] | None = None,
 ) -> dict[str, float]:
     """Play one episode of each held-out task, for each sampling.
 
@@ -87,16 +92,15 @@ def evaluate(
         env_runner: Runner of the environment.
         state: State of training.
         memory_config: Settings of the memory; None: no memory.
-        samplings: Suffix of the names -> distribution. None: "" as the policy samples, and ``_greedy``.
+        given: Suffix of the names -> distribution; None: those of `samplings`.
 
     Returns:
         ``eval/return``, ``eval/return_greedy``, the components, and the accuracy ``eval/success`` where the environment
         pays one. Return and success again with ``@part`` for the parts that an `ArrayTask` names.
     """
-    samplings = samplings or {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
     parts = env_runner.task.parts if isinstance(env_runner, ArrayEnvRunner) else {}
     out: dict[str, float] = {}
-    for suffix, sampling in samplings.items():
+    for suffix, sampling in (given or samplings(cfg)).items():
         rows = by_task(cfg, team, env_runner, state, sampling=sampling, memory_config=memory_config)
         out |= {f"eval/{name}{suffix}": _mean(values) for name, values in rows.items()}
         out |= _scores(rows, cfg.reward, suffix)

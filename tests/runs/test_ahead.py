@@ -1,0 +1,68 @@
+"""Programs of RL are compiled while stage 0 trains, and not again."""
+
+import threading
+
+import jax
+
+from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.recipes import grpo
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.runs.ahead import Ahead
+
+CONFIG = {
+    "steps": 1,
+    "batch": 2,
+    "group": 2,
+    "reward": {"payoff": 1.0},
+    "sft": {"steps": 2, "batch": 4, "samples": 8},
+    "env": {"name": "matrix", "eval_tasks": 2},
+    "team": {"max_new_tokens": 1, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
+    "run": {"tensorboard": False, "rollouts": {"every": 0}},
+}
+
+
+def recipe():
+    cfg = from_dict(grpo.Config, CONFIG)
+    return cfg, grpo.make(cfg)
+
+
+class Compiled:
+    """Threads in which rollouts are compiled while the block runs."""
+
+    def __enter__(self):
+        self.threads: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event, duration, fun_name="", **_):
+        if event == "/jax/core/compile/backend_compile_duration" and fun_name == "jit(rollout)":
+            self.threads.append(threading.current_thread().name)
+
+
+def test_a_run_compiles_its_rollouts_beside_stage_0_and_once(tmp_path):
+    cfg, made = recipe()
+    with Compiled() as compiled:
+        loop.fit(cfg, made, tmp_path)
+    assert compiled.threads == ["compile ahead"] * 3, "two evaluations and the rollout of training"
+
+
+def test_without_stage_0_nothing_is_compiled_ahead(tmp_path):
+    cfg = from_dict(grpo.Config, CONFIG | {"sft": {"steps": 0}})
+    with Compiled() as compiled:
+        loop.fit(cfg, grpo.make(cfg), tmp_path)
+    assert compiled.threads == ["MainThread"] * 3
+
+
+def test_an_error_is_left_to_the_run_and_the_end_waits_for_nothing_more():
+    def fail():
+        raise ValueError("no such program")
+
+    done: list[int] = []
+    with Ahead(lambda state: [lambda: done.append(1), fail, lambda: done.append(2)], None) as ahead:
+        ahead.wait()
+    assert done == [1]
+    with Ahead(None, None) as ahead:
+        ahead.wait()
