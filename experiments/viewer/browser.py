@@ -152,7 +152,7 @@ class Browser(contextlib.AbstractContextManager):
             place: What follows ``#``.
         """
         self.js("delete document.body.dataset.ready")
-        self.js(f"location.hash = {json.dumps('#' + place)}")
+        self.js(f"location.hash = {json.dumps('#' + place)}; dispatchEvent(new Event('hashchange'))")
         self.wait("document.body.dataset.ready")
         self.settle()
 

@@ -22,7 +22,20 @@ from jaxmarl_llm.viewer import data
 from jaxmarl_llm.viewer.data import Run
 
 # The scripts in the order of their use. They share one function scope.
-SCRIPTS = ("core", "model", "charts", "runs", "step", "layout", "tree", "sample", "group", "memory", "compare", "search")
+SCRIPTS = (
+    "core",
+    "model",
+    "charts",
+    "runs",
+    "step",
+    "layout",
+    "tree",
+    "sample",
+    "group",
+    "memory",
+    "compare",
+    "search",
+)
 MARK = "<!-- data -->"
 GROWTH = 1.5  # bytes of a step in the page for each byte of its file: a first guess
 

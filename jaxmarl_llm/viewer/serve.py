@@ -52,7 +52,9 @@ class Server(http.server.ThreadingHTTPServer):
     def index(self) -> bytes:
         """The compressed index, made again only when a file of a run has changed."""
         with self._reading:
-            seen = [(list(run.files()), _stamp(run.workdir / "metrics.jsonl") if run.workdir else 0) for run in self.runs]
+            seen = [
+                (list(run.files()), _stamp(run.workdir / "metrics.jsonl") if run.workdir else 0) for run in self.runs
+            ]
             if self._index is None or self._index[0] != seen:
                 self._index = seen, data.packed(data.index(self.runs, live=True))
             return self._index[1]

@@ -19,7 +19,9 @@ function curve({ title, unit, lines, marks, pick, range }) {
   for (const m of marks) svg.append(sv("line", { x1: X(m), x2: X(m), y1: H - bottom, y2: H - bottom + 6, stroke: p.accent, "stroke-width": 1.4 }));
   for (const l of lines) {
     const points = l.steps.map((s, i) => `${X(s).toFixed(1)},${Y(l.values[i]).toFixed(1)}`).join(" ");
-    if (l.steps.length > 1) svg.append(sv("polyline", { points, fill: "none", stroke: l.colour, "stroke-width": 1.6, "stroke-linejoin": "round" }));
+    const long = l.steps.length > 60, smooth = long ? l.values.map((_, i) => mean(l.values.slice(Math.max(0, i - 9), i + 10))) : l.values;
+    if (long) svg.append(sv("polyline", { points, fill: "none", stroke: l.colour, "stroke-width": 0.8, "stroke-opacity": 0.28 }));
+    if (l.steps.length > 1) svg.append(sv("polyline", { points: l.steps.map((s, i) => `${X(s).toFixed(1)},${Y(smooth[i]).toFixed(1)}`).join(" "), fill: "none", stroke: l.colour, "stroke-width": 1.7, "stroke-linejoin": "round" }));
     if (l.steps.length < 30) l.steps.forEach((s, i) => svg.append(sv("circle", { cx: X(s), cy: Y(l.values[i]), r: 2.4, fill: l.colour })));
   }
   if (pick && marks.length) {

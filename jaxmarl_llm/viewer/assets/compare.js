@@ -24,10 +24,10 @@ async function compareView(where) {
   const [a, b] = found, same = a.row.number === b.row.number, note = el("span", {});
   const finder = el("button", { type: "button", onclick: () => sameTask(a, b, to, note) }, `Find task no. ${a.row.number} on the right`);
   const facts = COLUMNS.filter(([key]) => !["task", "number"].includes(key)).map(([key, name, about]) => el("tr", { title: about }, el("td", {}, name), el("td", { class: "num" }, num(a.row[key])), el("td", { class: "num" }, num(b.row[key])), el("td", { class: "num" }, a.row[key] === null || b.row[key] === null ? DASH : signed(b.row[key] - a.row[key]))));
-  const details = el("details", { open: innerHeight > 800 }, el("summary", {}, `reward ${num(a.row.reward)} \u2192 ${num(b.row.reward)}`), el("div", { class: "scroll" }, el("table", { id: "facts" }, el("thead", {}, el("tr", {}, ["", "left", "right", "difference"].map((t, i) => el("th", { class: i ? "num" : null }, t)))), el("tbody", {}, facts))));
-  const roots = el("div", { class: "grid" }, found.map((side) => { const root = side.made.nodes.find((n) => n.task === side.task); return el("pre", { class: "text" }, root ? plain(root.prompt) : ""); }));
+  const details = el("details", {}, el("summary", {}, `reward ${num(a.row.reward)} \u2192 ${num(b.row.reward)}`), el("div", { class: "scroll" }, el("table", { id: "facts" }, el("thead", {}, el("tr", {}, ["", "left", "right", "difference"].map((t, i) => el("th", { class: i ? "num" : null }, t)))), el("tbody", {}, facts))));
+  const roots = el("div", { class: "halves" }, found.map((side) => { const root = side.made.nodes.find((n) => n.task === side.task); return el("pre", { class: "text" }, root ? plain(root.prompt) : ""); }));
   $("main").replaceChildren(el("div", { class: "compare" }, el("div", { class: "bar" }, same ? el("span", {}, el("b", {}, "Same task"), ` no. ${a.row.number}`) : [el("span", { class: "error" }, `Different tasks: no. ${a.row.number} and no. ${b.row.number}`), finder], note, details), el("div", { class: "bar small" }, roots), el("div", { class: "pair" }, panes)));
-  trees.forEach((tree) => { tree.select(null, null); requestAnimationFrame(() => tree.fit()); });
+  trees.forEach((tree) => { tree.select(null, null); requestAnimationFrame(() => tree.fit(0.45)); });
 }
 // Looks for the task of the left side in the other steps of the right side.
 async function sameTask(a, b, to, note) {

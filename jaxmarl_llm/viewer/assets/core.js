@@ -34,7 +34,7 @@ const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 const ROLES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a800"];  // Okabe and Ito
 const PALETTES = {
   light: { bg: "#fbfbf9", panel: "#ffffff", ink: "#1c1f23", soft: "#5c636b", line: "#d9dce0", band: "#f2f3f0", accent: "#0b62a8",
-    none: "#9aa0a6", low: [179, 88, 6], mid: [205, 207, 210], high: [33, 102, 172] },
+    none: "#9aa0a6", low: [179, 88, 6], mid: [178, 182, 187], high: [33, 102, 172] },
   dark: { bg: "#15181c", panel: "#1d2126", ink: "#e8eaec", soft: "#a3abb3", line: "#3a4048", band: "#191d21", accent: "#7cb8f0",
     none: "#7d838a", low: [240, 153, 74], mid: [92, 98, 105], high: [103, 169, 232] },
 };

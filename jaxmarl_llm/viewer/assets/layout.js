@@ -1,5 +1,5 @@
 // Where each prompt of a task stands: a column for each turn, a lane for each role. Pure numbers, nothing is drawn.
-const CARD = { w: 176, h: 96, gap: 74, row: 10, left: 104, head: 30, bars: 30 };
+const CARD = { w: 176, h: 96, low: 52, gap: 74, row: 10, left: 104, head: 30, bars: 30 };
 
 function layout(step, task) {
   const nodes = (step.nodesOf.get(task) || []).slice().sort((a, b) => a.turn - b.turn || a.node - b.node);
@@ -8,6 +8,7 @@ function layout(step, task) {
   const items = [], of = new Map(), byTurn = new Map(turns.map((t) => [t, []]));
   for (const n of nodes) {
     const item = { node: n, samples: step.samples(n.node), group: step.groupOf(n.node), x: CARD.left + column.get(n.turn) * (CARD.w + CARD.gap), y: 0, children: [], rank: 0, main: false };
+    item.h = item.samples.length > 1 ? CARD.h : CARD.low;
     items.push(item); of.set(n.node, item); byTurn.get(n.turn).push(item);
   }
   const seat = (move) => { const s = move.steps.find((x) => x >= 0); return s === undefined ? undefined : of.get(step.sample.get(s).node); };
@@ -24,20 +25,20 @@ function layout(step, task) {
     list.sort((a, b) => (a.parent ? a.parent.rank : -1) - (b.parent ? b.parent.rank : -1) || a.node.parent - b.node.parent || a.node.node - b.node.node);
     list.forEach((item, i) => {
       item.rank = i;
-      const key = `${turn}\n${item.node.role}`, at = cells.get(key) || 0;
-      item.row = at; cells.set(key, at + 1);
+      const key = `${turn}\n${item.node.role}`, at = cells.get(key) || CARD.row;
+      item.at = at; cells.set(key, at + item.h + CARD.row);
     });
   }
   // Node-wise plans have a base line: the prompts with siblings, from the root on.
   if (step.header.plan.startsWith("node_wise") || step.header.plan.startsWith("handoff")) for (const item of items) item.main = item.samples.length > 1;
   const heats = crossings(step, moves, items, of);
   const lanes = [], rows = new Map();
-  for (const item of items) rows.set(item.node.role, Math.max(rows.get(item.node.role) || 0, item.row + 1));
+  for (const item of items) rows.set(item.node.role, Math.max(rows.get(item.node.role) || 0, item.at + item.h + CARD.row));
   let y = CARD.head;
   for (const role of step.roles) if (rows.has(role)) {
-    const h = rows.get(role) * (CARD.h + CARD.row) + CARD.row;
+    const h = rows.get(role);
     lanes.push({ name: role, y, h, colour: roleColour(step.roles, role) });
-    for (const item of items) if (item.node.role === role) item.y = y + CARD.row + item.row * (CARD.h + CARD.row);
+    for (const item of items) if (item.node.role === role) item.y = y + item.at;
     y += h + 4;
   }
   if (heats.length) {
@@ -79,4 +80,5 @@ function crossings(step, moves, items, of) {
   return found;
 }
 const barX = (item, i) => { const wide = Math.min(22, (CARD.w - 16) / Math.max(1, item.samples.length)); return { x: item.x + 8 + i * wide, w: wide }; };
-const barMiddle = (item) => item.y + CARD.h - CARD.bars - 4;
+const barReach = (item) => item.samples.length > 1 ? CARD.bars : 8;  // the largest deviation in pixels
+const barMiddle = (item) => item.y + item.h - barReach(item) - 4;

@@ -20,7 +20,7 @@ async function memoryView(where) {
   if (!own.length) return page.append(el("p", {}, "No role read or wrote a memory in the recorded steps."));
   const rewards = events.map((e) => e.paid).filter((v) => v !== null), low = rewards.length ? Math.min(...chunked(rewards.map((v) => -v)).map((v) => -v), ...rewards.slice(0, 1)) : 0;
   const span = [rewards.reduce((a, b) => Math.min(a, b), low), rewards.reduce((a, b) => Math.max(a, b), low)];
-  page.append(el("div", { class: "legend" }, "\u25a0 written", "\u25cf read", "\u2715 removed", "colour: reward, ", swatch(shade(span[0], span), num(span[0])), swatch(shade(span[1], span), num(span[1])), "of a read: mean return of the prompt that read it"));
+  page.append(el("div", { class: "legend" }, el("span", {}, "\u25a0 written"), el("span", {}, "\u25cf read"), el("span", {}, "\u2715 removed"), "colour: reward, ", swatch(shade(span[0], span), num(span[0])), swatch(shade(span[1], span), num(span[1])), "of a read: mean return of the prompt that read it"));
   const chosen = where.role && own.includes(where.role) ? where.role : own[0];
   page.append(el("div", { class: "tools" }, own.map((role) => el("button", { type: "button", "aria-pressed": String(role === chosen), onclick: () => go({ run: where.run, view: "memory", role }) }, role, el("span", { class: "soft small" }, ` ${events.filter((e) => e.role === role).length}`)))));
   page.append(memoryChart(where, events.filter((e) => e.role === chosen), steps, span));

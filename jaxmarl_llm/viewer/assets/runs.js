@@ -6,7 +6,7 @@ function runsView() {
     const all = run.curves.flatMap((c) => Object.values(c.lines).flatMap((l) => l[0])).concat(run.steps);
     const range = [all.reduce((a, b) => Math.min(a, b), all[0]), all.reduce((a, b) => Math.max(a, b), all[0])];
     const newest = run.steps[run.steps.length - 1];
-    page.append(
+    fill(page, {}, [
       el("h1", {}, run.name, index.live ? el("span", { class: "live small" }, "  \u25cf live") : null),
       el("div", { class: "soft small mono" }, run.path),
       el("div", { class: "tools" },
@@ -22,9 +22,9 @@ function runsView() {
           curve({ ...c, lines, marks: run.steps, range, pick: (step) => go({ run: r, step }) }),
           el("div", { class: "legend" }, lines.map((l) => swatch(l.colour, `${l.name} ${num(l.values[l.values.length - 1])}`))));
       })),
-      run.curves.length ? el("p", { class: "soft small" }, "Blue marks under a curve are recorded steps: click to open the nearest. Numbers are the last values.") : el("p", { class: "soft" }, "There is no metrics.jsonl beside these rollouts, so there are no curves."),
+      run.curves.length ? el("p", { class: "soft small" }, "Blue marks under a curve are recorded steps: click to open the nearest. Strong lines are running means of faint ones. Numbers are the last values.") : el("p", { class: "soft" }, "There is no metrics.jsonl beside these rollouts, so there are no curves."),
       el("h2", {}, "Recorded steps"),
-      stepLinks(run, r));
+      stepLinks(run, r)]);
   });
   $("main").replaceChildren(page);
 }

@@ -4,7 +4,7 @@ const T = (x, y, text, size, fill, more) => sv("text", { x, y, "font-size": size
 function drawNode(step, place, item, p, here) {
   const { node, samples, group } = item, opponent = samples.some(isOpponent), base = barMiddle(item);
   const g = sv("g", { "data-node": node.node, cursor: "pointer" });
-  g.append(sv("rect", { x: item.x, y: item.y, width: CARD.w, height: CARD.h, rx: 7, fill: p.panel, stroke: here.node === node.node ? p.accent : group && group.selected ? p.soft : p.line,
+  g.append(sv("rect", { x: item.x, y: item.y, width: CARD.w, height: item.h, rx: 7, fill: p.panel, stroke: here.node === node.node ? p.accent : group && group.selected ? p.soft : p.line,
     "stroke-width": here.node === node.node ? 2.6 : item.main ? 2 : 1, "stroke-dasharray": opponent ? "5 4" : null }));
   const several = group && group.size > 1;
   g.append(T(item.x + 8, item.y + 15, `#${node.node}`, 11, p.ink, { "font-weight": 650 }),
@@ -19,16 +19,16 @@ function drawNode(step, place, item, p, here) {
 function drawBar(step, place, item, s, i, base, p, here) {
   const { x, w } = barX(item, i), deviation = step.deviation(s), wide = Math.max(1, w - (w > 6 ? 4 : 1)), colour = diverging(s.advantage, step.most, p);
   const bar = sv("g", { "data-step": s.step, "data-advantage": s.advantage === null ? "" : s.advantage });
-  bar.append(sv("rect", { x, y: base - CARD.bars - 2, width: w, height: 2 * CARD.bars + 4, fill: here.sample === s.step ? p.accent : "#000", "fill-opacity": here.sample === s.step ? 0.16 : 0 }));
+  bar.append(sv("rect", { x, y: base - barReach(item) - 2, width: w, height: 2 * barReach(item) + 4, fill: here.sample === s.step ? p.accent : "#000", "fill-opacity": here.sample === s.step ? 0.16 : 0 }));
   const left = x + (w - wide) / 2;
   if (!s.valid || deviation === null) {
     bar.append(sv("rect", { x: left, y: base - 6, width: wide, height: 12, fill: p.none, "fill-opacity": s.valid ? 0.3 : 0.75 }));
     if (wide > 5) bar.append(sv("path", { d: `M${left} ${base - 6}l${wide} 12m0 -12l${-wide} 12`, stroke: p.panel, "stroke-width": 1.2 }));
   } else {
-    const h = Math.max(5, Math.abs(deviation) / place.scale * CARD.bars), flat = deviation === 0;
+    const h = Math.max(5, Math.abs(deviation) / place.scale * barReach(item)), flat = deviation === 0;
     bar.append(sv("rect", { x: left, y: flat ? base - 2.5 : deviation > 0 ? base - h : base, width: wide, height: flat ? 5 : h, fill: s.trained ? colour : p.panel, stroke: colour, "stroke-width": s.trained ? 0.5 : 1.8, "stroke-dasharray": isOpponent(s) ? "3 2" : null }));
   }
-  if (s.truncated) bar.append(T(x + w / 2, item.y + CARD.h - 2, "\u2702", 8, p.soft, { "text-anchor": "middle" }));
+  if (s.truncated) bar.append(T(x + w / 2, item.y + item.h - 2, "\u2702", 8, p.soft, { "text-anchor": "middle" }));
   bar.append(sv("title", {}, `completion ${s.step}: return ${num(s.returns)}, advantage ${signed(s.advantage)}, ${s.why.replace(/_/g, " ")}${s.truncated ? ", cut off" : ""}`));
   return bar;
 }
@@ -37,9 +37,9 @@ function drawEdge(step, place, item, p, path) {
   let x0, y0;
   if (heat) { x0 = heat.x + heat.w; y0 = heat.y + heat.h / 2; } else {
     const s = item.move.steps.find((v) => v >= 0), i = from.samples.findIndex((v) => v.step === s), b = barX(from, Math.max(0, i));
-    x0 = b.x + b.w / 2; y0 = from.y + CARD.h;
+    x0 = b.x + b.w / 2; y0 = from.y + from.h;
   }
-  const x1 = item.x, y1 = item.y + CARD.h / 2, corner = from.x + CARD.w + 6, on = path.has(item.node.node);
+  const x1 = item.x, y1 = item.y + item.h / 2, corner = from.x + CARD.w + 6, on = path.has(item.node.node);
   const d = heat ? `M${x0} ${y0}C${x0 + 40} ${y0} ${x1 - 40} ${y1} ${x1} ${y1}` : `M${x0} ${y0}q0 7 7 7H${Math.max(x0 + 8, corner - 6)}C${corner + 34} ${y0 + 7} ${x1 - 36} ${y1} ${x1} ${y1}`;
   return sv("path", { d, fill: "none", stroke: on ? p.accent : item.main ? p.ink : p.none, "stroke-width": on ? 2.4 : item.main ? 2.2 : 1.1, "stroke-opacity": on || item.main ? 1 : 0.75 });
 }
@@ -47,7 +47,7 @@ function drawTie(step, place, tie, p, here) {
   const ends = tie.steps.filter((s) => s >= 0).map((s) => { const item = place.of.get(step.sample.get(s).node), b = barX(item, item.samples.findIndex((v) => v.step === s)); return [b.x + b.w / 2, item]; }).sort((a, b) => a[1].y - b[1].y);
   const on = tie.steps.includes(here.sample), g = sv("g", {});
   for (let i = 0; i + 1 < ends.length; i++) {
-    const [x0, a] = ends[i], [x1, b] = ends[i + 1], y0 = a.y + CARD.h, y1 = b.y;
+    const [x0, a] = ends[i], [x1, b] = ends[i + 1], y0 = a.y + a.h, y1 = b.y;
     g.append(sv("path", { d: `M${x0} ${y0}C${x0} ${(y0 + y1) / 2} ${x1} ${(y0 + y1) / 2} ${x1} ${y1}`, fill: "none", stroke: on ? p.accent : p.soft, "stroke-width": on ? 2.4 : 1.1, "stroke-opacity": on ? 1 : 0.6 }));
   }
   g.append(sv("title", {}, `joint action ${tie.transition}: reward ${num(step.jointReward(tie))}`));
@@ -94,7 +94,7 @@ class Tree {
     this.ask(true);
     this.box.scrollTo(kept[0] * this.zoom, kept[1] * this.zoom);
   }
-  fit() { this.scale(Math.min(1, this.box.clientWidth / this.place.width, this.box.clientHeight / this.place.height)); }
+  fit(least = 0.2) { this.scale(Math.max(least, Math.min(1, this.box.clientWidth / this.place.width, this.box.clientHeight / this.place.height))); }
   select(node, sample) {
     this.here = { node, sample };
     const path = new Set();
@@ -105,7 +105,7 @@ class Tree {
   reveal() {
     const item = this.place.of.get(this.here.node), { box, zoom: z } = this;
     if (!item || !box.clientWidth) return;
-    const pad = 24, left = item.x * z, right = (item.x + CARD.w) * z, top = item.y * z, low = (item.y + CARD.h) * z;
+    const pad = 24, left = item.x * z, right = (item.x + CARD.w) * z, top = item.y * z, low = (item.y + item.h) * z;
     if (left - CARD.left < box.scrollLeft) box.scrollLeft = left - CARD.left - pad; else if (right > box.scrollLeft + box.clientWidth) box.scrollLeft = right - box.clientWidth + pad;
     if (top - CARD.head < box.scrollTop) box.scrollTop = top - CARD.head - pad; else if (low > box.scrollTop + box.clientHeight) box.scrollTop = low - box.clientHeight + pad;
   }
@@ -123,7 +123,7 @@ class Tree {
     const seen = (a, top, wide, high) => a + wide > x - far && a < x + w + far && top + high > y - far && top < y + h + far;
     if (this.stale) { this.drawn.clear(); nodes.replaceChildren(); this.stale = false; }
     const shown = new Set();
-    for (const item of place.items) if (seen(item.x, item.y, CARD.w, CARD.h)) {
+    for (const item of place.items) if (seen(item.x, item.y, CARD.w, item.h)) {
       shown.add(item);
       if (!this.drawn.has(item)) { const g = drawNode(step, place, item, p, this.here); this.drawn.set(item, g); nodes.append(g); }
     }
@@ -146,7 +146,7 @@ class Tree {
       sv("rect", { x: 0, y: 0, width: 92 * Math.min(1, z * 1.3), height: H, fill: p.bg, "fill-opacity": 0.88 }),
       ...place.lanes.filter((lane) => lane.y < y + h && lane.y + lane.h > y).map((lane) => sv("g", {},
         sv("rect", { x: 0, y: (lane.y - y) * z, width: 5, height: lane.h * z, fill: lane.colour }),
-        T(12, clamp(40, (lane.y - y) * z + 18, Math.max((lane.y - y) * z + 18, (lane.y + lane.h - y) * z - 8)), cut(lane.name, 12), 12, p.ink, { "font-weight": 650 }))),
+        T(12, clamp(42, (lane.y - y) * z + 18, Math.max((lane.y - y) * z + 18, (lane.y + lane.h - y) * z - 8)), cut(lane.name, 12), 12, p.ink, { "font-weight": 650 }))),
       sv("rect", { x: 0, y: 0, width: W, height: 24, fill: p.bg, "fill-opacity": 0.92 }),
       ...place.turns.map((turn, i) => [turn, (CARD.left + i * (CARD.w + CARD.gap) - x) * z]).filter(([, at]) => at > -90 && at < W).map(([turn, at]) => T(at + 2, 16, `turn ${turn}`, 12, p.soft, { "font-weight": 600 })));
   }
