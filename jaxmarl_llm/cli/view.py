@@ -231,7 +231,8 @@ def _number(value: float | None, sign: bool = False) -> str:
     return "–" if value is None else f"{value:+.3g}" if sign else f"{value:.3g}"
 
 
-if __name__ == "__main__":
+def parser() -> arguments.Parser:
+    """The command line."""
     parser = arguments.Parser("view", __doc__)
     parser.add_argument("run", metavar="RUN", nargs="+", help="workdir of a run, or a file of its folder rollouts/")
     parser.add_argument("--out", metavar="FILE", help="the page; default: view.html in the first run")
@@ -242,4 +243,8 @@ if __name__ == "__main__":
     parser.add_argument("--step", type=int, metavar="N", help="step, as in metrics.jsonl; default: the newest written")
     parser.add_argument("--task", type=int, metavar="K", help="position of the task in the step; default: 0")
     parser.add_argument("--chars", type=int, default=60, metavar="N", help="most characters of a text; default: 60")
-    arguments.run(parser, main)
+    return parser
+
+
+if __name__ == "__main__":
+    arguments.run(parser(), main)

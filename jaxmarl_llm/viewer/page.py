@@ -22,7 +22,7 @@ from jaxmarl_llm.viewer import data
 from jaxmarl_llm.viewer.data import Run
 
 # The scripts in the order of their use. They share one function scope.
-SCRIPTS = (
+SCRIPTS = [
     "core",
     "model",
     "charts",
@@ -30,14 +30,13 @@ SCRIPTS = (
     "step",
     "layout",
     "tree",
-    "sample",
     "group",
+    "sample",
     "memory",
     "compare",
     "search",
-)
+]
 MARK = "<!-- data -->"
-GROWTH = 1.5  # bytes of a step in the page for each byte of its file: a first guess
 
 
 def write_page(runs: Sequence[Run], out: Path, max_mb: float) -> list[list[int]]:
@@ -80,25 +79,29 @@ def _fitting(run: Run, room: float) -> dict[int, str]:
     """Steps of a run as text of the page, evenly chosen so that they fit into ``room`` bytes."""
     sizes = {step: path.stat().st_size for step, path in run.files().items()}
     steps = list(sizes)
-    count = len(steps)
-    while count > 1 and GROWTH * sum(sizes[s] for s in kept_steps(steps, count)) > room:
+    count, made = len(steps), {steps[-1]: _text(run, steps[-1])}
+    growth = len(made[steps[-1]]) / sizes[steps[-1]]  # bytes in the page for each byte of a file: a first guess
+    while count > 1 and growth * sum(sizes[s] for s in kept_steps(steps, count)) > room:
         count -= max(1, count // 50)
-    made: dict[int, str] = {}
     while True:
         wanted = kept_steps(steps, count)
         made = {step: text for step, text in made.items() if step in wanted}
         total = sum(map(len, made.values()))
         for step in sorted(set(wanted) - set(made), reverse=True):  # the newest first
-            text = base64.b64encode(data.read_step(run, step)).decode()
+            text = _text(run, step)
             total += len(text)
             if total > room:
                 break
             made[step] = text
-        if set(made) == set(wanted):
+        if set(made) == set(wanted) and total <= room:
             return made
         if count == 1:
             raise ConfigError(f"--max-mb: step {steps[-1]} of {run.given} needs {total / 1e6:.2f} MB in the page")
         count = min(count - 1, max(1, int(count * room / max(total, 1))))
+
+
+def _text(run: Run, step: int) -> str:
+    return base64.b64encode(data.read_step(run, step)).decode()
 
 
 def kept_steps(steps: Sequence[int], count: int) -> list[int]:

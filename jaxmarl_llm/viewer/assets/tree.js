@@ -10,7 +10,7 @@ function drawNode(step, place, item, p, here) {
   g.append(T(item.x + 8, item.y + 15, `#${node.node}`, 11, p.ink, { "font-weight": 650 }),
     T(item.x + CARD.w - 8, item.y + 15, several ? (group.low === group.high ? "all equal" : `\u03c3\u00b2 ${num(group.variance, 2)}`) : "", 10.5, p.soft, { "text-anchor": "end" }),
     T(item.x + 8, item.y + 29, cut(node.prompt, 27, true), 10, p.soft, { "font-family": "ui-monospace, monospace" }));
-  g.append(sv("line", { x1: item.x + 6, x2: item.x + CARD.w - 6, y1: base, y2: base, stroke: p.line }));
+  g.append(sv("line", { x1: item.x + 6, x2: item.x + (samples.length > 1 ? CARD.w - 6 : 32), y1: base, y2: base, stroke: p.line }));
   samples.forEach((s, i) => g.append(drawBar(step, place, item, s, i, base, p, here)));
   if (samples.length === 1) g.append(T(item.x + 36, base + 4, cut(samples[0].text, 20), 10.5, p.ink, { "font-family": "ui-monospace, monospace" }));
   g.append(sv("title", {}, `node ${node.node}: ${node.role}, turn ${node.turn}${node.model === node.role ? "" : `, played by ${node.model}`}, ${many(samples.length, "completion")}${group ? `, group mean ${num(group.mean)}` : ""}`));
@@ -143,10 +143,10 @@ class Tree {
     bands.setAttribute("transform", `scale(${z}) translate(0 ${-y})`);
     bands.replaceChildren(...place.lanes.map((lane, i) => sv("rect", { x: 0, y: lane.y, width: w, height: lane.h, fill: i % 2 ? p.bg : p.band })));
     heads.replaceChildren(
-      sv("rect", { x: 0, y: 0, width: 92 * Math.min(1, z * 1.3), height: H, fill: p.bg, "fill-opacity": 0.88 }),
+      sv("rect", { x: 0, y: 0, width: Math.min(92, 100 * z), height: H, fill: p.bg, "fill-opacity": 0.88 }),
       ...place.lanes.filter((lane) => lane.y < y + h && lane.y + lane.h > y).map((lane) => sv("g", {},
         sv("rect", { x: 0, y: (lane.y - y) * z, width: 5, height: lane.h * z, fill: lane.colour }),
-        T(12, clamp(42, (lane.y - y) * z + 18, Math.max((lane.y - y) * z + 18, (lane.y + lane.h - y) * z - 8)), cut(lane.name, 12), 12, p.ink, { "font-weight": 650 }))),
+        T(12, clamp(42, (lane.y - y) * z + 18, Math.max((lane.y - y) * z + 18, (lane.y + lane.h - y) * z - 8)), cut(lane.name, Math.round(clamp(12 * z, 3, 12))), 12, p.ink, { "font-weight": 650 }))),
       sv("rect", { x: 0, y: 0, width: W, height: 24, fill: p.bg, "fill-opacity": 0.92 }),
       ...place.turns.map((turn, i) => [turn, (CARD.left + i * (CARD.w + CARD.gap) - x) * z]).filter(([, at]) => at > -90 && at < W).map(([turn, at]) => T(at + 2, 16, `turn ${turn}`, 12, p.soft, { "font-weight": 600 })));
   }
