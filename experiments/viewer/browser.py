@@ -36,7 +36,8 @@ class Browser(contextlib.AbstractContextManager):
         path = found()
         if path is None:
             raise FileNotFoundError(f"no Chromium: none of {', '.join(NAMES)}")
-        self.timeout, self.problems, self._number, self._buffer = timeout, [], 0, b""
+        self.timeout, self._number, self._buffer = timeout, 0, b""
+        self.problems: list[str] = []
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         inward, self._out = os.pipe()
         self._in, outward = os.pipe()

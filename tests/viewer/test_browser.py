@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+from xml.etree import ElementTree
 
 import pytest
 
 from experiments.viewer.browser import Browser, found
+from experiments.viewer.samples import HOSTILE, aligned_rows, hostile_rows, tree_rows, written
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer.data import open_run
 from jaxmarl_llm.viewer.page import write_page
 from jaxmarl_llm.viewer.serve import Server
-from tests.viewer.runs import HOSTILE, hostile_rows, tree_rows, written
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,8 +111,16 @@ def test_the_arithmetic_of_an_advantage(browser, file, run):
     assert "The advantage is this difference." in text and numbers[3] == pytest.approx(row.advantage, rel=1e-3)
 
 
-PLACES = ("", "run=0&step=5", "run=0&step=5&task=0", "run=0&step=5&task=0&node=0&sample=2", "run=0&view=memory",
-          "view=compare&run=0&step=5&task=0&run2=1&step2=9&task2=1", "view=search&q=script", "run=0&step=5&task=1&sample=11")  # fmt: skip
+PLACES = (
+    "",
+    "run=0&step=5",
+    "run=0&step=5&task=0",
+    "run=0&step=5&task=0&node=0&sample=2",
+    "run=0&step=5&task=1&sample=11",
+    "run=0&view=memory",
+    "view=compare&run=0&step=5&task=0&run2=1&step2=9&task2=1",
+    "view=search&q=script",
+)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -130,6 +139,14 @@ def test_every_view_on_a_phone_and_with_hostile_texts(place, browser, file):
 def test_pairs_of_seats_that_act_at_once_are_a_square_of_cells(browser, file):
     browser.open(file, "run=0&step=5&task=0")
     assert browser.js("document.querySelectorAll('[data-pick]').length") == 16
+
+
+def test_seats_whose_completions_are_paired_are_tied_across_lanes(browser, tmp_path):
+    write_page([open_run(written(tmp_path, aligned_rows()))], tmp_path / "aligned.html", 8)
+    browser.open(tmp_path / "aligned.html", "run=0&step=31&task=0")
+    ties = browser.js("[...document.querySelectorAll('.edges title')].map((t) => t.textContent)")
+    assert ties == [f"joint action {k}: reward {k}" for k in range(4)]
+    assert browser.js("document.querySelectorAll('[data-pick]').length") == 0
 
 
 def test_a_table_is_sorted_and_search_finds_texts(browser, file):
@@ -156,9 +173,7 @@ def test_a_tree_as_svg_has_every_completion(browser, file):
     browser.js("URL.createObjectURL = (blob) => { window.kept = blob; return '#'; }")
     browser.js("document.getElementById('svg').click()")
     text = browser.js("window.kept.text()")
-    import xml.etree.ElementTree as tree
-
-    root = tree.fromstring(text)
+    root = ElementTree.fromstring(text)
     assert sorted(int(g.get("data-step")) for g in root.iter() if g.get("data-step")) == list(range(8))
     assert HOSTILE[0][:9] in "".join(root.itertext())
 

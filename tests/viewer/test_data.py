@@ -1,4 +1,4 @@
-"""Values of the page against the file, against the credit rule of a real run, and against figures worked out by hand."""
+"""Values of the page against the file, the credit rule of a real run, and figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.viewer.samples import hostile_rows, tree_rows, written
 from jaxmarl_llm.credit.assign import assign
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer import data
 from jaxmarl_llm.viewer.data import curves, index, open_run, step_data
 from tests.telemetry.test_rollouts import made, straight, without_a_figure  # noqa: F401 fixtures
-from tests.viewer.runs import hostile_rows, tree_rows, written
 
 
 def test_a_real_run_is_in_the_page_whole_and_its_advantages_are_those_of_the_credit_rule(straight):  # noqa: F811

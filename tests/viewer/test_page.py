@@ -6,12 +6,16 @@ import base64
 import gzip
 import hashlib
 import html.parser
+import itertools
 import json
 import random
 import re
+import weakref
 
 import pytest
+import zstandard
 
+from experiments.viewer.samples import HOSTILE, ROLES, hostile_rows, tree_rows, written
 from jaxmarl_llm.cli import arguments, view
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
@@ -19,7 +23,6 @@ from jaxmarl_llm.viewer import data, page
 from jaxmarl_llm.viewer.data import open_run
 from jaxmarl_llm.viewer.page import kept_steps, write_page
 from tests.cli.test_cli import command
-from tests.viewer.runs import HOSTILE, ROLES, hostile_rows, tree_rows, written
 
 
 class Elements(html.parser.HTMLParser):
@@ -106,7 +109,7 @@ def test_steps_that_do_not_fit_are_left_out_evenly_and_named(tmp_path):
     one = len(base64.b64encode(data.read_step(run, 1)))
     (held,) = write_page([run], out := tmp_path / "view.html", 10.5 * one / 1e6)
     assert held[0] == 1 and held[-1] == 40 and 8 <= len(held) <= 10
-    gaps = [b - a for a, b in zip(held, held[1:])]
+    gaps = [b - a for a, b in itertools.pairwise(held)]
     assert max(gaps) - min(gaps) <= 1
     shown, steps = parts(out)
     assert shown["runs"][0]["steps"] == held and sorted(held + shown["runs"][0]["left_out"]) == list(range(1, 41))
@@ -127,8 +130,6 @@ def test_which_steps_are_kept():
 
 def test_one_step_is_in_memory_at_a_time(tmp_path, monkeypatch):
     """The rows of a step are dead before the next one is read."""
-    import weakref
-
     alive: list = []
     read = rollouts.read_file
 
@@ -184,8 +185,6 @@ def bad(tmp_path_factory):
     (folder / "cut" / "rollouts").mkdir(parents=True)
     (folder / "cut" / "rollouts" / file.name).write_bytes(file.read_bytes()[:-200])
     newer = written(folder / "newer", hostile_rows()) / "rollouts" / file.name
-    import zstandard
-
     raw = zstandard.ZstdDecompressor().decompressobj().decompress(newer.read_bytes())
     newer.write_bytes(
         zstandard.compress(raw.replace(b'"schema":1', b'"schema":2').replace(b'"schema": 1', b'"schema": 2'))

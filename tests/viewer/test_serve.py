@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
+from experiments.viewer.samples import hostile_rows, tree_rows, written
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.viewer import data, serve
 from jaxmarl_llm.viewer.data import open_run
 from jaxmarl_llm.viewer.serve import Server
-from tests.viewer.runs import hostile_rows, tree_rows, written
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 // ------------------------------------------------------------------------------------------------------------ colours
 const ROLES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a800"];  // Okabe and Ito
+const BRIGHT = ["#4aa8e0", "#f0813a", "#33c79a", "#e0a0c4", "#f0b840", "#7cc8f2", "#a8a8a8", "#d4c830"];  // the same, on dark
 const PALETTES = {
   light: { bg: "#fbfbf9", panel: "#ffffff", ink: "#1c1f23", soft: "#5c636b", line: "#d9dce0", band: "#f2f3f0", accent: "#0b62a8",
     none: "#9aa0a6", low: [179, 88, 6], mid: [178, 182, 187], high: [33, 102, 172] },
@@ -47,7 +48,7 @@ function diverging(value, most, colours = palette()) {
   const t = most > 0 ? clamp(value / most, -1, 1) : 0;
   return mixed(colours.mid, t < 0 ? colours.low : colours.high, t === 0 ? 0 : 0.3 + 0.7 * Math.abs(t));
 }
-const roleColour = (roles, role) => ROLES[Math.max(0, roles.indexOf(role)) % ROLES.length];
+const roleColour = (roles, role) => (dark ? BRIGHT : ROLES)[Math.max(0, roles.indexOf(role)) % ROLES.length];
 
 // ---------------------------------------------------------------------------------------------------------- the place
 const NUMBERS = ["run", "step", "task", "node", "sample", "run2", "step2", "task2"];

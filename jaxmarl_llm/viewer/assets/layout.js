@@ -1,5 +1,5 @@
 // Where each prompt of a task stands: a column for each turn, a lane for each role. Pure numbers, nothing is drawn.
-const CARD = { w: 176, h: 96, low: 52, gap: 74, row: 10, left: 104, head: 30, bars: 30 };
+const CARD = { w: 176, h: 96, low: 52, gap: 74, row: 10, left: 104, head: 30, bars: 28 };
 
 function layout(step, task) {
   const nodes = (step.nodesOf.get(task) || []).slice().sort((a, b) => a.turn - b.turn || a.node - b.node);
@@ -55,10 +55,10 @@ function layout(step, task) {
   }
   for (const item of items) for (const s of item.samples) { const d = step.deviation(s); if (d !== null) most = Math.max(most === 1 ? 0 : most, Math.abs(d)); }
   // An aligned joint action is a tie between the bars of its seats.
-  const crossed = new Set(heats.flatMap((h) => h.moves));
+  const crossed = new Map(heats.flatMap((h) => h.moves.map((m) => [m, h])));
   const ties = moves.filter((m) => !crossed.has(m) && m.steps.filter((s) => s >= 0).length > 1);
   for (const tie of ties) for (const s of tie.steps) if (s >= 0) { const item = of.get(step.sample.get(s).node); (item.ties = item.ties || []).push(tie); }
-  return { items, of, lanes, turns, heats, ties, scale: most || 1, width: CARD.left + turns.length * (CARD.w + CARD.gap), height: y + 10, seat };
+  return { items, of, lanes, turns, heats, heatOf: crossed, ties, scale: most || 1, width: CARD.left + turns.length * (CARD.w + CARD.gap), height: y + 10, seat };
 }
 
 // Places where every completion of a seat meets every completion of another: more joint actions than completions.

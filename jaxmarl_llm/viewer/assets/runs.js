@@ -16,7 +16,7 @@ function runsView() {
         el("span", { class: "soft small" }, `${many(run.steps.length, "recorded step")} of ${range[0]} to ${range[1]}`)),
       run.left_out.length ? el("p", { class: "small leftout" }, `Left out, because this page has a limit of size: ${many(run.left_out.length, "step")} (${ranges(run.left_out)}).`) : null,
       el("div", { class: "grid" }, run.curves.map((c) => {
-        const lines = Object.entries(c.lines).map(([name, [steps, values]], i) => ({ name, steps, values, colour: c.title.includes("by role") ? roleColour(roles, name) : ROLES[i % ROLES.length] }));
+        const lines = Object.entries(c.lines).map(([name, [steps, values]], i) => ({ name, steps, values, colour: c.title.includes("by role") ? roleColour(roles, name) : roleColour(Object.keys(c.lines), name) }));
         return el("div", { class: "cell" },
           el("h3", {}, c.title, el("span", { class: "soft small" }, ` \u00b7 ${c.unit}`)),
           curve({ ...c, lines, marks: run.steps, range, pick: (step) => go({ run: r, step }) }),

@@ -33,7 +33,7 @@ function drawBar(step, place, item, s, i, base, p, here) {
   return bar;
 }
 function drawEdge(step, place, item, p, path) {
-  const from = item.parent, heat = place.heats.find((h) => h.moves.includes(item.move));
+  const from = item.parent, heat = place.heatOf.get(item.move);
   let x0, y0;
   if (heat) { x0 = heat.x + heat.w; y0 = heat.y + heat.h / 2; } else {
     const s = item.move.steps.find((v) => v >= 0), i = from.samples.findIndex((v) => v.step === s), b = barX(from, Math.max(0, i));

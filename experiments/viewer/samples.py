@@ -1,31 +1,41 @@
-"""Runs of rollouts that tests of the viewer show: hostile texts, and trees of a given size."""
+"""Rollouts that no run wrote: hostile texts, and trees of a given size. The tests and the measurements show them."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts_writer import encode
 
+Paid = dict[str, tuple[float | None, ...]]
 ROLES = ("a", "</script><b>")
 HOSTILE = (
-    "</script><script>document.title='broken'</script>", "<!--<script>", "]]>", "<img src=x onerror=document.title='broken'>",
+    "</script><script>document.title='broken'</script>", "<!--<script>", "]]>",
+    "<img src=x onerror=document.title='broken'>",
     "\u2028\u2029", "\u202eabc", "\x1b[2J\x00", "\U0001f600 \ud83d", "${1}`\\\"'", "&lt;/script&gt;", "", "x" * 5000,
     "<!-- data -->", "</SCRIPT >",
 )  # fmt: skip
 
 
-def header(step: int = 31, **more: object) -> rollouts.Header:
-    """The header of a file."""
+def header(step: int = 31, **more: Any) -> rollouts.Header:
+    """The header of a file. ``step``: its number. ``more``: other fields."""
     return rollouts.Header(
         1, step, 11, "f" * 64, "grpo", 0, "toy </script>", "product(2)", ROLES, ("m", "other"), ("pay", "form"),
         {"pay": 1.0, "form": 0.5}, ("m",), 4, 2, {}, {},
     )._replace(**more)  # fmt: skip
 
 
-def written(folder: Path, rows: list[rollouts.Row], *steps: int, **more: object) -> Path:
-    """Write ``rows`` as files of a run."""
+def written(folder: Path, rows: list[rollouts.Row], *steps: int, **more: Any) -> Path:
+    """Write files of a run.
+
+    Args:
+        folder: Workdir of the run.
+        rows: The rows of every file.
+        *steps: Number of each file; none: 31.
+        **more: Fields of the header.
+    """
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     for step in steps or (31,):
         path = folder / "rollouts" / f"step-{step:08}.jsonl.zst"
@@ -33,10 +43,21 @@ def written(folder: Path, rows: list[rollouts.Row], *steps: int, **more: object)
     return folder
 
 
-def completion(number: int, node: int, text: str, returns: float | None, mean: float, **more: object):
-    """A completion whose advantage is its return around ``mean``."""
+def completion(
+    number: int, node: int, text: str, returns: float | None, mean: float, **more: Any
+) -> rollouts.Completion:
+    """A completion whose advantage is its return around the mean of its group.
+
+    Args:
+        number: Row of the table of steps.
+        node: Its prompt.
+        text: The text.
+        returns: Its return; None: unknown.
+        mean: Of the group.
+        **more: Other fields.
+    """
     known = returns is not None
-    values = {
+    values: dict[str, Any] = {
         "token_ids": (5, 6), "logprobs": (-1.0, None), "truncated": False, "source": "policy", "version": 3,
         "returns": returns, "advantage": returns - mean if known else None, "group": node if known else -1,
         "valid": known, "selected": known, "trained": known, "why": "trained" if known else "no_return", **more,
@@ -58,7 +79,9 @@ def hostile_rows() -> list[rollouts.Row]:
     pairs = [(i, 4 + j) for i in range(4) for j in range(4)]
     for j, steps in enumerate([*pairs, *((8 + k, -1) for k in range(4))]):
         valid, task = j != 19, int(j > 15)
-        paid = {"pay": (float(j), 1.0), "form": (1.0, 0.0)} if valid else {"pay": (None, None), "form": (None, None)}
+        paid: Paid = (
+            {"pay": (float(j), 1.0), "form": (1.0, 0.0)} if valid else {"pay": (None, None), "form": (None, None)}
+        )
         rows.append(rollouts.Transition(j, task, 0, -1, steps, paid, True, valid))
     rows.append(rollouts.MemoryEvent("written", "a", 1, -1, None, HOSTILE[0], 1.0, 0.7))
     rows.append(rollouts.Failure(71, "step", 0, ("a",), HOSTILE[3]))
@@ -66,7 +89,14 @@ def hostile_rows() -> list[rollouts.Row]:
 
 
 def tree_rows(nodes: int, group: int = 4, turns: int = 4, tasks: int = 1) -> list[rollouts.Row]:
-    """A tree of ``nodes`` prompts in ``turns`` turns, each child behind a completion of the turn before."""
+    """A tree whose prompts each stand behind a completion of the turn before.
+
+    Args:
+        nodes: Prompts.
+        group: Completions of each.
+        turns: Turns; a turn has about four times the prompts of the turn before.
+        tasks: Tasks that share the prompts.
+    """
     draw = random.Random(0)
     rows: list[rollouts.Row] = [rollouts.Task(t, t) for t in range(tasks)]
     before: list[tuple[int, int]] = [(-1, t) for t in range(tasks)]
@@ -94,4 +124,18 @@ def tree_rows(nodes: int, group: int = 4, turns: int = 4, tasks: int = 1) -> lis
                 s += 1
             n += 1
         before = after
+    return rows
+
+
+def aligned_rows(group: int = 4) -> list[rollouts.Row]:
+    """One task of two roles at once, whose completions are paired in order. ``group``: completions of each."""
+    rows: list[rollouts.Row] = [rollouts.Task(0, 0)]
+    for n, role in enumerate(ROLES):
+        rows.append(rollouts.Node(n, 0, 0, role, "m", -1, (1,), f"prompt of {role}", (), ()))
+        rows.append(rollouts.Group(n, 0, role, 0, group, 1.5, 1.25, 0.0, 3.0, True))
+    for s in range(2 * group):
+        rows.append(completion(s, s // group, f"answer {s}", float(s % group), 1.5))
+    for k in range(group):
+        paid: Paid = {"pay": (float(k), float(k)), "form": (0.0, 0.0)}
+        rows.append(rollouts.Transition(k, 0, 0, -1, (k, group + k), paid, True, True))
     return rows
