@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,28 @@ from jaxmarl_llm.viewer.data import open_run
 from jaxmarl_llm.viewer.page import write_page
 
 
-def places(rollout: rollouts.Rollout, first: int) -> dict[str, tuple[str, tuple[int, int]]]:
+def twice(files: Mapping[int, Path]) -> str:
+    """Place that compares a task that two steps have, as far apart as possible; the first task of two steps otherwise.
+
+    Args:
+        files: Number and file of each step.
+    """
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for step, path in files.items():
+        for row in rollouts.read_file(path).tasks:
+            seen.setdefault(row.number, []).append((step, row.task))
+    often = [found for found in seen.values() if len(found) > 1]
+    best = max(often, key=lambda found: found[-1][0] - found[0][0], default=[(min(files), 0), (max(files), 0)])
+    (step, task), (other, task2) = best[0], best[-1]
+    return f"view=compare&run=0&step={step}&task={task}&run2=0&step2={other}&task2={task2}"
+
+
+def places(rollout: rollouts.Rollout, compared: str) -> dict[str, tuple[str, tuple[int, int]]]:
     """Picture -> place in the page, and size of the page: of the completion that was farthest from its group.
 
     Args:
         rollout: The step of the pictures.
-        first: The first recorded step.
+        compared: Place of the comparison.
     """
     known = [step for step in rollout.steps if step.advantage is not None]
     if not known:
@@ -32,13 +49,12 @@ def places(rollout: rollouts.Rollout, first: int) -> dict[str, tuple[str, tuple[
     best = max(known, key=lambda step: abs(step.advantage or 0))
     node = next(node for node in rollout.nodes if node.node == best.node)
     at = f"run=0&step={rollout.header.step}&task={node.task}"
-    other = f"view=compare&run=0&step={first}&task={node.task}&run2=0&step2={rollout.header.step}&task2={node.task}"
     return {
-        "tree": (at, (900, 760)),
+        "tree": (at, (900, 940)),
         "group": (f"{at}&node={node.node}", (1240, 560)),
         "transcript": (f"{at}&node={node.node}&sample={best.step}", (1240, 1000)),
         "memory": ("run=0&view=memory", (1100, 700)),
-        "compare": (other, (1240, 700)),
+        "compare": (compared, (1240, 700)),
     }
 
 
@@ -50,13 +66,13 @@ def main(given: Any) -> None:
     with tempfile.TemporaryDirectory() as folder, Browser() as tab:
         page = Path(folder) / "view.html"
         write_page([run], page, 64)
-        for name, (place, size) in places(rollouts.read_file(files[step]), next(iter(files))).items():
+        for name, (place, size) in places(rollouts.read_file(files[step]), twice(files)).items():
             tab.resize(*size)
             tab.open(page, place)
             tab.js("document.activeElement.blur()")
             tab.settle()
             tab.picture(path := given.out / f"viewer_{name}.png")
-            Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
+            Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
         assert tab.problems == [], tab.problems
 
 

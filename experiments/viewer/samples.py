@@ -57,9 +57,10 @@ def completion(
         **more: Other fields.
     """
     known = returns is not None
+    gap = None if returns is None else returns - mean
     values: dict[str, Any] = {
         "token_ids": (5, 6), "logprobs": (-1.0, None), "truncated": False, "source": "policy", "version": 3,
-        "returns": returns, "advantage": returns - mean if known else None, "group": node if known else -1,
+        "returns": returns, "advantage": gap, "group": node if known else -1,
         "valid": known, "selected": known, "trained": known, "why": "trained" if known else "no_return", **more,
     }  # fmt: skip
     return rollouts.Completion(step=number, node=node, text=text, **values)

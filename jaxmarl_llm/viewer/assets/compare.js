@@ -10,6 +10,10 @@ async function compareView(where) {
     if (!row) throw new Error(`Step ${side.step} has no task.`);
     return { ...side, task: row.task, made: step, row };
   }));
+  if (where.task2 === undefined) {  // the same task, where the right step has it
+    const equal = found[1].made.tasks.find((t) => t.number === found[0].row.number);
+    if (equal) Object.assign(found[1], { task: equal.task, row: equal });
+  }
   const to = (k, change) => { const s = found.map((f) => ({ run: f.run, step: f.step, task: f.task })); Object.assign(s[k], change); go({ view: "compare", ...s[0], run2: s[1].run, step2: s[1].step, task2: s[1].task }); };
   const choose = (label, values, now, names, pick) => el("select", { "aria-label": label, onchange: (e) => pick(+e.target.value) }, values.map((v, i) => el("option", { value: v, selected: v === now }, names[i])));
   const trees = [];

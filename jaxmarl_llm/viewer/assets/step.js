@@ -50,7 +50,7 @@ function stepTools(where) {
   const to = (i, text) => el("button", { type: "button", disabled: i < 0 || i >= steps.length, onclick: () => go({ ...where, step: steps[i], node: null, sample: null }) }, text);
   return el("div", { class: "tools" }, to(0, "\u21e4 first"), to(at - 1, "\u2190 earlier"), to(at + 1, "later \u2192"), to(steps.length - 1, "newest \u21e5"),
     el("a", { href: link({ run: where.run, view: "memory" }) }, "Memory timeline"),
-    el("a", { href: link({ view: "compare", run: where.run, step: steps[0], task: where.task || 0, run2: where.run, step2: where.step, task2: where.task || 0 }) }, "Compare with the first step"));
+    el("a", { href: link({ view: "compare", run: where.run, step: steps[0], task: where.task || 0, run2: where.run, step2: where.step }) }, "Compare with the first step"));
 }
 
 // One small chart a role: x is the turn, y the variance. Every chart has the same scale of y.

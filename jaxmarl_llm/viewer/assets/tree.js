@@ -143,7 +143,7 @@ class Tree {
     bands.setAttribute("transform", `scale(${z}) translate(0 ${-y})`);
     bands.replaceChildren(...place.lanes.map((lane, i) => sv("rect", { x: 0, y: lane.y, width: w, height: lane.h, fill: i % 2 ? p.bg : p.band })));
     heads.replaceChildren(
-      sv("rect", { x: 0, y: 0, width: Math.min(92, 100 * z), height: H, fill: p.bg, "fill-opacity": 0.88 }),
+      sv("rect", { x: 0, y: 0, width: Math.min(92, 100 * z), height: H, fill: p.bg, "fill-opacity": 0.96 }),
       ...place.lanes.filter((lane) => lane.y < y + h && lane.y + lane.h > y).map((lane) => sv("g", {},
         sv("rect", { x: 0, y: (lane.y - y) * z, width: 5, height: lane.h * z, fill: lane.colour }),
         T(12, clamp(42, (lane.y - y) * z + 18, Math.max((lane.y - y) * z + 18, (lane.y + lane.h - y) * z - 8)), cut(lane.name, Math.round(clamp(12 * z, 3, 12))), 12, p.ink, { "font-weight": 650 }))),
