@@ -16,24 +16,24 @@ from PIL import Image
 from experiments.viewer.browser import Browser
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
-from jaxmarl_llm.viewer.data import open_run
+from jaxmarl_llm.viewer.data import open_run, task_rows
 from jaxmarl_llm.viewer.page import write_page
 
 
 def twice(files: Mapping[int, Path]) -> str:
-    """Place that compares a task that two steps have, as far apart as possible; the first task of two steps otherwise.
+    """Place that compares the task whose reward changed most between two steps; two first tasks if none is there twice.
 
     Args:
         files: Number and file of each step.
     """
-    seen: dict[int, list[tuple[int, int]]] = {}
+    seen: dict[int, list[tuple[float, int, int]]] = {}
     for step, path in files.items():
-        for row in rollouts.read_file(path).tasks:
-            seen.setdefault(row.number, []).append((step, row.task))
-    often = [found for found in seen.values() if len(found) > 1]
-    best = max(often, key=lambda found: found[-1][0] - found[0][0], default=[(min(files), 0), (max(files), 0)])
-    (step, task), (other, task2) = best[0], best[-1]
-    return f"view=compare&run=0&step={step}&task={task}&run2=0&step2={other}&task2={task2}"
+        for row in task_rows(rollouts.read_file(path)):
+            seen.setdefault(row["number"], []).append((row["reward"] or 0.0, step, row["task"]))
+    pairs = [(found[0], found[-1]) for found in seen.values() if len(found) > 1]
+    fallback = (0.0, min(files), 0), (0.0, max(files), 0)
+    one, two = max(pairs, key=lambda pair: abs(pair[1][0] - pair[0][0]), default=fallback)
+    return f"view=compare&run=0&step={one[1]}&task={one[2]}&run2=0&step2={two[1]}&task2={two[2]}"
 
 
 def places(rollout: rollouts.Rollout, compared: str) -> dict[str, tuple[str, tuple[int, int]]]:

@@ -101,7 +101,7 @@ def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
 
 
 def index(runs: Sequence[Run], kept: Sequence[Sequence[int]] | None = None, live: bool = False) -> dict[str, Any]:
-    """What the page knows before it opens a step: runs, their curves, and which steps there are.
+    """List the runs of a page with their curves and steps: all that the page knows before it opens a step.
 
     Args:
         runs: The runs.
@@ -152,11 +152,11 @@ def task_rows(rollout: Rollout) -> list[dict[str, Any]]:
         rollout: The rows of a step.
 
     Returns:
-        Dictionaries with ``task`` and ``number``; ``nodes`` and ``completions``, counts; ``reward``: weighted and
-        undiscounted reward of an episode, a mean over roles and over continuations, null if unknown; ``variance``: mean
-        over the groups of the task; ``groups`` and ``equal``: groups of two or more, and those whose returns are equal;
-        ``invalid``: joint actions without a reward, and failures; ``advantage``: mean of its absolute value; ``cut``:
-        completions that the length limit ended; ``longest``: tokens of the longest; ``trained``: completions.
+        A dictionary for each task. ``task`` and ``number`` are those of its row. ``nodes``, ``completions`` and
+        ``trained`` are counts. ``reward`` is `episode_reward`. ``groups`` counts groups of two or more returns, ``equal``
+        those of them without a difference, and ``variance`` is their mean variance. ``invalid`` counts joint actions
+        without a reward, or failures where these are more. ``advantage`` is the mean of its absolute value. ``cut``
+        counts completions that the length limit ended, and ``longest`` has most tokens. What is unknown is None.
     """
     task_of = {node.node: node.task for node in rollout.nodes}
     steps, moves = collections.defaultdict(list), collections.defaultdict(list)
