@@ -153,8 +153,8 @@ def task_rows(rollout: Rollout) -> list[dict[str, Any]]:
 
     Returns:
         A dictionary for each task. ``task`` and ``number`` are those of its row. ``nodes``, ``completions`` and
-        ``trained`` are counts. ``reward`` is `episode_reward`. ``groups`` counts groups of two or more returns, ``equal``
-        those of them without a difference, and ``variance`` is their mean variance. ``invalid`` counts joint actions
+        ``trained`` are counts. ``reward`` is `episode_reward`. ``groups`` counts groups of two or more returns,
+        ``equal`` those of them without a difference, and ``variance`` is their mean variance. ``invalid`` counts joint actions
         without a reward, or failures where these are more. ``advantage`` is the mean of its absolute value. ``cut``
         counts completions that the length limit ended, and ``longest`` has most tokens. What is unknown is None.
     """

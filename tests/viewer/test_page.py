@@ -57,10 +57,8 @@ def parts(path):
 
 
 def test_hostile_texts_stay_data(tmp_path):
-    name = tmp_path / "</script><script>x"
-    (run := written(name.with_name("evil<!-- data -->"), hostile_rows())).joinpath("metrics.jsonl").write_text(
-        json.dumps({"step": 1, "agent/<\\script><script>/reward": 1.0}) + "\n"
-    )
+    run = written(tmp_path / "a<" / "script><b>" / "evil<!-- data -->", hostile_rows())  # the path ends a script
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "agent/<!--<script>/reward": 1.0}) + "\n")
     write_page([open_run(run)], out := tmp_path / "page.html", 8)
     harmless = written(tmp_path / "plain", tree_rows(3))
     (harmless / "metrics.jsonl").write_text(json.dumps({"step": 1, "agent/a/reward": 1.0}) + "\n")
