@@ -153,10 +153,11 @@ def task_rows(rollout: Rollout) -> list[dict[str, Any]]:
 
     Returns:
         A dictionary for each task. ``task`` and ``number`` are those of its row. ``nodes``, ``completions`` and
-        ``trained`` are counts. ``reward`` is `episode_reward`. ``groups`` counts groups of two or more returns,
-        ``equal`` those of them without a difference, and ``variance`` is their mean variance. ``invalid`` counts joint actions
-        without a reward, or failures where these are more. ``advantage`` is the mean of its absolute value. ``cut``
-        counts completions that the length limit ended, and ``longest`` has most tokens. What is unknown is None.
+        ``trained`` are counts. ``reward`` is `episode_reward`. ``groups`` counts groups of two or more returns.
+        ``equal`` counts those of them without a difference, and ``variance`` is their mean variance. ``invalid``
+        counts joint actions without a reward, or failures where these are more. ``advantage`` is the mean of its
+        absolute value. ``cut`` counts completions that the length limit ended, and ``longest`` is the most tokens.
+        What is unknown is None.
     """
     task_of = {node.node: node.task for node in rollout.nodes}
     steps, moves = collections.defaultdict(list), collections.defaultdict(list)
