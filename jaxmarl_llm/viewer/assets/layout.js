@@ -41,6 +41,7 @@ function layout(step, task) {
     for (const item of items) if (item.node.role === role) item.y = y + item.at;
     y += h + 4;
   }
+  for (const list of byTurn.values()) list.slice().sort((a, b) => a.y - b.y).forEach((item, i, all) => { item.below = all[i + 1]; });
   if (heats.length) {
     const below = new Map();
     let h = 0;

@@ -47,8 +47,11 @@ function drawTie(step, place, tie, p, here) {
   const ends = tie.steps.filter((s) => s >= 0).map((s) => { const item = place.of.get(step.sample.get(s).node), b = barX(item, item.samples.findIndex((v) => v.step === s)); return [b.x + b.w / 2, item]; }).sort((a, b) => a[1].y - b[1].y);
   const on = tie.steps.includes(here.sample), g = sv("g", {});
   for (let i = 0; i + 1 < ends.length; i++) {
-    const [x0, a] = ends[i], [x1, b] = ends[i + 1], y0 = a.y + a.h, y1 = b.y;
-    g.append(sv("path", { d: `M${x0} ${y0}C${x0} ${(y0 + y1) / 2} ${x1} ${(y0 + y1) / 2} ${x1} ${y1}`, fill: "none", stroke: on ? p.accent : p.soft, "stroke-width": on ? 2.4 : 1.1, "stroke-opacity": on ? 1 : 0.6 }));
+    const [x0, a] = ends[i], [x1, b] = ends[i + 1], y0 = a.y + a.h, y1 = b.y, right = a.x + CARD.w;
+    // Past other cards a tie goes on the right, where it hides behind none.
+    const k = tie.steps.length ? a.samples.findIndex((v) => tie.steps.includes(v.step)) : 0, down = barMiddle(a) - 12 + 6 * (k % 5), low = barMiddle(b) - 12 + 6 * (k % 5), out = right + clamp((low - down) / 8, 14, 52);
+    const d = a.below && a.below !== b ? `M${right} ${down}C${out} ${down} ${out} ${low} ${right} ${low}` : `M${x0} ${y0}C${x0} ${(y0 + y1) / 2} ${x1} ${(y0 + y1) / 2} ${x1} ${y1}`;
+    g.append(sv("path", { d, fill: "none", stroke: on ? p.accent : p.soft, "stroke-width": on ? 2.4 : 1.1, "stroke-opacity": on ? 1 : 0.6 }));
   }
   g.append(sv("title", {}, `joint action ${tie.transition}: reward ${num(step.jointReward(tie))}`));
   return g;
