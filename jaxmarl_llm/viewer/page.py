@@ -22,20 +22,10 @@ from jaxmarl_llm.viewer import data
 from jaxmarl_llm.viewer.data import Run
 
 # The scripts in the order of their use. They share one function scope.
-SCRIPTS = [
-    "core",
-    "model",
-    "charts",
-    "runs",
-    "step",
-    "layout",
-    "tree",
-    "group",
-    "sample",
-    "memory",
-    "compare",
-    "search",
-]
+SCRIPTS = (
+    *("core", "model", "charts", "runs", "step", "layout", "draw", "tree", "group", "sample", "task"),
+    *("memory", "compare", "search", "main"),
+)
 MARK = "<!-- data -->"
 
 
@@ -151,4 +141,4 @@ def _script(folder: Any) -> Iterator[str]:
     yield '"use strict";(() => {\n'
     for name in SCRIPTS:
         yield folder.joinpath(f"{name}.js").read_text("utf-8")
-    yield folder.joinpath("main.js").read_text("utf-8") + "})();\n"
+    yield "})();\n"

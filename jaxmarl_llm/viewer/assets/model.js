@@ -5,11 +5,29 @@ class Step {
     this.header = data.header;
     this.tasks = data.tasks;
     for (const [kind, columns] of Object.entries(data.tables)) {
-      const names = Object.keys(columns), rows = (columns[names[0]] || []).map(() => ({}));
-      for (const name of names) columns[name].forEach((value, i) => { rows[i][name] = value; });
-      this[{ task: "taskRows", node: "nodes", step: "steps", transition: "moves", group: "groups", memory: "memory", failure: "failures" }[kind]] = rows;
+      const names = Object.keys(columns),
+        rows = (columns[names[0]] || []).map(() => ({}));
+      for (const name of names)
+        columns[name].forEach((value, i) => {
+          rows[i][name] = value;
+        });
+      this[
+        {
+          task: "taskRows",
+          node: "nodes",
+          step: "steps",
+          transition: "moves",
+          group: "groups",
+          memory: "memory",
+          failure: "failures",
+        }[kind]
+      ] = rows;
     }
-    const by = (rows, key) => { const map = new Map(); for (const row of rows) map.has(row[key]) ? map.get(row[key]).push(row) : map.set(row[key], [row]); return map; };
+    const by = (rows, key) => {
+      const map = new Map();
+      for (const row of rows) map.has(row[key]) ? map.get(row[key]).push(row) : map.set(row[key], [row]);
+      return map;
+    };
     this.node = new Map(this.nodes.map((n) => [n.node, n]));
     this.sample = new Map(this.steps.map((s) => [s.step, s]));
     this.move = new Map(this.moves.map((m) => [m.transition, m]));
@@ -19,15 +37,30 @@ class Step {
     this.movesOf = by(this.moves, "task");
     this.nodesAfter = by(this.nodes, "parent");
     this.movesWith = new Map();
-    for (const m of this.moves) for (const s of m.steps) if (s >= 0) this.movesWith.has(s) ? this.movesWith.get(s).push(m) : this.movesWith.set(s, [m]);
-    this.reads = by(this.memory.filter((e) => e.event === "read"), "node");
+    for (const m of this.moves)
+      for (const s of m.steps)
+        if (s >= 0) this.movesWith.has(s) ? this.movesWith.get(s).push(m) : this.movesWith.set(s, [m]);
+    this.reads = by(
+      this.memory.filter((e) => e.event === "read"),
+      "node",
+    );
     this.most = Math.max(1e-12, ...chunked(this.steps.map((s) => Math.abs(s.advantage || 0))));
   }
-  get roles() { return this.header.roles; }
-  samples(node) { return this.siblings.get(node) || []; }
+  get roles() {
+    return this.header.roles;
+  }
+  samples(node) {
+    return this.siblings.get(node) || [];
+  }
   // The group of a prompt: of its first completion that was compared.
-  groupOf(node) { const s = this.samples(node).find((x) => x.group >= 0); return s ? this.group.get(s.group) : null; }
-  deviation(sample) { const g = this.group.get(sample.group); return g && sample.returns !== null && g.mean !== null ? sample.returns - g.mean : null; }
+  groupOf(node) {
+    const s = this.samples(node).find((x) => x.group >= 0);
+    return s ? this.group.get(s.group) : null;
+  }
+  deviation(sample) {
+    const g = this.group.get(sample.group);
+    return g && sample.returns !== null && g.mean !== null ? sample.returns - g.mean : null;
+  }
   // Weighted reward of one role in one joint action; null where a part is unknown.
   reward(move, role) {
     const i = this.roles.indexOf(role);
@@ -39,8 +72,13 @@ class Step {
     }
     return move.valid ? total : null;
   }
-  actors(move) { return move.steps.filter((s) => s >= 0).map((s) => this.node.get(this.sample.get(s).node).role); }
-  jointReward(move) { const found = this.actors(move).map((role) => this.reward(move, role)); return found.includes(null) ? null : mean(found); }
+  actors(move) {
+    return move.steps.filter((s) => s >= 0).map((s) => this.node.get(this.sample.get(s).node).role);
+  }
+  jointReward(move) {
+    const found = this.actors(move).map((role) => this.reward(move, role));
+    return found.includes(null) ? null : mean(found);
+  }
   // Joint actions that led to a prompt, the first one first.
   before(node) {
     const found = [];
@@ -48,7 +86,9 @@ class Step {
     return found.reverse();
   }
   // Prompts that stand together: of one task, behind one joint action, in one turn.
-  together(node) { return (this.nodesAfter.get(node.parent) || []).filter((n) => n.task === node.task && n.turn === node.turn); }
+  together(node) {
+    return (this.nodesAfter.get(node.parent) || []).filter((n) => n.task === node.task && n.turn === node.turn);
+  }
 }
 // Lists too long for the arguments of a call: largest values of pieces.
 function chunked(values) {
