@@ -128,7 +128,8 @@ def shell() -> str:
     folder = importlib.resources.files("jaxmarl_llm.viewer") / "assets"
     script = "".join(_script(folder))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    parts = {"style": folder.joinpath("page.css").read_text("utf-8"), "script": script, "digest": digest}
+    style = "".join(folder.joinpath(f"{name}.css").read_text("utf-8") for name in ("page", "views"))
+    parts = {"style": style, "script": script, "digest": digest}
     text = folder.joinpath("page.html").read_text("utf-8")
     for name, part in parts.items():
         text = text.replace(f"<!-- {name} -->", part)

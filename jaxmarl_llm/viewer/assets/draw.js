@@ -51,7 +51,8 @@ function drawNode(step, place, item, p, here) {
     sv(
       "title",
       {},
-      `node ${node.node}: ${node.role}, turn ${node.turn}${node.model === node.role ? "" : `, played by ${node.model}`}, ` +
+      `node ${node.node}: ${node.role}, turn ${node.turn}` +
+        `${node.model === node.role ? "" : `, played by ${node.model}`}, ` +
         `${many(samples.length, "completion")}` +
         `${group ? `, group mean ${num(group.mean)}` : ""}`,
     ),
