@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 CPU := JAX_PLATFORMS=cpu
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-.PHONY: demo test check test-slow test-312 lint types notebooks docs aot sandbox weights smollm2 transformers4 peers install install-test clean help
+.PHONY: demo test check test-slow test-312 lint types notebooks docs aot sandbox browser weights smollm2 transformers4 peers install install-test clean help
 
 help:
 	@echo "make demo       train JoyAgents-R1 on CPU with tiny models, or resume it; writes runs/demo/report.png"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint types notebooks aot"
 	@echo "make docs       the site with the API reference, in build/site; warnings are errors"
 	@echo "make sandbox    install what runs generated code safely: bubblewrap"
+	@echo "make browser    install the browser of the slow tests of the viewer: Chromium"
 	@echo "make transformers4  an environment with transformers 4, in which a slow test loads exports"
 	@echo "make peers      other systems beside which experiments.bench measures, each in an environment of its own"
 	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
@@ -62,7 +63,7 @@ test: $(VENV)/.installed-parity lint types sandbox
 
 check: test-slow docs notebooks aot test-312
 
-test-slow: $(VENV)/.installed-parity sandbox
+test-slow: $(VENV)/.installed-parity sandbox browser
 	@test -f $(TRANSFORMERS4)/.installed || $(MAKE) transformers4 || echo "transformers 4 was not installed: its test skips"
 	$(CPU) $(RUN) -m pytest $(SPREAD) -m slow
 
@@ -106,6 +107,14 @@ sandbox:
 		{ apt-get -qq update && apt-get -qq install -y bubblewrap >/dev/null; } \
 			|| echo "sandbox: apt-get could not install bubblewrap"; \
 	else echo "sandbox: install bubblewrap"; fi
+
+# The tests of the viewer in a browser skip where there is none.
+browser:
+	@if command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		{ apt-get -qq update && apt-get -qq install -y chromium >/dev/null; } \
+			|| echo "browser: apt-get could not install chromium"; \
+	else echo "browser: install chromium"; fi
 
 notebooks: export XLA_FLAGS := $(QUICK_COMPILE)
 notebooks: $(VENV)/.installed-test

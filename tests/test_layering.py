@@ -23,6 +23,7 @@ ROOMS = (
     "generation",
     "storage",
     "telemetry",
+    "viewer",
     "models",
     "agents",
     "envs",

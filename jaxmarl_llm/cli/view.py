@@ -1,10 +1,12 @@
-"""Rollouts of a run in the terminal:
+"""Rollouts of runs as a page, or in the terminal:
 
-    jaxmarl-llm view RUN --text                     the first task of the newest step that was written
-    jaxmarl-llm view RUN --text --step=31 --task=2  the third task of step 31
+    jaxmarl-llm view RUN [RUN...]                   write the page RUN/view.html, which needs no network and no server
+    jaxmarl-llm view RUN [RUN...] --serve           serve the page on 127.0.0.1; new steps appear while a run trains
+    jaxmarl-llm view RUN --text                     print the first task of the newest step that was written
+    jaxmarl-llm view RUN --text --step=31 --task=2  print the third task of step 31
 
 RUN is a workdir, or one file of its folder rollouts/. A tree shows every turn, the completions of each prompt with
-reward, return and advantage, and why a completion was trained or not. A transcript of the first line of play follows.
+reward, return and advantage, and why a completion was trained or not.
 """
 
 from __future__ import annotations
@@ -12,27 +14,71 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from jaxmarl_llm.cli import arguments
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts import Completion, Group, Node, Rollout, Transition
+from jaxmarl_llm.viewer.data import open_run
+from jaxmarl_llm.viewer.page import write_page
+from jaxmarl_llm.viewer.serve import Server
 
 WIDTH = 160  # columns where the output is no terminal
 
 
 def main(given: Any) -> int:
-    """Print one task of one step. ``given``: the parsed arguments. 2 without ``--text``."""
-    if not given.text:
-        arguments.end("view: only the text form exists yet: add --text")
-    rollout = chosen(given.run, given.step)
-    if given.task not in (there := [task.task for task in rollout.tasks]):
-        raise ConfigError(f"--task: expected one of {there}, which {rollout.path} has, got {given.task}")
+    """Write the page, serve it, or print one task. ``given``: the parsed arguments."""
+    wrong = {
+        "--text": given.serve and given.text and "--serve",
+        "--out": given.out is not None and (given.serve or given.text) and ("--serve" if given.serve else "--text"),
+    }
+    for flag, other in wrong.items():
+        if other:
+            arguments.end(f"{flag} and {other} cannot be given together")
+    if given.port is not None and not given.serve:
+        arguments.end("--port belongs to --serve")
+    if not given.text and (given.step is not None or given.task is not None):
+        arguments.end("--step and --task belong to --text; a page has every step")
+    if given.text:
+        if len(given.run) > 1:
+            arguments.end(f"--text: expected one run, got {len(given.run)}")
+        return text(given)
+    runs = [open_run(run) for run in given.run]
+    if given.serve:
+        return serve(Server(runs, 0 if given.port is None else given.port))
+    if not 0 < given.max_mb < float("inf"):
+        arguments.end(f"--max-mb: expected a number above 0, got {given.max_mb}")
+    out = Path(given.out) if given.out else runs[0].folder / "view.html"
+    held = write_page(runs, out, given.max_mb)
+    for run, steps in zip(runs, held, strict=True):
+        if (there := len(run.files())) > len(steps):
+            print(f"{run.given}: {len(steps)} of {there} steps fit; a larger --max-mb keeps more", file=sys.stderr)
+    print(out)
+    return 0
+
+
+def serve(server: Server) -> int:
+    """Answer until the user interrupts. ``server``: it listens already."""
+    print(f"{server.url}  (Ctrl+C ends it)", flush=True)
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def text(given: Any) -> int:
+    """Print one task of one step. ``given``: the parsed arguments."""
+    rollout, task = chosen(given.run[0], given.step), given.task or 0
+    if task not in (there := [row.task for row in rollout.tasks]):
+        raise ConfigError(f"--task: expected one of {there}, which {rollout.path} has, got {task}")
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    for part in TaskView(rollout, given.task, given.chars).parts():
+    for part in TaskView(rollout, task, given.chars).parts():
         console.print(part, no_wrap=True, overflow="ellipsis")
     return 0
 
@@ -185,11 +231,20 @@ def _number(value: float | None, sign: bool = False) -> str:
     return "–" if value is None else f"{value:+.3g}" if sign else f"{value:.3g}"
 
 
-if __name__ == "__main__":
+def parser() -> arguments.Parser:
+    """The command line."""
     parser = arguments.Parser("view", __doc__)
-    parser.add_argument("run", metavar="RUN", help="workdir of a run, or a file of its folder rollouts/")
-    parser.add_argument("--text", action="store_true", help="print text, the one form that exists yet")
+    parser.add_argument("run", metavar="RUN", nargs="+", help="workdir of a run, or a file of its folder rollouts/")
+    parser.add_argument("--out", metavar="FILE", help="the page; default: view.html in the first run")
+    parser.add_argument("--max-mb", type=float, default=32, metavar="N", help="MB of steps in a page; default: 32")
+    parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1 and write no file")
+    parser.add_argument("--port", type=int, metavar="N", help="port of --serve; default: one that is free")
+    parser.add_argument("--text", action="store_true", help="print one task")
     parser.add_argument("--step", type=int, metavar="N", help="step, as in metrics.jsonl; default: the newest written")
-    parser.add_argument("--task", type=int, default=0, metavar="K", help="position of the task in the step; default: 0")
+    parser.add_argument("--task", type=int, metavar="K", help="position of the task in the step; default: 0")
     parser.add_argument("--chars", type=int, default=60, metavar="N", help="most characters of a text; default: 60")
-    arguments.run(parser, main)
+    return parser
+
+
+if __name__ == "__main__":
+    arguments.run(parser(), main)

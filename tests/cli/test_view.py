@@ -64,7 +64,8 @@ def run(tmp_path):
 
 
 def shown(capsys, run, **more):
-    given = {"run": str(run), "text": True, "step": None, "task": 0, "chars": 60, **more}
+    given = {"run": [str(run)], "text": True, "serve": False, "out": None, "port": None, "step": None, "task": None}
+    given |= {"chars": 60, **more}
     assert view.main(argparse.Namespace(**given)) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -138,9 +139,6 @@ def test_what_is_not_there_is_one_line(case, run, capsys):
 
 
 def test_the_command(run, tmp_path):
-    done = command("jaxmarl_llm", "view", str(run), folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: view: only the text form exists yet: add --text\n"
     done = command("jaxmarl_llm", "view", str(run), "--text", "--step=21", folder=tmp_path)
     assert done.returncode == 0 and done.stdout.startswith("step 21 (RL step 11)"), done.stderr
     done = command("jaxmarl_llm", "view", str(tmp_path / "none"), "--text", folder=tmp_path)

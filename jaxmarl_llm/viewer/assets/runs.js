@@ -1,0 +1,97 @@
+// View 1: curves of each run, and its recorded steps.
+function runsView() {
+  const page = el("div", { class: "pad" });
+  index.runs.forEach((run, r) => {
+    const roles = [
+      ...new Set(run.curves.filter((c) => c.title.includes("by role")).flatMap((c) => Object.keys(c.lines))),
+    ];
+    const all = run.curves.flatMap((c) => Object.values(c.lines).flatMap((l) => l[0])).concat(run.steps);
+    const range = [all.reduce((a, b) => Math.min(a, b), all[0]), all.reduce((a, b) => Math.max(a, b), all[0])];
+    const newest = run.steps[run.steps.length - 1];
+    fill(page, {}, [
+      el("h1", {}, run.name, index.live ? el("span", { class: "live small" }, "  \u25cf live") : null),
+      el("div", { class: "soft small mono" }, run.path),
+      el(
+        "div",
+        { class: "tools" },
+        el("a", { href: link({ run: r, step: newest }), id: `newest${r}` }, `Newest recorded step: ${newest}`),
+        el("a", { href: link({ run: r, view: "memory" }) }, "Memory timeline"),
+        el("a", { href: link({ run: r, view: "compare" }) }, "Compare two steps"),
+        el("span", { class: "soft small" }, `${many(run.steps.length, "recorded step")} of ${range[0]} to ${range[1]}`),
+      ),
+      run.left_out.length
+        ? el(
+            "p",
+            { class: "small leftout" },
+            `Left out, because this page has a limit of size: ${many(run.left_out.length, "step")} ` +
+              `(${ranges(run.left_out)}).`,
+          )
+        : null,
+      el(
+        "div",
+        { class: "grid" },
+        run.curves.map((c) => {
+          const lines = Object.entries(c.lines).map(([name, [steps, values]], i) => ({
+            name,
+            steps,
+            values,
+            colour: c.title.includes("by role") ? roleColour(roles, name) : roleColour(Object.keys(c.lines), name),
+          }));
+          return el(
+            "div",
+            { class: "cell" },
+            el("h3", {}, c.title, el("span", { class: "soft small" }, ` \u00b7 ${c.unit}`)),
+            curve({ ...c, lines, marks: run.steps, range, pick: (step) => go({ run: r, step }) }),
+            el(
+              "div",
+              { class: "legend" },
+              lines.map((l) => swatch(l.colour, `${l.name} ${num(l.values[l.values.length - 1])}`)),
+            ),
+          );
+        }),
+      ),
+      run.curves.length
+        ? el(
+            "p",
+            { class: "soft small" },
+            "Blue marks under a curve are recorded steps: click to open the nearest. Strong lines are " +
+              "running means of faint ones. Numbers are the last values.",
+          )
+        : el("p", { class: "soft" }, "There is no metrics.jsonl beside these rollouts, so there are no curves."),
+      el("h2", {}, "Recorded steps"),
+      stepLinks(run, r),
+    ]);
+  });
+  $("main").replaceChildren(page);
+}
+function stepLinks(run, r) {
+  const box = el("div", { class: "steps" }),
+    most = 400;
+  const more = (from) => {
+    run.steps
+      .slice()
+      .reverse()
+      .slice(from, from + most)
+      .forEach((step) => box.append(el("a", { href: link({ run: r, step }) }, String(step))));
+    if (from + most < run.steps.length) {
+      const button = el(
+        "button",
+        {
+          type: "button",
+          onclick: () => {
+            button.remove();
+            more(from + most);
+          },
+        },
+        `${run.steps.length - from - most} more`,
+      );
+      box.append(button);
+    }
+  };
+  more(0);
+  return box;
+}
+function ranges(steps) {
+  const shown = steps.length <= 12 ? steps : [...steps.slice(0, 6), "\u2026", ...steps.slice(-5)];
+  return shown.join(", ");
+}

@@ -1,0 +1,311 @@
+// View 2: the tasks of a step as a table, and the variance of its groups by role and turn.
+const COLUMNS = [
+  ["task", "task", "Position in the batch"],
+  ["number", "no.", "Number among the training tasks"],
+  ["reward", "reward", "Weighted, undiscounted reward of an episode: mean over roles and continuations"],
+  ["variance", "group variance", "Mean variance of the returns in a group"],
+  ["invalid", "invalid", "Joint actions without a reward, and failures"],
+  ["advantage", "|advantage|", "Mean of the absolute advantage"],
+  ["equal", "all equal", "Groups whose returns are all equal, of the groups of two or more"],
+  ["trained", "trained", "Completions in the update, of all"],
+  ["cut", "cut", "Completions that the length limit ended"],
+  ["longest", "longest", "Tokens of the longest completion"],
+  ["nodes", "prompts", "Nodes of the tree"],
+];
+let order = ["task", 1];
+
+function stepView(where, step) {
+  const h = step.header,
+    page = el("div", { class: "pad" });
+  const weights = Object.entries(h.weights)
+    .map(([name, w]) => `${num(w)} \u00b7 ${name}`)
+    .join(" + ");
+  page.append(
+    el("h1", {}, `Step ${h.step}`, el("span", { class: "soft" }, ` \u00b7 RL step ${h.rl_step}`)),
+    el(
+      "div",
+      { class: "soft" },
+      `${h.recipe} on ${h.environment} \u00b7 plan ${h.plan} \u00b7 seed ${h.seed} \u00b7 ${h.tasks} of ` +
+        `${h.batch} tasks are recorded`,
+    ),
+    el(
+      "div",
+      { class: "soft" },
+      `reward = ${weights || "nothing is paid"} \u00b7 updated: ${h.updated.join(", ") || "no model"}`,
+    ),
+    stepTools(where),
+  );
+  const rows = step.tasks.slice().sort((a, b) => {
+    const [x, y] = [a[order[0]], b[order[0]]];
+    return x === y ? a.task - b.task : x === null ? 1 : y === null ? -1 : (x - y) * order[1];
+  });
+  const body = el("tbody"),
+    most = 300;
+  const more = (from) => {
+    for (const row of rows.slice(from, from + most)) {
+      const open = () => go({ run: where.run, step: h.step, task: row.task });
+      body.append(
+        el(
+          "tr",
+          {
+            class: "link",
+            tabindex: 0,
+            "data-task": row.task,
+            onclick: open,
+            onkeydown: (e) => {
+              if (e.key === "Enter") open();
+            },
+          },
+          COLUMNS.map(([key]) =>
+            el(
+              "td",
+              { class: "num" },
+              key === "equal"
+                ? `${row.equal} of ${row.groups}`
+                : key === "trained"
+                  ? `${row.trained} of ${row.completions}`
+                  : num(row[key]),
+            ),
+          ),
+        ),
+      );
+    }
+    if (from + most < rows.length) {
+      const line = el(
+        "tr",
+        {},
+        el(
+          "td",
+          { colspan: COLUMNS.length },
+          el(
+            "button",
+            {
+              type: "button",
+              onclick: () => {
+                line.remove();
+                more(from + most);
+              },
+            },
+            `${rows.length - from - most} more tasks`,
+          ),
+        ),
+      );
+      body.append(line);
+    }
+  };
+  more(0);
+  const sort = (key) => {
+    order = [key, order[0] === key ? -order[1] : key === "task" || key === "number" ? 1 : -1];
+    stepView(where, step);
+    $("main").querySelector(`th button[data-key="${key}"]`).focus();
+  };
+  page.append(
+    el(
+      "div",
+      { class: "scroll" },
+      el(
+        "table",
+        { id: "tasks" },
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            COLUMNS.map(([key, name, about]) =>
+              el(
+                "th",
+                {
+                  class: "num",
+                  title: about,
+                  "aria-sort": order[0] === key ? (order[1] > 0 ? "ascending" : "descending") : null,
+                },
+                el(
+                  "button",
+                  { type: "button", "data-key": key, onclick: () => sort(key) },
+                  name + (order[0] === key ? (order[1] > 0 ? " \u2191" : " \u2193") : ""),
+                ),
+              ),
+            ),
+          ),
+        ),
+        body,
+      ),
+    ),
+  );
+  page.append(
+    el("h2", {}, "Variance of groups, by role and turn"),
+    variances(where, step),
+    el(
+      "p",
+      { class: "soft small" },
+      "A dot is a group: full if it was selected, hollow if not. The dash is the mean. A group at 0 has " +
+        "returns that are all equal, and teaches nothing. Click a dot to open it.",
+    ),
+  );
+  if (step.failures.length)
+    page.append(
+      el("h2", {}, many(step.failures.length, "failure")),
+      el(
+        "ul",
+        {},
+        step.failures
+          .slice(0, 200)
+          .map((f) =>
+            el(
+              "li",
+              { class: "small" },
+              `task no. ${f.number}, turn ${f.turn}, ${f.call}${f.roles.length ? " of " + f.roles.join(", ") : ""}: `,
+              el("code", {}, plain(f.message)),
+            ),
+          ),
+      ),
+    );
+  $("main").replaceChildren(page);
+}
+
+function stepTools(where) {
+  const steps = index.runs[where.run].steps,
+    at = steps.indexOf(where.step);
+  const to = (i, text) =>
+    el(
+      "button",
+      {
+        type: "button",
+        disabled: i < 0 || i >= steps.length,
+        onclick: () => go({ ...where, step: steps[i], node: null, sample: null }),
+      },
+      text,
+    );
+  return el(
+    "div",
+    { class: "tools" },
+    to(0, "\u21e4 first"),
+    to(at - 1, "\u2190 earlier"),
+    to(at + 1, "later \u2192"),
+    to(steps.length - 1, "newest \u21e5"),
+    el("a", { href: link({ run: where.run, view: "memory" }) }, "Memory timeline"),
+    el(
+      "a",
+      {
+        href: link({
+          view: "compare",
+          run: where.run,
+          step: steps[0],
+          task: where.task || 0,
+          run2: where.run,
+          step2: where.step,
+        }),
+      },
+      "Compare with the first step",
+    ),
+  );
+}
+
+// One small chart a role: x is the turn, y the variance. Every chart has the same scale of y.
+function variances(where, step) {
+  const known = step.groups.filter((g) => g.variance !== null && g.size > 1),
+    p = palette();
+  const firstNode = new Map();
+  for (const s of step.steps) if (s.group >= 0 && !firstNode.has(s.group)) firstNode.set(s.group, s);
+  const top = Math.max(1e-9, ...chunked(known.map((g) => g.variance)));
+  const W = 300,
+    H = 130,
+    left = 40,
+    bottom = 22,
+    dots = 60;
+  return el(
+    "div",
+    { class: "grid" },
+    step.roles
+      .filter((role) => known.some((g) => g.role === role))
+      .map((role) => {
+        const own = known.filter((g) => g.role === role),
+          turns = [...new Set(own.map((g) => g.turn))].sort((a, b) => a - b),
+          colour = roleColour(step.roles, role);
+        const X = (turn) => left + ((turns.indexOf(turn) + 0.5) * (W - left - 6)) / turns.length,
+          Y = (v) => H - bottom - (v / top) * (H - bottom - 10);
+        const svg = sv("svg", {
+          viewBox: `0 0 ${W} ${H}`,
+          role: "img",
+          "aria-label": `${role}: variance of ${own.length} groups`,
+        });
+        for (const v of ticks(0, top, 3))
+          svg.append(
+            sv("line", { x1: left, x2: W, y1: Y(v), y2: Y(v), stroke: p.line }),
+            sv("text", { x: left - 5, y: Y(v) + 4, "text-anchor": "end", "font-size": 10, fill: p.soft }, num(v, 2)),
+          );
+        let hidden = 0;
+        for (const turn of turns) {
+          const here = own.filter((g) => g.turn === turn),
+            every = Math.ceil(here.length / dots),
+            wide = Math.min(60, ((W - left) / turns.length) * 0.7);
+          if (turns.length <= 20 || turns.indexOf(turn) % Math.ceil(turns.length / 20) === 0)
+            svg.append(
+              sv(
+                "text",
+                { x: X(turn), y: H - 6, "text-anchor": "middle", "font-size": 10, fill: p.soft },
+                turns.length > 8 ? String(turn) : `turn ${turn}`,
+              ),
+            );
+          const middle = mean(here.map((g) => g.variance));
+          svg.append(
+            sv("line", {
+              x1: X(turn) - wide / 2,
+              x2: X(turn) + wide / 2,
+              y1: Y(middle),
+              y2: Y(middle),
+              stroke: p.ink,
+              "stroke-width": 1.5,
+            }),
+          );
+          here
+            .filter((_, i) => i % every === 0)
+            .forEach((g, i, list) => {
+              const s = firstNode.get(g.group),
+                n = s && step.node.get(s.node);
+              const dot = sv(
+                "circle",
+                {
+                  cx: X(turn) + (list.length > 1 ? (i / (list.length - 1) - 0.5) * wide : 0),
+                  cy: Y(g.variance),
+                  r: 4,
+                  fill: g.selected ? colour : "none",
+                  stroke: colour,
+                  "stroke-width": 1.5,
+                },
+                sv(
+                  "title",
+                  {},
+                  `group ${g.group}: variance ${num(g.variance)}, ${g.selected ? "selected" : "not selected"}`,
+                ),
+              );
+              if (n) {
+                dot.style.cursor = "pointer";
+                dot.addEventListener("click", () =>
+                  go({ run: where.run, step: step.header.step, task: n.task, node: n.node }),
+                );
+              }
+              svg.append(dot);
+            });
+          hidden += here.length - Math.ceil(here.length / every);
+        }
+        const equal = own.filter((g) => g.low === g.high).length;
+        return el(
+          "div",
+          { class: "cell" },
+          el(
+            "h3",
+            { style: `color:${colour}` },
+            role,
+            el(
+              "span",
+              { class: "soft small" },
+              ` \u00b7 ${many(own.length, "group")}, ${equal} all equal${hidden ? `, ${hidden} not drawn` : ""}`,
+            ),
+          ),
+          svg,
+        );
+      }),
+  );
+}
