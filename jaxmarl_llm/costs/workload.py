@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmarl_llm.agents.team import make_team
 from jaxmarl_llm.costs import counts as cx
+from jaxmarl_llm.credit.selection import one_round
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.contract import ArrayTask
 from jaxmarl_llm.envs.protocols import wrap
@@ -154,8 +155,9 @@ def trained_shares(cfg: Any, algorithm: Any, plan: Plan, work: cx.Workload) -> l
     """Share of each role's completions that an update trains, for every set of roles that learn in the same step.
 
     cfg: configuration. algorithm: `train_step.Algorithm` of its recipe. plan: plan of sampling. work: the workload.
-    Roles that learn in turn (``trainable_roles``) give several sets. Where single steps of an episode are drawn
-    (``select_steps``), a role trains on one completion of each episode. Moves of past policies are not trained.
+    Roles that learn in turn (``trainable_roles``) give several sets. Where `one_round` draws single steps of an episode
+    (``select_steps``), a role trains on one completion of each episode. Another selection may train all of them. Moves
+    of past policies are not trained.
     """
     roles = len(work.roles)
     masks = np.ones((1, roles), bool)
@@ -163,7 +165,7 @@ def trained_shares(cfg: Any, algorithm: Any, plan: Plan, work: cx.Workload) -> l
         steps = jnp.arange(max(cfg.steps, 1))
         masks = np.unique(np.asarray(jax.vmap(algorithm.trainable_roles)(steps)).reshape(len(steps), roles), axis=0)
     share = np.ones(roles)
-    if algorithm.select_steps is not None:
+    if algorithm.select_steps is one_round:
         sampled = np.zeros(roles)
         for level in cx.turn_states(plan, work):
             for n, index in cx.acting(level, work):

@@ -294,12 +294,14 @@ def test_an_update_of_a_share_of_the_completions():
     """Roles that learn in turn, and one of a role's steps in each episode."""
     from jaxmarl_llm.cli import config_flags
     from jaxmarl_llm.costs.workload import trained_shares, workload_of
+    from jaxmarl_llm.credit.overlong import complete_steps
 
-    def shares(spec, **changes):
+    def shares(spec, of_algorithm=(), **changes):
         cfg = dataclasses.replace(config_flags.load(spec), **changes)
         module = config_flags.recipe_module(cfg.recipe)
         plan, work = module.make_plan(cfg), workload_of(cfg)[0]
-        return trained_shares(cfg, module.algorithm(cfg), plan, work), plan, work
+        algorithm = dataclasses.replace(module.algorithm(cfg), **dict(of_algorithm))
+        return trained_shares(cfg, algorithm, plan, work), plan, work
 
     found, plan, work = shares("experiments/configs/rema.py:tiny", switch=2)
     assert sorted(found) == [(0.0, 1.0), (1.0, 0.0)]
@@ -312,5 +314,7 @@ def test_an_update_of_a_share_of_the_completions():
     trained = costs.update_size(plan, work, shares=found[-1]).sequences
     assert 0 < conversation < 1 and trained == pytest.approx(2 * work.tasks * cx.turn_states(plan, work)[0].group)
     assert feedback > conversation and found[0][0] == 0
+    found, _, _ = shares("experiments/configs/waltzrl.py:tiny", {"select_steps": complete_steps})
+    assert found[-1] == (1.0, 1.0)  # none may be cut off
     found, _, _ = shares("experiments/configs/advantage_alignment.py:past")
     assert found == [pytest.approx((0.75, 0.75))]
