@@ -7,9 +7,9 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -35,6 +35,20 @@ from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.types import TrainState
 
 
+class Callback(Protocol):
+    """Function of a user's own that sees every step of a run."""
+
+    def __call__(self, step: int, state: TrainState, metrics: Mapping[str, float], /) -> None:
+        """See a step. An exception ends the run; the step is saved before.
+
+        Args:
+            step: Number of the step, as in metrics.jsonl.
+            state: State after it. The next step reuses the memory of its arrays: copy what is kept.
+            metrics: Metrics of the step, those of an evaluation included.
+        """
+        ...
+
+
 def fit(
     cfg: BaseConfig,
     recipe: Recipe,
@@ -42,13 +56,14 @@ def fit(
     *,
     allow_config_change: Sequence[str] = (),
     break_lock: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> TrainState:
     """Train to the last step, from the newest checkpoint in ``workdir`` if one exists.
 
     cfg: configuration of the run. recipe: made from ``cfg`` by a module of `recipes`. workdir: folder of the run, or a
     URL in an object store (`storage.workdir`). allow_config_change: configuration keys that may differ from those of
-    the checkpoint. break_lock: take the workdir from another run that holds its lock (`storage.lock`). Returns the last
-    state.
+    the checkpoint. break_lock: take the workdir from another run that holds its lock (`storage.lock`). callbacks:
+    functions that are called after every step, in this order, in every process (`Callback`). Returns the last state.
 
     Writes metrics.jsonl, TensorBoard events, checkpoints/, rollouts/ and config.json, and at the end report.png and
     episodes.md. Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the step in progress and
@@ -71,10 +86,16 @@ def fit(
             check_shared(folder)
             saver = opened(cfg.run.keep)
             best_saver = opened(1, name=FOLDER) if cfg.run.best else None
-        return _fit(cfg, recipe, RunFiles(folder, lock, saver, best_saver), allow_config_change)
+        return _fit(cfg, recipe, RunFiles(folder, lock, saver, best_saver), allow_config_change, callbacks)
 
 
-def _fit(cfg: BaseConfig, recipe: Recipe, files: RunFiles, allow_config_change: Sequence[str]) -> TrainState:
+def _fit(
+    cfg: BaseConfig,
+    recipe: Recipe,
+    files: RunFiles,
+    allow_config_change: Sequence[str],
+    callbacks: Sequence[Callback],
+) -> TrainState:
     """Resume or start a run, train it to the last step, and write its report. Arguments as in `fit`."""
     passes = None if recipe.env_runner.array else preflight.epochs(cfg, recipe.env_runner.size)
     folder, saver = files.folder, files.saver
@@ -108,7 +129,7 @@ def _fit(cfg: BaseConfig, recipe: Recipe, files: RunFiles, allow_config_change: 
                 logger.print(passes)
             health.watch(recipe.env_runner, int(state.step))
             recipe.recorder = _recorder(cfg, folder.local, resumed, logger, primary)
-            state, code = _train(cfg, recipe, files, logger, health, best, state, backbone)
+            state, code = _train(cfg, recipe, files, logger, health, best, state, backbone, callbacks)
             with deadlines.stage("save"):
                 _finish(recipe, files, logger, best, int(state.step), code)
             health.close()
@@ -161,11 +182,12 @@ def _train(
     best: BestStep,
     state: TrainState,
     backbone: str,
+    callbacks: Sequence[Callback],
 ) -> tuple[TrainState, int]:
     """Train from ``state`` to the last step, until a signal, or until the metric of ``best`` improves no more.
 
-    backbone: fingerprint of the frozen backbone, for the checkpoints. Returns the last state, and the exit code that a
-    signal asked for before the last step; 0 without one.
+    backbone: fingerprint of the frozen backbone, for the checkpoints. callbacks: see `fit`. Returns the last state, and
+    the exit code that a signal asked for before the last step; 0 without one.
     """
 
     def save(state: TrainState, is_best: bool = False) -> None:
@@ -199,6 +221,7 @@ def _train(
             alarms.see(step, metrics)
             _check_numbers(cfg, step, bad, metrics, files.saver)
             health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
+            _call(callbacks, step, state, {**metrics, **extra}, save)
             with deadlines.stage("save"):
                 code = processes.stop_asked() * (not done)
                 if done and processes.index() == 0:
@@ -209,6 +232,22 @@ def _train(
                         files.folder.push()
             release_programs()
     return state, code
+
+
+def _call(
+    callbacks: Sequence[Callback],
+    step: int,
+    state: TrainState,
+    metrics: Mapping[str, float],
+    save: Callable[[TrainState], None],
+) -> None:
+    """Call what the user gave to `fit`. Where one raises, the step is saved before the error goes on."""
+    try:
+        for callback in callbacks:
+            callback(step, state, metrics)
+    except Exception:
+        save(state)
+        raise
 
 
 def _write_episodes(recipe: Recipe, path: Path) -> None:
