@@ -68,12 +68,7 @@ def group_advantage(
     Returns:
         Advantages [C], and statistics of the groups [K].
     """
-    if baseline not in ("mean", "unique", "loo", "max", "none"):
-        raise ValueError(f"baseline is 'mean', 'unique', 'loo', 'max' or 'none', not {baseline!r}")
-    if normalise not in ("std", "none"):
-        raise ValueError(f"normalise is 'std' or 'none', not {normalise!r}")
-    if singleton not in ("zero", "raw"):
-        raise ValueError(f"singleton is 'zero' or 'raw', not {singleton!r}")
+    _check_words(baseline, normalise, singleton)
     member = valid if counted is None else valid & counted
     x, ids = values, jnp.where(member, group, num_groups)  # out of range: dropped by segment reductions
     count = jax.ops.segment_sum(member.astype(jnp.int32), ids, num_groups)
@@ -108,6 +103,16 @@ def group_advantage(
         centred = jnp.where(flat[group], 0.0, centred)
         centred = jnp.where((count == 1)[group], x if singleton == "raw" else 0.0, centred)
     return jnp.where(valid, centred, 0.0), stats
+
+
+def _check_words(baseline: str, normalise: str, singleton: str) -> None:
+    """ValueError where a word is none of those of `group_advantage`."""
+    if baseline not in ("mean", "unique", "loo", "max", "none"):
+        raise ValueError(f"baseline is 'mean', 'unique', 'loo', 'max' or 'none', not {baseline!r}")
+    if normalise not in ("std", "none"):
+        raise ValueError(f"normalise is 'std' or 'none', not {normalise!r}")
+    if singleton not in ("zero", "raw"):
+        raise ValueError(f"singleton is 'zero' or 'raw', not {singleton!r}")
 
 
 def _mean_of_distinct(x: Array, above: Array, ids: Array, num_groups: int) -> jax.Array:

@@ -310,6 +310,21 @@ def tried_rule(cfg: BaseConfig, env_runner: EnvRunner, plan: Plan, standard: Cre
     return rule
 
 
+def _empty_memories(remembers: memory.MemoryConfig | None, team: Team, env_runner: EnvRunner) -> PyTree:
+    """An empty memory of each role; nothing without settings of a memory."""
+    if remembers is None:
+        return {}
+    return {
+        role.name: memory.init(
+            remembers,
+            dim=team.model_of(i).policy.config.hidden_size,
+            max_ids=env_runner.entry_tokens,
+            max_bytes=env_runner.entry_bytes,
+        )
+        for i, role in enumerate(team.roles)
+    }
+
+
 def make_recipe(
     cfg: BaseConfig,
     plan: Plan,
@@ -352,19 +367,6 @@ def make_recipe(
     step = TrainStep(cfg, team, env_runner, plan, learners, algorithm)
     latest: list[StepResult] = []
 
-    def stores() -> dict[str, memory.Memory]:
-        if remembers is None:
-            return {}
-        return {
-            role.name: memory.init(
-                remembers,
-                dim=team.model_of(i).policy.config.hidden_size,
-                max_ids=env_runner.entry_tokens,
-                max_bytes=env_runner.entry_bytes,
-            )
-            for i, role in enumerate(team.roles)
-        }
-
     def begin(agents: Params) -> Params:
         """The reference policy, an empty ring of past ones."""
         out: Params = {}
@@ -389,7 +391,7 @@ def make_recipe(
         env_runner,
         [Phase(cfg.steps, learners, step, metrics, begin)],
         context=0 if remembers is None else remembers.retrieve,
-        stores=stores,
+        stores=functools.partial(_empty_memories, remembers, team, env_runner),
         evaluate=lambda state: evaluate(cfg, team, env_runner, state, remembers),
         episodes=episodes,
     )
