@@ -238,7 +238,8 @@ def read_rollout(folder: Path) -> None:
     for step in rollouts.read(folder):
         step.to_numpy()
     with contextlib.redirect_stdout(io.StringIO()):
-        view.main(argparse.Namespace(run=str(folder), text=True, step=None, task=0, chars=60))
+        for form in (["--text"], ["--out", str(folder / "page.html")]):
+            view.main(view.parser().parse_args([str(folder), *form]))
 
 
 # Data sets and the splits that are read. Six rows whose split is drawn from a hash may have none in the other split.
