@@ -434,41 +434,6 @@ def ratio_unit(loss: Loss) -> Unit:
     return "sequence" if loss.ratio_level == "sequence" else "token"
 
 
-class SurrogateInput(NamedTuple):
-    """Arrays that the objective of each token is computed from; axes [... R]. Masked places are 0, their ratio is 1.
-
-    Attributes:
-        ratio: importance ratio. Carries gradient.
-        advantage: advantage.
-        logp: log-prob under pi. Carries gradient.
-        old: log-prob under pi_old.
-        mask: True at trained tokens.
-    """
-
-    ratio: jax.Array
-    advantage: jax.Array
-    logp: jax.Array
-    old: jax.Array
-    mask: jax.Array
-
-
-@runtime_checkable
-class Surrogate(Protocol):
-    """The objective of a policy gradient, token by token, to be maximised."""
-
-    def __call__(self, loss: Loss, tokens: SurrogateInput, /) -> tuple[jax.Array, jax.Array]:
-        """Compute it.
-
-        Args:
-            loss: constants.
-            tokens: ratios, advantages and log-probs.
-
-        Returns:
-            The objective, and where a clip or a selection changed it, both of the shape of ``tokens.ratio``.
-        """
-        ...
-
-
 @loss_properties(unit=ratio_unit)
 def policy_loss(
     loss: Loss,
@@ -477,7 +442,6 @@ def policy_loss(
     data: RowData,
     *,
     max_log_ratio: float = MAX_LOG_RATIO,
-    surrogate: Surrogate | None = None,
 ) -> tuple[Float[jax.Array, ""], dict[str, Float[jax.Array, ""]]]:
     """Compute the clipped policy-gradient loss with its KL and entropy terms.
 
@@ -503,7 +467,6 @@ def policy_loss(
         entropy: entropy H of each token's distribution. Carries gradient.
         data: weights w, advantages A, and log-probs of sampler, old policy and reference policy.
         max_log_ratio: log rho is at most this, for a loss of one's own that calls this one (`recipes.rema.turn_loss`).
-        surrogate: the objective of each token, in place of the clipped one; also for a loss of one's own.
 
     Returns:
         The loss and metrics. Metrics are sums over tokens weighted by w and add over micro-batches as the loss does.
@@ -522,12 +485,12 @@ def policy_loss(
     old = jax.lax.stop_gradient(logp) if data.old is None else constant(data.old)
     advantage = constant(data.advantages)
     ratio = jnp.exp(jnp.minimum(log_ratios(logp, old, mask, loss.ratio_level), max_log_ratio))
-    tokens = SurrogateInput(ratio, advantage, logp, old, mask)
-    objective, changed = (surrogate or clipped_surrogate)(loss, tokens)
+    unclipped = ratio * advantage
+    objective = _clip_objective(loss, unclipped, ratio, advantage)
     metrics = {
         "weight": jnp.sum(weights),
         "ratio": weighted(ratio),
-        "clip_fraction": weighted(changed),
+        "clip_fraction": weighted(objective != unclipped),
         "approx_kl": weighted(kl(old, logp, "k3")),
     }
     if loss.tis_clip is not None:
@@ -549,21 +512,15 @@ def _masked(mask: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(mask, x.astype(jnp.float32), 0.0)
 
 
-def clipped_surrogate(loss: Loss, tokens: SurrogateInput) -> tuple[jax.Array, jax.Array]:
-    """Apply the clip and the dual clip of ``loss`` to the objective ``ratio * advantage``: a `Surrogate`.
-
-    Args:
-        loss: its clips are read.
-        tokens: ratios and advantages are read.
-    """
-    ratio, advantage = tokens.ratio, tokens.advantage
-    objective = unclipped = ratio * advantage
+def _clip_objective(loss: Loss, unclipped: jax.Array, ratio: jax.Array, advantage: jax.Array) -> jax.Array:
+    """Apply the clip and the dual clip of ``loss`` to the objective ``ratio * advantage``."""
+    objective = unclipped
     if loss.clip is not None:
         low, high = loss.clip
         objective = jnp.minimum(objective, jnp.clip(ratio, 1.0 - low, 1.0 + high) * advantage)
     if loss.dual_clip is not None:
         objective = jnp.where(advantage < 0, jnp.maximum(objective, loss.dual_clip * advantage), objective)
-    return objective, objective != unclipped
+    return objective
 
 
 @loss_properties(unit="group", needs_reference=True)
