@@ -146,17 +146,20 @@ def test_covariance_by_hand():
 
 
 def test_clip_cov_drops_the_right_number_of_the_right_tokens():
-    rule, seen = OWN["clip_cov"], 0
+    rule, seen, largest = OWN["clip_cov"], 0, 0
     for seed in range(20):
         rows = batch(seed, groups=2, size=5, tokens=6)
         rows["old"] = rows["logprobs"]  # no token is clipped
         gone = dropped(rows, run(rule, NAMES["clip_cov"], rows)[2])
         for g, places in enumerate(tokens_of(rows)):
-            inside = {p for p, c in zip(places, covariances(rows, places), strict=True) if rule.low < c < rule.high}
+            cov = dict(zip(places, covariances(rows, places), strict=True))
+            inside = {p for p, c in cov.items() if rule.low < c < rule.high}
             mine = {p for p in gone if p[0] == g}
             assert mine <= inside and len(mine) == min(len(inside), max(1, int(0.2 * len(places))))
-            seen += len(inside) > len(mine) > 0
-    assert seen > 10
+            chance = len(inside) > len(mine) > 0
+            seen += chance
+            largest += chance and max(inside, key=cov.get) in mine
+    assert seen > 10 and 0 < largest < seen  # a random choice, not that of the largest covariances
 
 
 def test_the_order_of_clip_cov_has_no_relation_to_the_size_of_a_log_prob():
@@ -206,3 +209,11 @@ def test_a_configuration_names_the_loss(name):
 def test_a_bad_setting_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_a_small_group_has_one_chosen_token():
+    """floor(0.2 N) is 0 for groups of three tokens; one is chosen, as the authors' code does."""
+    rows = batch(0, groups=4, size=3, tokens=1)
+    assert all(len(places) == 3 for places in tokens_of(rows))
+    _, metrics, _ = run(OWN["kl_cov"], NAMES["kl_cov"], rows)
+    assert np.isclose(metrics["cov_fraction"], sum(rows["weights"][p] for p in chosen_by_rank(rows)), rtol=1e-5)
