@@ -63,9 +63,9 @@ def cispo(loss: Loss, logprobs: Float[jax.Array, "*rows"], entropy: Float[jax.Ar
 class ClipCov:
     """Clip-Cov: no update from a few tokens of high covariance (Cui et al., arXiv 2505.22617).
 
-    ``Cov_t = (log pi_t - mean log pi) (A_t - mean A)``. Of the tokens with Cov_t in (``low``, ``high``), a random
-    ``fraction`` of all N tokens has no policy gradient: max(1, floor(fraction N)) tokens, or fewer where fewer are in
-    the range. Tokens that `losses.policy_loss` clips are no candidates (authors' code).
+    ``Cov_t = (log pi_t - mean log pi) (A_t - mean A)``. Candidates are the tokens with Cov_t in (``low``, ``high``)
+    that `losses.policy_loss` does not clip (authors' code). max(1, floor(fraction N)) of them, drawn at random, have no
+    policy gradient. N counts all tokens. Where there are fewer candidates, all are dropped.
 
     Changed: N and the means are those of one group, the completions of one prompt. The paper's are those of a batch.
     A loss here adds up over groups, whatever the micro-batches. The random order is a hash of the sampler's log-probs

@@ -87,7 +87,7 @@ def test_gdpo_of_one_component_is_grpo_and_a_whitened_batch():
 
 def test_groups_without_a_gradient_are_not_selected():
     """Task 0: components that cancel. Task 1: equal sums of rewards, but advantages. Task 2: no differences."""
-    table = scores([(0, 1, 0), (0, 0, 1), (1, 2, 0), (1, 2, 0), (1, 0, 2), (2, 1, 1), (2, 1, 1)])
+    table = scores([(0, 2, 0), (0, 0, 1), (1, 2, 0), (1, 2, 0), (1, 0, 2), (2, 1, 1), (2, 1, 1)])
     got = assign(gdpo({"right": 1.0, "short": 0.5}), table.tree(), weights=EQUAL, sizes=SIZES)
     selected = np.asarray(unequal_groups(got, 3))[np.asarray(got.group[:7])]
     np.testing.assert_array_equal(selected, np.abs(got.advantage[:7]) > 1e-5)
@@ -111,6 +111,8 @@ def test_the_penalty_is_part_of_the_return_that_is_compared():
     got, value = credit(rule, tree), np.array([0 - 0.5, 1 - 1.0, 2 - 1.5, 3 - 2.0])
     np.testing.assert_allclose(got.returns[:4], value)
     np.testing.assert_allclose(got.advantage[:4], value - value.mean(), atol=1e-6)
+    uncompared = credit(chain(ReturnToGo(), PerCompletion(), SoftOverlong(16, 8, weight=2.0)), tree)
+    np.testing.assert_allclose(uncompared.advantage[:4], value)
     none = chain(ReturnToGo(), PerCompletion(), SoftOverlong(16, 8, weight=0.0), GroupRelative("task"))
     np.testing.assert_array_equal(
         credit(none, tree).advantage, credit(standard_rule(Credit(group="task")), tree).advantage
