@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxmarl_llm.credit import advantages, assign, returns, rules, selection
+    from jaxmarl_llm.credit import advantages, assign, returns, rules, selection, shaping
     from jaxmarl_llm.credit.assign import Credit
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         objects={"Credit": f"{__name__}.assign"},
-        modules={name: f"{__name__}.{name}" for name in ("advantages", "assign", "returns", "rules", "selection")},
+        modules={
+            name: f"{__name__}.{name}" for name in ("advantages", "assign", "returns", "rules", "selection", "shaping")
+        },
     )
 
-__all__ = ["Credit", "advantages", "assign", "returns", "rules", "selection"]
+__all__ = ["Credit", "advantages", "assign", "returns", "rules", "selection", "shaping"]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.training.evaluation import evaluate
     from jaxmarl_llm.training.learner import Learner, make_learner
     from jaxmarl_llm.training.losses import Loss, policy_loss
+    from jaxmarl_llm.training.objectives import ClipCov, KlCov, cispo
     from jaxmarl_llm.training.optimizers import Optimizer
     from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 else:
@@ -23,14 +24,17 @@ else:
             "ActorCritic": f"{__name__}.config",
             "Algorithm": f"{__name__}.train_step",
             "BaseConfig": f"{__name__}.config",
+            "ClipCov": f"{__name__}.objectives",
             "CriticAdvantage": f"{__name__}.actor_critic",
             "HostDriver": f"{__name__}.drivers",
+            "KlCov": f"{__name__}.objectives",
             "Learner": f"{__name__}.learner",
             "Loss": f"{__name__}.losses",
             "Offline": f"{__name__}.config",
             "Optimizer": f"{__name__}.optimizers",
             "RunConfig": f"{__name__}.config",
             "SFT": f"{__name__}.config",
+            "cispo": f"{__name__}.objectives",
             "evaluate": f"{__name__}.evaluation",
             "make_learner": f"{__name__}.learner",
             "policy_loss": f"{__name__}.losses",
@@ -44,13 +48,16 @@ __all__ = [
     "ActorCritic",
     "Algorithm",
     "BaseConfig",
+    "ClipCov",
     "CriticAdvantage",
     "HostDriver",
+    "KlCov",
     "Learner",
     "Loss",
     "Offline",
     "Optimizer",
     "RunConfig",
+    "cispo",
     "evaluate",
     "make_learner",
     "policy_loss",

@@ -1,0 +1,163 @@
+"""GDPO, the soft penalty of long completions and the mask of truncated ones: by hand, against loops, and laws."""
+
+import numpy as np
+import pytest
+
+from jaxmarl_llm.credit.assign import Credit, assign, standard_rule
+from jaxmarl_llm.credit.rules import GroupRelative, PerCompletion, ReturnToGo, Whiten, chain
+from jaxmarl_llm.credit.shaping import GroupDecoupled, MaskTruncated, SoftOverlong, soft_overlong
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.training import unequal_groups
+from tests.recipes.test_fidelity import ROWS, SIZES, Table
+
+pytestmark = pytest.mark.usefixtures("numpy_tables")
+
+EQUAL = {"right": 1.0, "short": 1.0}
+
+
+def scores(rows):
+    """One turn of role 0 for each row (task, right, short)."""
+    table = Table(("right", "short"))
+    for task, right, short in rows:
+        table.act(0, task, 0, right=right, short=short)
+    return table
+
+
+def gdpo(weights, **of):
+    return GroupDecoupled(tuple(weights.items()), Credit(group="task_role"), **of)
+
+
+def episodes(lengths, truncated, *, turns=1):
+    """The tree of episodes of one task whose completions have these lengths; rewards count up."""
+    table = Table()
+    for first in range(0, len(lengths), turns):
+        parent = -1
+        for turn in range(turns):
+            parent = table.act(0, 0, turn, parent, pay=float(first + turn))
+    tree, n = table.tree(), len(lengths)
+    pad = lambda x: np.array([*x, *[0] * (ROWS - n)])
+    steps = tree.steps.replace(length=pad(lengths).astype(np.int32), truncated=pad(truncated).astype(bool))
+    return tree.replace(steps=steps)
+
+
+def credit(rule, tree):
+    return assign(rule, tree, weights={"pay": 1.0}, sizes=SIZES)
+
+
+# GDPO
+
+
+def test_gdpo_by_hand():
+    """The paper's example: rewards (0, 1) and (0, 2) of two samples. GRPO's advantages are the same for both groups.
+
+    GDPO adds one normalised component in the first group and two in the second one: (-1, 1) and (-2, 2), whose standard
+    deviation over the batch is sqrt(2.5).
+    """
+    table = scores([(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)])
+    _, grpo = table.credit(standard_rule(Credit(group="task_role")), **EQUAL)
+    np.testing.assert_allclose(grpo, [-1, 1, -1, 1], atol=1e-4)
+    returns, ours = table.credit(gdpo(EQUAL), **EQUAL)
+    np.testing.assert_allclose(returns, [0, 1, 0, 2])
+    np.testing.assert_allclose(ours, np.array([-1, 1, -2, 2]) / np.sqrt(2.5), atol=1e-4)
+
+
+@pytest.mark.parametrize("ddof", (0, 1))
+def test_gdpo_equals_the_loop(ddof):
+    weights, rule = {"right": 1.0, "short": 0.3}, gdpo({"right": 1.0, "short": 0.3}, ddof=ddof)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        rows = [(t, *rng.normal(size=2)) for t in range(3) for _ in range(rng.integers(2, 6))]
+        tasks = np.array([t for t, *_ in rows])
+        total = np.zeros(len(rows))
+        for k, weight in enumerate(weights.values(), start=1):
+            values = np.array([r[k] for r in rows], np.float64)
+            for t in range(3):
+                mine = values[tasks == t]
+                total[tasks == t] += weight * (mine - mine.mean()) / (mine.std() + 1e-6)
+        expected = (total - total.mean()) / (total.std(ddof=ddof) + 1e-6)
+        np.testing.assert_allclose(scores(rows).credit(rule, **weights)[1], expected, atol=1e-4)
+
+
+def test_gdpo_of_one_component_is_grpo_and_a_whitened_batch():
+    rows = [(t, v, 0.0) for t, v in ((0, 1.0), (0, 4.0), (0, 4.5), (1, 2.0), (1, -1.0))]
+    standard = standard_rule(Credit(group="task_role"))
+    expected = scores(rows).credit(chain(*standard.rules, Whiten()), right=1.0)[1]
+    np.testing.assert_allclose(scores(rows).credit(gdpo({"right": 2.5}), right=1.0)[1], expected, atol=1e-5)
+
+
+def test_groups_without_a_gradient_are_not_selected():
+    """Task 0: components that cancel. Task 1: equal sums of rewards, but advantages. Task 2: no differences."""
+    table = scores([(0, 2, 0), (0, 0, 1), (1, 2, 0), (1, 2, 0), (1, 0, 2), (2, 1, 1), (2, 1, 1)])
+    got = assign(gdpo({"right": 1.0, "short": 0.5}), table.tree(), weights=EQUAL, sizes=SIZES)
+    selected = np.asarray(unequal_groups(got, 3))[np.asarray(got.group[:7])]
+    np.testing.assert_array_equal(selected, np.abs(got.advantage[:7]) > 1e-5)
+    np.testing.assert_array_equal(selected, [1, 1, 1, 1, 1, 0, 0])
+    got = assign(gdpo(EQUAL), table.tree(), weights=EQUAL, sizes=SIZES)
+    np.testing.assert_allclose(np.asarray(got.stats.variance)[np.asarray(got.group[:2])], 0, atol=1e-8)
+
+
+# Long completions
+
+
+def test_soft_penalty_by_hand():
+    """DAPO's setting: 20480 tokens at most, of which the last 4096 are penalised."""
+    lengths = np.array([1, 16384, 17408, 18432, 20480, 30000])
+    np.testing.assert_allclose(soft_overlong(lengths, 20480, 4096), [0, 0, -0.25, -0.5, -1, -1])
+
+
+def test_the_penalty_is_part_of_the_return_that_is_compared():
+    tree = episodes([10, 12, 14, 20], [0, 0, 0, 1])
+    rule = chain(ReturnToGo(), PerCompletion(), SoftOverlong(16, 8, weight=2.0), GroupRelative("task", "mean", "none"))
+    got, value = credit(rule, tree), np.array([0 - 0.5, 1 - 1.0, 2 - 1.5, 3 - 2.0])
+    np.testing.assert_allclose(got.returns[:4], value)
+    np.testing.assert_allclose(got.advantage[:4], value - value.mean(), atol=1e-6)
+    uncompared = credit(chain(ReturnToGo(), PerCompletion(), SoftOverlong(16, 8, weight=2.0)), tree)
+    np.testing.assert_allclose(uncompared.advantage[:4], value)
+    none = chain(ReturnToGo(), PerCompletion(), SoftOverlong(16, 8, weight=0.0), GroupRelative("task"))
+    np.testing.assert_array_equal(
+        credit(none, tree).advantage, credit(standard_rule(Credit(group="task")), tree).advantage
+    )
+
+
+def test_a_mask_at_the_end_leaves_the_statistics_as_they_are():
+    tree, standard = episodes([1, 1, 1], [0, 1, 0]), standard_rule(Credit(group="task", normalise="none"))
+    got = credit(chain(*standard.rules, MaskTruncated()), tree)
+    np.testing.assert_array_equal(got.valid[:3], [True, False, True])
+    np.testing.assert_allclose(got.advantage[:3], [-1, 0, 1])  # of rewards 0, 1, 2
+    assert got.stats.count[0] == 3
+
+
+def test_a_mask_before_the_comparison_takes_completions_out_of_the_statistics():
+    back_up, value, compare = standard_rule(Credit(group="task", normalise="none")).rules
+    got = credit(chain(back_up, value, MaskTruncated(), compare), episodes([1, 1, 1], [0, 0, 1]))
+    np.testing.assert_allclose(got.advantage[:3], [-0.5, 0.5, 0])
+    assert got.stats.count[0] == 2 and not got.valid[2]
+
+
+@pytest.mark.parametrize("whole, valid", ((False, [1, 0, 1, 1]), (True, [0, 0, 1, 1])))
+def test_a_mask_of_a_turn_or_of_its_episode(whole, valid):
+    tree, standard = episodes([1] * 4, [0, 1, 0, 0], turns=2), standard_rule(Credit(group="task"))
+    got = credit(chain(*standard.rules, MaskTruncated(whole)), tree)
+    np.testing.assert_array_equal(got.valid[:4], np.array(valid, bool))
+    assert not np.asarray(got.valid[4:]).any()
+
+
+def test_without_truncated_completions_a_mask_changes_nothing():
+    tree, standard = episodes([1, 2, 3], [0, 0, 0]), standard_rule(Credit(group="task"))
+    ours, plain = credit(chain(*standard.rules, MaskTruncated(True)), tree), credit(standard, tree)
+    np.testing.assert_array_equal(ours.advantage, plain.advantage)
+    np.testing.assert_array_equal(ours.valid, plain.valid)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    (
+        (lambda: GroupDecoupled(()), r"^GroupDecoupled.weights: expected pairs"),
+        (lambda: SoftOverlong(8, 9), r"^SoftOverlong.cache: expected .*9"),
+        (lambda: SoftOverlong(0, 1), r"^SoftOverlong.max_length: expected .*0"),
+        (lambda: SoftOverlong(8, 4, -1.0), r"^SoftOverlong.weight: expected .*-1.0"),
+    ),
+)
+def test_a_bad_setting_is_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
