@@ -1,7 +1,7 @@
-"""Credit rules for several rewards and for completions that are too long.
+"""Credit for several rewards and for completions that are too long.
 
-Each one is a rule of `rules.chain`. `GroupDecoupled` takes the place of the whole standard chain. `SoftOverlong` goes
-between `rules.PerCompletion` and `rules.GroupRelative`. `MaskTruncated` goes last.
+`GroupDecoupled` takes the place of the whole standard chain. `SoftOverlong` goes
+between `rules.PerCompletion` and `rules.GroupRelative`. `complete_steps` selects what is trained.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jaxmarl_llm.config import at_least, finite
 from jaxmarl_llm.credit.advantages import group_advantage, step_episodes
@@ -107,25 +107,29 @@ class SoftOverlong:
         return signal.replace(value=value, advantage=value)
 
 
-@dataclass(frozen=True)
-class MaskTruncated:
-    """Take truncated completions out of the loss (DAPO's overlong filtering, arXiv 2503.14476, section 3.4).
+def complete_steps(key: Array, tree: Tree, trained: Bool[Array, " C"]) -> Bool[Array, " C"]:
+    """Leave truncated completions out of the loss (DAPO's overlong filtering, arXiv 2503.14476, section 3.4).
 
-    Last in a chain, truncated completions still count in the statistics of their group, as in DAPO. Between
-    `rules.PerCompletion` and `rules.GroupRelative` they count in none.
+    A function for ``select_steps`` of `training.train_step.Algorithm`. Returns of truncated completions still count in
+    the statistics of their groups, and in the metrics.
 
-    Attributes:
-        episodes: Whether one truncated completion takes out its whole episode; else it alone.
+    Args:
+        key: Not read.
+        tree: The rollout.
+        trained: Completions that would be trained [C].
     """
+    return trained & ~tree.steps.truncated
 
-    episodes: bool = False
 
-    def __call__(self, tree: Tree, signal: Signal) -> Signal:
-        assert signal.valid is not None and signal.advantage is not None, "MaskTruncated needs PerCompletion before it"
-        steps, moves = tree.steps, tree.transitions
-        out = steps.truncated & steps.valid
-        if self.episodes:
-            size = len(out)
-            episode = step_episodes(moves.steps, moves.parent, num_steps=size)
-            out = jax.ops.segment_max(out.astype(jnp.int32), episode, size)[episode] > 0
-        return signal.replace(valid=signal.valid & ~out, advantage=jnp.where(out, 0.0, signal.advantage))
+def complete_episodes(key: Array, tree: Tree, trained: Bool[Array, " C"]) -> Bool[Array, " C"]:
+    """Leave episodes with a truncated completion out of the loss: as `complete_steps`, for all turns of an episode.
+
+    Args:
+        key: Not read.
+        tree: The rollout.
+        trained: Completions that would be trained [C].
+    """
+    steps, moves, size = tree.steps, tree.transitions, len(trained)
+    episode = step_episodes(moves.steps, moves.parent, num_steps=size)
+    cut = (steps.truncated & steps.valid).astype(jnp.int32)
+    return trained & (jax.ops.segment_max(cut, episode, size)[episode] <= 0)

@@ -294,7 +294,7 @@ def test_an_update_of_a_share_of_the_completions():
     """Roles that learn in turn, and one of a role's steps in each episode."""
     from jaxmarl_llm.cli import config_flags
     from jaxmarl_llm.costs.workload import trained_shares, workload_of
-    from jaxmarl_llm.credit.overlong import complete_steps
+    from jaxmarl_llm.credit.shaping import complete_steps
 
     def shares(spec, of_algorithm=(), **changes):
         cfg = dataclasses.replace(config_flags.load(spec), **changes)

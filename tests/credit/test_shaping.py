@@ -5,7 +5,7 @@ import pytest
 
 from jaxmarl_llm.credit.assign import Credit, assign, standard_rule
 from jaxmarl_llm.credit.rules import GroupRelative, PerCompletion, ReturnToGo, Whiten, chain
-from jaxmarl_llm.credit.shaping import GroupDecoupled, MaskTruncated, SoftOverlong, soft_overlong
+from jaxmarl_llm.credit.shaping import GroupDecoupled, SoftOverlong, complete_episodes, complete_steps, soft_overlong
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.training import unequal_groups
 from tests.recipes.test_fidelity import ROWS, SIZES, Table
@@ -119,34 +119,18 @@ def test_the_penalty_is_part_of_the_return_that_is_compared():
     )
 
 
-def test_a_mask_at_the_end_leaves_the_statistics_as_they_are():
-    tree, standard = episodes([1, 1, 1], [0, 1, 0]), standard_rule(Credit(group="task", normalise="none"))
-    got = credit(chain(*standard.rules, MaskTruncated()), tree)
-    np.testing.assert_array_equal(got.valid[:3], [True, False, True])
-    np.testing.assert_allclose(got.advantage[:3], [-1, 0, 1])  # of rewards 0, 1, 2
-    assert got.stats.count[0] == 3
-
-
-def test_a_mask_before_the_comparison_takes_completions_out_of_the_statistics():
-    back_up, value, compare = standard_rule(Credit(group="task", normalise="none")).rules
-    got = credit(chain(back_up, value, MaskTruncated(), compare), episodes([1, 1, 1], [0, 0, 1]))
-    np.testing.assert_allclose(got.advantage[:3], [-0.5, 0.5, 0])
-    assert got.stats.count[0] == 2 and not got.valid[2]
-
-
-@pytest.mark.parametrize("whole, valid", ((False, [1, 0, 1, 1]), (True, [0, 0, 1, 1])))
-def test_a_mask_of_a_turn_or_of_its_episode(whole, valid):
-    tree, standard = episodes([1] * 4, [0, 1, 0, 0], turns=2), standard_rule(Credit(group="task"))
-    got = credit(chain(*standard.rules, MaskTruncated(whole)), tree)
-    np.testing.assert_array_equal(got.valid[:4], np.array(valid, bool))
-    assert not np.asarray(got.valid[4:]).any()
-
-
-def test_without_truncated_completions_a_mask_changes_nothing():
-    tree, standard = episodes([1, 2, 3], [0, 0, 0]), standard_rule(Credit(group="task"))
-    ours, plain = credit(chain(*standard.rules, MaskTruncated(True)), tree), credit(standard, tree)
-    np.testing.assert_array_equal(ours.advantage, plain.advantage)
-    np.testing.assert_array_equal(ours.valid, plain.valid)
+@pytest.mark.parametrize(
+    "select, kept",
+    ((complete_steps, [0, 2, 3, 5]), (complete_episodes, [2, 3])),
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_truncated_completions_or_their_episodes_are_left_out(select, kept):
+    tree = episodes([1] * 6, [0, 1, 0, 0, 1, 0], turns=2)
+    trained = np.asarray(tree.steps.valid)
+    assert np.flatnonzero(select(None, tree, trained)).tolist() == kept
+    assert np.flatnonzero(select(None, tree, trained & (np.arange(ROWS) != 3))).tolist() == [k for k in kept if k != 3]
+    whole = episodes([1] * 6, [0] * 6, turns=2)
+    np.testing.assert_array_equal(select(None, whole, trained), trained)
 
 
 @pytest.mark.parametrize(
