@@ -389,7 +389,7 @@ def make_recipe(
         cfg,
         team,
         env_runner,
-        [Phase(cfg.steps, learners, step, metrics, begin)],
+        [Phase(cfg.steps, learners, step, metrics, begin, getattr(algorithm.play, "on_host", None))],
         context=0 if remembers is None else remembers.retrieve,
         stores=functools.partial(_empty_memories, remembers, team, env_runner),
         evaluate=lambda state: evaluate(cfg, team, env_runner, state, remembers),

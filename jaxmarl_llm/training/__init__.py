@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.training.actor_critic import CriticAdvantage
     from jaxmarl_llm.training.config import SFT, ActorCritic, BaseConfig, Offline, RunConfig
     from jaxmarl_llm.training.drivers import HostDriver
+    from jaxmarl_llm.training.dynamic_sampling import DynamicSampling
     from jaxmarl_llm.training.evaluation import evaluate
     from jaxmarl_llm.training.learner import Learner, make_learner
     from jaxmarl_llm.training.losses import Loss, policy_loss
@@ -26,6 +27,7 @@ else:
             "BaseConfig": f"{__name__}.config",
             "ClipCov": f"{__name__}.objectives",
             "CriticAdvantage": f"{__name__}.actor_critic",
+            "DynamicSampling": f"{__name__}.dynamic_sampling",
             "HostDriver": f"{__name__}.drivers",
             "KlCov": f"{__name__}.objectives",
             "Learner": f"{__name__}.learner",
@@ -50,6 +52,7 @@ __all__ = [
     "BaseConfig",
     "ClipCov",
     "CriticAdvantage",
+    "DynamicSampling",
     "HostDriver",
     "KlCov",
     "Learner",

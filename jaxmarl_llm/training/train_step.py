@@ -138,6 +138,43 @@ class TrainableRoles(Protocol):
         ...
 
 
+class Played(NamedTuple):
+    """The rollout that a step trains on."""
+
+    tree: Tree
+    played: Any  # `RolloutResult` of a driver on the host; None inside a compiled run
+    tasks: Int[Array, " B"]  # numbers of the training tasks in the tree
+    metrics: Mapping[str, Any]
+
+
+class PlayFunction(Protocol):
+    """Function that plays the tasks of a step, and may play others in their place.
+
+    An attribute ``on_host`` says in one line why the function runs from the host alone; without it the function is
+    traced into compiled runs too.
+    """
+
+    def __call__(
+        self,
+        step: TrainStep,
+        once: Callable[[Array, jax.Array], tuple[Tree, Any]],
+        tasks: Array,
+        key: jax.Array,
+        rl_step: Step,
+        /,
+    ) -> Played:
+        """Play.
+
+        Args:
+            step: Parts of the training step.
+            once: Plays tasks [B] with a key, and returns what `Driver.play` returns.
+            tasks: Numbers of the step's training tasks [B].
+            key: Random key of the step. ``once(tasks, key)`` is the step's rollout without this function.
+            rl_step: Number of the RL step.
+        """
+        ...
+
+
 Updates = tuple[TrainState, dict[str, dict[str, Any]]]
 
 
@@ -179,6 +216,7 @@ class Algorithm:
         memory: Settings of the adaptive memory; None: no memory.
         memory_reward: Weights of the reward that memories learn from.
         update: How parameters change; None: `policy_update`.
+        play: How the tasks of a step are played; None: once.
     """
 
     credit: CreditRule
@@ -190,6 +228,7 @@ class Algorithm:
     memory: MemoryConfig | None = None
     memory_reward: RewardWeights = ()
     update: UpdateFunction | None = None
+    play: PlayFunction | None = None
 
 
 def find_update(dotted: str, key: str = "config.update") -> UpdateFunction:
@@ -313,8 +352,13 @@ class TrainStep:
         tasks = shuffled(stream(driver.seed, TASKS), self.env_runner.size, rl_step * cfg.batch, cfg.batch)
         with driver.stage("rollout", f"rollout {self.plan.name}"):
             params, assignment = self.opponents(state, key)
-            tasks = driver.host(tasks)
-            tree, played = driver.play(self, state, params, tasks, key, assignment)
+            tasks, metrics = driver.host(tasks), dict[str, Any]()
+            once = lambda tasks, key: driver.play(self, state, params, tasks, key, assignment)
+            if algorithm.play is None:
+                tree, played = once(tasks, key)
+            else:
+                tree, played, tasks, seen = algorithm.play(self, once, tasks, key, rl_step)
+                metrics |= seen
             if driver.debug:
                 finite.check_rollout(self.team, tree, finite.number_of(state))
         with driver.stage("reward"):
@@ -323,10 +367,10 @@ class TrainStep:
                 finite.check_rewards(self.team, tree, weights, finite.number_of(state))
             credited = driver.host(self.assign(tree, weights))
             targets: Mapping[str, Any] = {}
-            metrics: dict[str, Any] = {}
             if algorithm.critic is not None:
                 advantage, valid, targets, seen = algorithm.critic(self, driver, state, tree)
-                credited, metrics = credited.replace(advantage=advantage, valid=valid), dict(seen)
+                credited = credited.replace(advantage=advantage, valid=valid)
+                metrics |= seen
             if driver.debug:
                 finite.check_advantages(self.team, tree, credited.advantage, credited.valid, finite.number_of(state))
             selected = driver.host(algorithm.select(credited, cfg.batch))
