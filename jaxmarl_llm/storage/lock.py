@@ -80,13 +80,16 @@ class WorkdirLock:
 
         break_lock: take it from whoever holds it.
         """
+        _held.add(self.own.token)  # before the file is there: another thread takes over what nobody holds
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._create():
                 self._take_over(break_lock)
-        except OSError as error:
+        except BaseException as error:
+            _held.discard(self.own.token)
+            if not isinstance(error, OSError):
+                raise
             raise ConfigError(f"--workdir: cannot write to {str(self.folder)!r}: {error.strerror or error}") from error
-        _held.add(self.own.token)
         if isinstance(self.path, Path):
             threading.Thread(target=self._refresh, name="jaxmarl_llm lock", daemon=True).start()
 

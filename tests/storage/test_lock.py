@@ -185,6 +185,25 @@ def test_a_lock_that_cannot_be_read_is_refused(tmp_path, text):
         pass
 
 
+def test_a_lock_is_held_from_the_moment_that_its_file_is_there(tmp_path, monkeypatch):
+    """Another thread of the process comes just after the file was made."""
+    first, refused = WorkdirLock(tmp_path), []
+    create = first._create
+
+    def created():
+        assert create()
+        with pytest.raises(ConfigError) as caught:
+            WorkdirLock(tmp_path).acquire()
+        refused.append(caught.value)
+        return True
+
+    monkeypatch.setattr(first, "_create", created)
+    first.acquire()
+    assert len(refused) == 1
+    first.check()
+    first.release()
+
+
 def test_many_at_once_are_one(tmp_path):
     """Threads of one process race for the lock of a dead holder."""
     write(tmp_path, process=os.getppid(), started=1)
