@@ -9,7 +9,7 @@ from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
 from jaxmarl_llm.rollout.plans import single
-from jaxmarl_llm.training.evaluation import samplings
+from jaxmarl_llm.training.evaluation import eval_samplings
 from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import TrainState
 
@@ -37,7 +37,7 @@ def rollouts_of(step: TrainStep) -> Compilers:
             parts = state.params, state.memory, range(count)
             return env_runner.compiler(team, *parts, plan, sampling, remembers, held_out=held_out)
 
-        evaluations = samplings(cfg).values() if env_runner.held_out_size else ()
+        evaluations = eval_samplings(cfg).values() if env_runner.held_out_size else ()
         return [*(one(sampling, True) for sampling in evaluations), one(cfg.sampling, False)]
 
     return compilers
@@ -60,7 +60,7 @@ class Ahead:
         while self._todo:
             try:
                 self._todo.pop(0)()
-            except Exception:
+            except Exception:  # the run meets the same error where it can be shown
                 return
 
     def wait(self) -> None:

@@ -245,7 +245,7 @@ def _call(
     try:
         for callback in callbacks:
             callback(step, state, metrics)
-    except Exception:
+    except Exception:  # of any kind: it is the user's own, and goes on
         save(state)
         raise
 

@@ -71,7 +71,7 @@ def held_out(
         )
 
 
-def samplings(cfg: BaseConfig) -> dict[str, Sampling]:
+def eval_samplings(cfg: BaseConfig) -> dict[str, Sampling]:
     """Distributions of an evaluation: "" as the policy samples, and ``_greedy``. ``cfg``: configuration of the run."""
     return {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
 
@@ -82,7 +82,7 @@ def evaluate(
     env_runner: EnvRunner,
     state: TrainState,
     memory_config: MemoryConfig | None,
-    given: Mapping[str, Sampling] | None = None,
+    samplings: Mapping[str, Sampling] | None = None,
 ) -> dict[str, float]:
     """Play one episode of each held-out task, for each sampling.
 
@@ -92,7 +92,7 @@ def evaluate(
         env_runner: Runner of the environment.
         state: State of training.
         memory_config: Settings of the memory; None: no memory.
-        given: Suffix of the names -> distribution; None: those of `samplings`.
+        samplings: Suffix of the names -> distribution; None: those of `eval_samplings`.
 
     Returns:
         ``eval/return``, ``eval/return_greedy``, the components, and the accuracy ``eval/success`` where the environment
@@ -100,7 +100,7 @@ def evaluate(
     """
     parts = env_runner.task.parts if isinstance(env_runner, ArrayEnvRunner) else {}
     out: dict[str, float] = {}
-    for suffix, sampling in (given or samplings(cfg)).items():
+    for suffix, sampling in (samplings or eval_samplings(cfg)).items():
         rows = by_task(cfg, team, env_runner, state, sampling=sampling, memory_config=memory_config)
         out |= {f"eval/{name}{suffix}": _mean(values) for name, values in rows.items()}
         out |= _scores(rows, cfg.reward, suffix)

@@ -478,10 +478,10 @@ def policy_loss(
         raise ValueError("kl_coef needs log-probs of the reference policy")
     weights = jax.lax.stop_gradient(data.weights)
     mask = weights > 0
-    constant = lambda x: jax.lax.stop_gradient(_masked(mask, x))
+    constant = lambda x: jax.lax.stop_gradient(masked(mask, x))
     weighted = lambda x: jnp.sum(weights * x)
 
-    logp = _masked(mask, logprobs)
+    logp = masked(mask, logprobs)
     old = jax.lax.stop_gradient(logp) if data.old is None else constant(data.old)
     advantage = constant(data.advantages)
     ratio = jnp.exp(jnp.minimum(log_ratios(logp, old, mask, loss.ratio_level), max_log_ratio))
@@ -502,13 +502,18 @@ def policy_loss(
     if data.reference is not None:
         metrics["ref_kl"] = weighted(kl(logp, constant(data.reference), loss.kl_kind))
         value = value + loss.kl_coef * metrics["ref_kl"]
-    metrics["entropy"] = weighted(_masked(mask, entropy))
+    metrics["entropy"] = weighted(masked(mask, entropy))
     value = value - loss.entropy_coef * metrics["entropy"]
     return value, jax.lax.stop_gradient(metrics)
 
 
-def _masked(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """Set masked entries to 0 in float32, before any arithmetic: 0 * NaN is NaN, in gradients too."""
+def masked(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Set masked entries to 0 in float32, before any arithmetic: 0 * NaN is NaN, in gradients too.
+
+    Args:
+        mask: True at entries that count.
+        x: Values of the same shape.
+    """
     return jnp.where(mask, x.astype(jnp.float32), 0.0)
 
 
@@ -550,8 +555,8 @@ def dpo(
         raise ValueError("dpo needs log-probs of the reference policy")
     weights = jax.lax.stop_gradient(data.weights)
     mask = weights > 0
-    gain = jnp.sum(_masked(mask, logprobs) - jax.lax.stop_gradient(_masked(mask, data.reference)), axis=-1)
-    side = jnp.sum(jax.lax.stop_gradient(_masked(mask, data.advantages)), axis=-1)
+    gain = jnp.sum(masked(mask, logprobs) - jax.lax.stop_gradient(masked(mask, data.reference)), axis=-1)
+    side = jnp.sum(jax.lax.stop_gradient(masked(mask, data.advantages)), axis=-1)
     share = jnp.max(weights, axis=-1)
     pair = (side > 0)[..., :, None] & (side < 0)[..., None, :]
     weight = jnp.where(pair, share[..., :, None] + share[..., None, :], 0.0)

@@ -19,7 +19,16 @@ from jaxtyping import Bool, Float, Int
 
 from jaxmarl_llm.config import at_least, in_range
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.training.losses import Loss, RowData, Unit, log_ratios, loss_properties, policy_loss, ratio_unit
+from jaxmarl_llm.training.losses import (
+    Loss,
+    RowData,
+    Unit,
+    log_ratios,
+    loss_properties,
+    masked,
+    policy_loss,
+    ratio_unit,
+)
 
 Result = tuple[Float[jax.Array, ""], dict[str, Float[jax.Array, ""]]]
 
@@ -52,11 +61,11 @@ def cispo(loss: Loss, logprobs: Float[jax.Array, "*rows"], entropy: Float[jax.Ar
     factor = weights * clipped * advantage
     if loss.tis_clip is not None:
         old = logprobs if data.old is None else data.old
-        full = log_ratios(_masked(mask, old), _masked(mask, data.sampler_logprobs), mask, "token")
+        full = log_ratios(masked(mask, old), masked(mask, data.sampler_logprobs), mask, "token")
         factor = factor * jax.lax.stop_gradient(jnp.minimum(jnp.exp(full), loss.tis_clip))
     rest, metrics = policy_loss(loss, logprobs, entropy, data._replace(advantages=jnp.zeros_like(data.weights)))
     metrics["clip_fraction"] = jnp.sum(weights * (clipped != ratio))
-    return rest - jnp.sum(factor * _masked(mask, logprobs)), metrics
+    return rest - jnp.sum(factor * masked(mask, logprobs)), metrics
 
 
 @dataclass(frozen=True)
@@ -103,12 +112,12 @@ class ClipCov:
             data: the other arrays of the same rows.
         """
         mask, ratio, advantage = _constants(loss, logprobs, data)
-        cov = token_covariance(jax.lax.stop_gradient(_masked(mask, logprobs)), advantage, mask)
+        cov = token_covariance(jax.lax.stop_gradient(masked(mask, logprobs)), advantage, mask)
         kept = mask
         if loss.clip is not None:
             kept &= jnp.clip(ratio, 1.0 - loss.clip[0], 1.0 + loss.clip[1]) * advantage >= ratio * advantage
         candidate = kept & (cov > self.low) & (cov < self.high)
-        dropped = _first(_hash(_masked(mask, data.sampler_logprobs)), candidate, _count(mask, self.fraction))
+        dropped = _first(_hash(masked(mask, data.sampler_logprobs)), candidate, _count(mask, self.fraction))
         data = data._replace(advantages=jnp.where(dropped, 0.0, data.advantages))
         value, metrics = policy_loss(loss, logprobs, entropy, data)
         return value, {**metrics, "cov_fraction": jnp.sum(jax.lax.stop_gradient(data.weights) * dropped)}
@@ -153,14 +162,14 @@ class KlCov:
             data: the other arrays of the same rows.
         """
         mask, _, advantage = _constants(loss, logprobs, data)
-        logp, weights = _masked(mask, logprobs), jax.lax.stop_gradient(data.weights)
+        logp, weights = masked(mask, logprobs), jax.lax.stop_gradient(data.weights)
         cov = token_covariance(jax.lax.stop_gradient(logp), advantage, mask)
         chosen = _first(-cov, mask, _count(mask, self.fraction))
         value, metrics = policy_loss(loss, logprobs, entropy, data)
         metrics["cov_fraction"] = jnp.sum(weights * chosen)
         if data.old is None:
             return value, metrics
-        old = jax.lax.stop_gradient(_masked(mask, data.old))
+        old = jax.lax.stop_gradient(masked(mask, data.old))
         return value + self.coef * jnp.sum(jnp.where(chosen, weights * jnp.abs(logp - old), 0.0)), metrics
 
 
@@ -190,15 +199,10 @@ def token_covariance(
 def _constants(loss: Loss, logprobs: jax.Array, data: RowData) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Which tokens count, the importance ratio of each, and its advantage; without gradients."""
     mask = data.weights > 0
-    logp = jax.lax.stop_gradient(_masked(mask, logprobs))
-    old = logp if data.old is None else _masked(mask, data.old)
+    logp = jax.lax.stop_gradient(masked(mask, logprobs))
+    old = logp if data.old is None else masked(mask, data.old)
     ratio = jnp.exp(log_ratios(logp, old, mask, loss.ratio_level))
-    return jax.lax.stop_gradient((mask, ratio, _masked(mask, data.advantages)))
-
-
-def _masked(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """Set masked entries to 0 in float32, before any arithmetic: 0 * NaN is NaN."""
-    return jnp.where(mask, x.astype(jnp.float32), 0.0)
+    return jax.lax.stop_gradient((mask, ratio, masked(mask, data.advantages)))
 
 
 def _count(mask: Bool[jax.Array, "*rows G R"], fraction: float) -> Int[jax.Array, "*rows"]:

@@ -62,13 +62,9 @@ def synced_reference(
     due = (jnp.asarray(state.step) + 1) % every == 0
     state, metrics = policy_update(step, driver, state, batches)
     copy = lambda tree: jax.tree.map(jnp.copy, tree)  # the next step reuses the memory of the policy
-    chosen = jax.lax.cond(due, lambda new, old: copy(new), lambda new, old: copy(old), *_pair(state))
+    new, old = state.params["agents"], state.params["reference"]
+    chosen = jax.lax.cond(due, lambda new, old: copy(new), lambda new, old: copy(old), new, old)
     return state.replace(params={**state.params, "reference": chosen}), metrics
-
-
-def _pair(state: TrainState) -> tuple[object, object]:
-    """Parameters of the policy and of its reference."""
-    return state.params["agents"], state.params["reference"]
 
 
 def _check(state: TrainState) -> None:

@@ -168,7 +168,7 @@ def test_an_environment_of_another_kind_ends_in_one_line():
     with pytest.raises(ConfigError, match="has no 'possible_agents'; expected a PettingZoo parallel environment"):
         pettingzoo_task(object, max_turns=1)
     stuck = Guess()
-    stuck.window = lambda: None  # type: ignore[attr-defined]
+    stuck.window = lambda: None  # type: ignore[attr-defined]  # a lambda has no pickle
     with pytest.raises(ConfigError, match=r"its state cannot be pickled.*define __getstate__"):
         pettingzoo_task(lambda: stuck, max_turns=1)
 
