@@ -100,15 +100,7 @@ async function compareView(where) {
       el(
         "table",
         { id: "facts" },
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            ["", "left", "right", "difference"].map((t, i) => el("th", { class: i ? "num" : null }, t)),
-          ),
-        ),
+        head(["", "left", "right", "difference"].map((t, i) => el("th", { class: i ? "num" : null }, t))),
         el("tbody", {}, facts),
       ),
     ),

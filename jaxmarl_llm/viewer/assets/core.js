@@ -14,6 +14,16 @@ function fill(node, attrs, kids) {
 }
 const el = (tag, attrs, ...kids) => fill(document.createElement(tag), attrs, kids);
 const sv = (tag, attrs, ...kids) => fill(document.createElementNS(NS, tag), attrs, kids);
+const head = (cells) => el("thead", {}, el("tr", {}, cells));
+// The last row of a long table: a button that makes room for the next rows.
+function moreRow(span, label, next) {
+  const show = () => {
+    row.remove();
+    next();
+  };
+  const row = el("tr", {}, el("td", { colspan: span }, el("button", { type: "button", onclick: show }, label)));
+  return row;
+}
 
 // Characters that turn or hide text are shown by their code; line ends and tabs stay.
 const plain = (text) =>

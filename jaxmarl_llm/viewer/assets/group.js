@@ -66,17 +66,9 @@ function groupPanel(where, step, node) {
       el(
         "table",
         { id: "group" },
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            ["", "completion", "return", "around the mean", "advantage", "", ""].map((t, i) =>
+        head(["", "completion", "return", "around the mean", "advantage", "", ""].map((t, i) =>
               el("th", { class: i === 2 || i === 4 ? "num" : null }, t),
-            ),
-          ),
-        ),
+            )),
         el(
           "tbody",
           {},

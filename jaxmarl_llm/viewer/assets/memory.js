@@ -196,26 +196,7 @@ function memoryTable(where, events) {
         ),
       );
     if (from + most < list.length) {
-      const line = el(
-        "tr",
-        {},
-        el(
-          "td",
-          { colspan: 7 },
-          el(
-            "button",
-            {
-              type: "button",
-              onclick: () => {
-                line.remove();
-                more(from + most);
-              },
-            },
-            `${list.length - from - most} more`,
-          ),
-        ),
-      );
-      body.append(line);
+      body.append(moreRow(7, `${list.length - from - most} more`, () => more(from + most)));
     }
   };
   more(0);
@@ -226,17 +207,9 @@ function memoryTable(where, events) {
     el(
       "table",
       { id: "events" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          ["step", "event", "slot", "text", "reward", "weight", "similarity"].map((t, i) =>
+      head(["step", "event", "slot", "text", "reward", "weight", "similarity"].map((t, i) =>
             el("th", { class: i === 1 || i === 3 ? null : "num" }, t),
-          ),
-        ),
-      ),
+          )),
       body,
     ),
   );

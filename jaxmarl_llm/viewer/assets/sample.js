@@ -62,15 +62,7 @@ function rewardTable(where, step, s, role) {
     el(
       "table",
       {},
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          ["component", "value", "weight", "paid"].map((t, k) => el("th", { class: k ? "num" : null }, t)),
-        ),
-      ),
+      head(["component", "value", "weight", "paid"].map((t, k) => el("th", { class: k ? "num" : null }, t))),
       el(
         "tbody",
         {},

@@ -15,15 +15,7 @@ async function searchView(where) {
       el(
         "table",
         {},
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            ["run", "step", "task", "where", "text"].map((t) => el("th", {}, t)),
-          ),
-        ),
+        head(["run", "step", "task", "where", "text"].map((t) => el("th", {}, t))),
         body,
       ),
     ),

@@ -71,26 +71,7 @@ function stepView(where, step) {
       );
     }
     if (from + most < rows.length) {
-      const line = el(
-        "tr",
-        {},
-        el(
-          "td",
-          { colspan: COLUMNS.length },
-          el(
-            "button",
-            {
-              type: "button",
-              onclick: () => {
-                line.remove();
-                more(from + most);
-              },
-            },
-            `${rows.length - from - most} more tasks`,
-          ),
-        ),
-      );
-      body.append(line);
+      body.append(moreRow(COLUMNS.length, `${rows.length - from - most} more tasks`, () => more(from + most)));
     }
   };
   more(0);
@@ -106,13 +87,7 @@ function stepView(where, step) {
       el(
         "table",
         { id: "tasks" },
-        el(
-          "thead",
-          {},
-          el(
-            "tr",
-            {},
-            COLUMNS.map(([key, name, about]) =>
+        head(COLUMNS.map(([key, name, about]) =>
               el(
                 "th",
                 {
@@ -126,9 +101,7 @@ function stepView(where, step) {
                   name + (order[0] === key ? (order[1] > 0 ? " \u2191" : " \u2193") : ""),
                 ),
               ),
-            ),
-          ),
-        ),
+            )),
         body,
       ),
     ),
