@@ -233,7 +233,7 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
             return {**result[1], **supervised_metrics(name, loss, result[0])}
 
         begin = (lambda agents: {"reference": jax.tree.map(jnp.copy, agents)}) if pairs else (lambda agents: {})
-        return phases.Phase(size.steps, makers, step, metrics, begin, ON_HOST)
+        return phases.Phase(size.steps, makers, step, metrics, begin, ON_HOST, name)
 
     return phases.make_phases(
         cfg,

@@ -28,6 +28,7 @@ from jaxmarl_llm.runs.recorder import CHANGEABLE, Recorder
 from jaxmarl_llm.runs.trial import try_tasks
 from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
 from jaxmarl_llm.storage.workdir import Workdir
+from jaxmarl_llm.telemetry.forecast import Schedule
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.telemetry.report import episodes_markdown, report
 from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder
@@ -116,6 +117,7 @@ def _fit(
             folder.local,
             resume_step=resumed,
             total_steps=recipe.total_steps,
+            schedule=_schedule(cfg, recipe),
             interval=cfg.run.log_every,
             tensorboard=cfg.run.tensorboard,
             wandb_project=cfg.run.wandb_project,
@@ -191,7 +193,7 @@ def _train(
     """
 
     def save(state: TrainState, is_best: bool = False) -> None:
-        with deadlines.stage("save"):
+        with logger.stage("save"):
             step = int(state.step)
             files.save(step, state, _meta(cfg, step, backbone, best.record()), best=is_best)
 
@@ -201,9 +203,12 @@ def _train(
     with Ahead(recipe.ahead if step < cfg.sft.steps else None, state) as ahead:
         while step < recipe.total_steps and not done and not code:
             if step == cfg.sft.steps:
-                ahead.wait()
-            with deadlines.stage("rollout"):
-                extra = recipe.evaluate(state) if _evaluates(cfg, step) else {}
+                with logger.stage("compile"):
+                    ahead.wait()
+            extra = {}
+            if _evaluates(cfg, step):
+                with logger.stage("evaluation", deadline="rollout"):
+                    extra = recipe.evaluate(state)
             best.see(extra, step, functools.partial(save, state, True))
             with deadlines.stage("update"):
                 state, metrics = recipe.step(state, logger)
@@ -213,7 +218,7 @@ def _train(
             state = _counted(state, bad > 0)
             done = step == recipe.total_steps or best.exhausted
             if done:
-                with deadlines.stage("rollout"):
+                with logger.stage("evaluation", deadline="rollout"):
                     final = recipe.evaluate(state)
                 best.see(final, step, functools.partial(save, state, True), last=True)
                 extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in final.items()}
@@ -353,6 +358,17 @@ def restore(
         raise ConfigError(f"{saver.root}: no checkpoint")
     state = got[0] if learning else saved.replace(**got[0])
     return state.replace(params={**state.params, "shared": shared}), got[2]
+
+
+def _schedule(cfg: BaseConfig, recipe: Recipe) -> Schedule:
+    """Phases, evaluations and saves of the run of ``recipe``, before it begins."""
+    ends = [start + p.steps for start, p in zip(recipe.starts, recipe.phases, strict=True)]
+    named = tuple((p.name, end) for p, end in zip(recipe.phases, ends, strict=True) if p.steps)
+    return Schedule(
+        named or (("training", 0),),
+        lambda step: _evaluates(cfg, step),
+        lambda step: step > 0 and step % cfg.run.checkpoint_every == 0,
+    )
 
 
 def _evaluates(cfg: BaseConfig, step: int) -> bool:

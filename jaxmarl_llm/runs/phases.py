@@ -55,6 +55,7 @@ class Phase(NamedTuple):
         metrics: Result of a step -> metrics for the log; runs on the host.
         begin: Agents' parameters -> what the parameters hold beside the agents from the phase's first step on.
         on_host: Why the phase runs from the host alone; None: it also runs inside a compiled program.
+        name: For people.
     """
 
     steps: int
@@ -63,6 +64,7 @@ class Phase(NamedTuple):
     metrics: Callable[[Any], dict[str, float]]
     begin: Callable[[Params], Params] = lambda agents: {}
     on_host: str | None = None
+    name: str = "training"
 
 
 @dataclass(eq=False)
@@ -274,7 +276,7 @@ def make_phases(
         dropped = {"sft/dropped": env_runner.dropped} if env_runner.dropped else {}
         return supervised_metrics("sft", SFT_LOSS, result) | dropped
 
-    stage_0 = Phase(cfg.sft.steps, tutors, teach, seen)
+    stage_0 = Phase(cfg.sft.steps, tutors, teach, seen, name="stage 0")
     return Recipe(cfg, team, env_runner, (stage_0, *phases), mesh, stores, evaluate, episodes, context)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry.forecast import Forecast, Schedule
 from jaxmarl_llm.telemetry.metrics_file import roles_of
 
 Metrics = Mapping[str, float | None]
@@ -27,6 +28,9 @@ AGENT_COLUMNS = {
     "memory": ("memory_size", "{:.0f}"),
     "hit": ("memory_hit", "{:.0%}"),
 }
+
+# Losses of phases without rewards: key -> name on the console.
+LOSSES = {"sft/nll": "loss", "imitation/nll": "loss", "dpo/loss": "loss"}
 
 
 class Backend(Protocol):
@@ -102,20 +106,21 @@ class Wandb:
 class Panel:
     """Progress on the console: a live panel on a terminal, lines of text elsewhere.
 
-    ``console``: of rich. ``total_steps``: of the run. ``interval``: steps between two updates; the last step is always
-    shown.
+    ``console``: of rich. ``schedule``: of the run; a number is that of its steps. ``interval``: steps between two
+    updates; the last step is always shown.
     """
 
     name = "the console"
 
-    def __init__(self, console: Any, total_steps: int, interval: int = 1):
-        self._console, self._total, self._interval = console, total_steps, max(interval, 1)
+    def __init__(self, console: Any, schedule: Schedule | int, interval: int = 1):
+        schedule = Schedule((("", schedule),)) if isinstance(schedule, int) else schedule
+        self._console, self._total, self._interval = console, schedule.total, max(interval, 1)
+        self._forecast = Forecast(schedule)
         self._rewards: deque[float] = deque(maxlen=60)
-        self._step_times: deque[float] = deque(maxlen=20)
         self._live: Any = None
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._step_times.append(metrics["time/step"] or 0.0)
+        self._forecast.see(step, metrics)
         reward = metrics.get("reward/total")
         if reward is not None:
             self._rewards.append(float(reward))
@@ -136,13 +141,15 @@ class Panel:
             self._live = None
 
     def _eta(self, step: int) -> str:
-        seconds = sorted(self._step_times)[len(self._step_times) // 2]  # median: the step that compiles is far slower
-        return _duration(seconds * max(self._total - step, 0))
+        """Time to the end of the phase. Phases that have not begun are unknown, so the phase is named."""
+        name, end = self._forecast.schedule.phase(step)
+        left = _duration(self._forecast.seconds(step))
+        return left if end == self._total else f"{left} of {name}"
 
     def _line(self, step: int, row: Metrics) -> str:
-        keys = ["reward/total", "success", *(k for k in row if k.startswith("eval/")), "speed/step"]
+        keys = ["reward/total", "success", *(k for k in row if k.startswith("eval/")), *LOSSES, "speed/step"]
         keys += ["count/invalid_share"] if row.get("count/invalid_share") else []
-        names = {"reward/total": "reward", "speed/step": "tokens/s", "count/invalid_share": "invalid share"}
+        names = {"reward/total": "reward", "speed/step": "tokens/s", "count/invalid_share": "invalid share", **LOSSES}
         shown = " ".join(f"{names.get(k, k)} {_short(row[k])}" for k in keys if k in row)
         return f"step {step}/{self._total} {shown} {_short(row['time/step'])} s/step eta {self._eta(step)}"
 
@@ -165,6 +172,7 @@ def _body(row: Metrics, sparks: str) -> Any:
     from rich.text import Text
 
     head = Text(f"reward {_short(row.get('reward/total'))}  {sparks}")
+    head.append("".join(f"   {name} {_short(row[key])}" for key, name in LOSSES.items() if key in row))
     head.append("".join(f"   {k} {_short(v)}" for k, v in row.items() if re.match("success|eval/", k)))
     if row.get("count/invalid_share"):
         head.append(f"   invalid share {_short(row['count/invalid_share'])}")

@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,11 @@ from typing import Any
 from jaxmarl_llm.distributed import deadlines
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry.backends import Backend, Panel, TensorBoard, Wandb
+from jaxmarl_llm.telemetry.forecast import Schedule
 from jaxmarl_llm.telemetry.metrics_file import JsonLines
+
+# What JAX reports of a compilation: lowering, and compiling or reading a program that is kept.
+COMPILES = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
 
 class Logger:
@@ -27,8 +32,9 @@ class Logger:
 
     ``workdir``: folder of the run. ``resume_step``: step of the checkpoint that was restored; lines of later steps,
     which will run again, are dropped. None starts anew and renames an old metrics file to ``metrics.jsonl.old``.
-    ``total_steps``: of the run. ``interval``: steps between two updates of the console. ``tensorboard``: write
-    TensorBoard files. ``wandb_project``: of W&B; None: no W&B. ``run_id``: of the W&B run; None: a random one.
+    ``total_steps``: of the run. ``schedule``: its phases, evaluations and saves, for the time to the end; None: one
+    phase of ``total_steps``. ``interval``: steps between two updates of the console. ``tensorboard``: write TensorBoard
+    files. ``wandb_project``: of W&B; None: no W&B. ``run_id``: of the W&B run; None: a random one.
     ``primary``: True on the first host only; on other hosts the logger measures stages and writes nothing.
     ``console``: of rich; None: standard output. ``backends``: your own, which the logger also closes.
 
@@ -42,6 +48,7 @@ class Logger:
         *,
         resume_step: int | None,
         total_steps: int,
+        schedule: Schedule | None = None,
         interval: int = 1,
         tensorboard: bool = True,
         wandb_project: str | None = None,
@@ -57,6 +64,7 @@ class Logger:
         self.workdir = Path(workdir)
         self._last = -1 if resume_step is None else resume_step
         self._stages: dict[str, float] = {}
+        self._thread = threading.get_ident()
         self._seen: set[str] = set()
         self._warned: set[str] = set()
         self._clock = time.perf_counter()
@@ -66,7 +74,7 @@ class Logger:
             return
         from rich.console import Console
 
-        self._panel = Panel(console or Console(), total_steps, interval)
+        self._panel = Panel(console or Console(), schedule or total_steps, interval)
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._backends.append(JsonLines(self.workdir / "metrics.jsonl", resume_step))
         if tensorboard:
@@ -76,10 +84,24 @@ class Logger:
         self._backends += [*backends, self._panel]
 
     def __enter__(self) -> Logger:
+        import jax
+
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
         return self
 
     def __exit__(self, *_: object) -> None:
+        import jax
+
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
         self.close()
+
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        """Add the seconds of a compilation to ``time/compile``. A listener for ``jax.monitoring``.
+
+        A compilation in another thread is left out, because the step does not wait for the compilation.
+        """
+        if event in COMPILES and threading.get_ident() == self._thread:
+            self._stages["compile"] = self._stages.get("compile", 0.0) + duration_secs
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float | None]:
         """Write the metrics of one step with the times of the stages since the last call; returns what was written.
@@ -101,14 +123,16 @@ class Logger:
         return clean
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, deadline: str | None = None) -> Iterator[None]:
         """Time a section as ``time/<name>``; the section also has a deadline (`deadlines.stage`).
 
         Results must be ready (``block_until_ready``) before the section ends.
+
+        ``deadline``: stage whose deadline holds; None: that of ``name``.
         """
         start = time.perf_counter()
         try:
-            with deadlines.stage(name):
+            with deadlines.stage(deadline or name):
                 yield
         finally:
             self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start

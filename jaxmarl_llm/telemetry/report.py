@@ -41,7 +41,7 @@ PANELS = (
     ("Loss of supervised fine-tuning", "nats per token", r"(?:sft|imitation)/([^/]+)/nll"),
     ("Preferences in the right order", "share", r"dpo/([^/]+)/accuracy"),
     ("Throughput", "tokens per second", r"speed/(.+)"),
-    ("Time of a step", "seconds", r"time/((?!step$).+)"),
+    ("Time of a step", "seconds", r"time/((?!step$|compile$).+)"),
 )
 # Phases of a run, by the keys that only their steps have.
 PHASES = (

@@ -328,7 +328,7 @@ def test_a_backend_that_does_not_open_is_left_out(tmp_path, monkeypatch, caplog)
 
 def test_the_panel_is_a_backend_by_itself():
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    panel = Panel(console, total_steps=4, interval=2)
+    panel = Panel(console, 4, interval=2)
     for step in (1, 2, 3, 4):
         panel.write(step, {"reward/total": 1.0, "time/step": 2.0})
     panel.close()

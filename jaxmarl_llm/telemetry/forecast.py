@@ -1,0 +1,105 @@
+"""Forecast of the time to the end of a phase: what its steps take, and what evaluations and saves add."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+WINDOW = 30  # steps
+SLOW = 1.5  # a step that takes this many times the median is no example of the steps to come
+
+
+class Schedule(NamedTuple):
+    """What is known of a run before it begins.
+
+    Attributes:
+        ends: Name of each phase and its last step, in order.
+        evaluates: Completed steps -> whether an evaluation comes before the next step.
+        saves: Completed steps -> whether a save follows.
+    """
+
+    ends: tuple[tuple[str, int], ...]
+    evaluates: Callable[[int], bool] = lambda step: False
+    saves: Callable[[int], bool] = lambda step: False
+
+    @property
+    def total(self) -> int:
+        """Number of steps of the run."""
+        return self.ends[-1][1]
+
+    def phase(self, step: int) -> tuple[str, int]:
+        """Name and last step of the phase of a step.
+
+        Args:
+            step: Number of a step, from 1. Beyond the end it belongs to the last phase.
+        """
+        return next(((name, end) for name, end in self.ends if step <= end), self.ends[-1])
+
+
+class Forecast:
+    """Seconds to the end of a phase, from the rows of metrics so far.
+
+    A step that compiles is left out as long as another one is known, and so is a step of another phase. The first
+    evaluation and the first save, which are slower, are left out likewise.
+
+    Args:
+        schedule: Of the run.
+    """
+
+    def __init__(self, schedule: Schedule):
+        self.schedule = schedule
+        self._phase = ""
+        self._plain: deque[float] = deque(maxlen=WINDOW)
+        self._first = 0.0  # a step of the phase without its compilations, until a plain step is known
+        self._added: dict[str, list[float]] = {"evaluation": [], "save": []}
+
+    def see(self, step: int, row: Mapping[str, float | None]) -> None:
+        """Take in the metrics of a step.
+
+        Args:
+            step: Its number, from 1.
+            row: Its metrics; the times in seconds are read.
+        """
+        name, _ = self.schedule.phase(step)
+        if name != self._phase:
+            self._phase = name
+            self._plain.clear()
+        seconds, compiled = (row.get(f"time/{key}") or 0.0 for key in ("step", "compile"))
+        added = 0.0
+        for kind, known in self._added.items():
+            if spent := row.get(f"time/{kind}") or 0.0:
+                known.append(spent)
+                added += spent
+        if not compiled:
+            self._plain.append(seconds - added)
+        self._first = max(seconds - added - compiled, 0.0)
+
+    def seconds(self, step: int) -> float:
+        """Seconds from the end of a step to the end of its phase.
+
+        Args:
+            step: Number of the newest step, from 1.
+        """
+        _, end = self.schedule.phase(step)
+        if step >= end:
+            return 0.0
+        saves = sum(map(self.schedule.saves, range(step, end)))
+        evaluations = sum(map(self.schedule.evaluates, range(step, end)))
+        if end == self.schedule.total:
+            evaluations, saves = evaluations + 1, saves + 1
+        return (end - step) * self._step() + evaluations * self._mean("evaluation") + saves * self._mean("save")
+
+    def _step(self) -> float:
+        """Seconds of a step that neither compiles, evaluates nor saves."""
+        if not self._plain:
+            return self._first
+        middle = sorted(self._plain)[len(self._plain) // 2]
+        usual = [seconds for seconds in self._plain if seconds <= SLOW * middle]
+        return sum(usual) / len(usual)
+
+    def _mean(self, kind: str) -> float:
+        """Mean seconds of an evaluation or of a save; the first one counts only when it is the only one."""
+        known = self._added[kind]
+        rest = known[1:] or known
+        return sum(rest) / len(rest) if rest else 0.0
