@@ -1,0 +1,97 @@
+"""Compare runs on their held-out tasks:
+
+    jaxmarl-llm compare RUN [RUN...]                        differences, results, paired tests
+    jaxmarl-llm compare RUN [RUN...] --out=compare.png      also draw the curves
+
+Runs that differ in nothing but the seed are one arm. The first arm is compared with each other one. A difference is
+taken within each seed, with Student's interval of 95 % over seeds. Where the interval contains 0, nothing is decided.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmarl_llm.cli import arguments
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry import comparison
+from jaxmarl_llm.telemetry.comparison import SEED, Arm, Run
+
+EVALUATION = re.compile(r"(?:eval|final)/(.+)")
+
+
+def main(given: Any) -> int:
+    """Print the comparison of the runs in ``given.run``, and draw it to ``given.out``."""
+    runs = [comparison.open_run(folder) for folder in given.run]
+    metric = given.metric or _common_metric(runs)
+    print("\n".join(report(runs, metric)))
+    if given.out:
+        comparison.draw(comparison.arms(runs), metric, given.out)
+        print(given.out)
+    return 0
+
+
+def _common_metric(runs: Sequence[Run]) -> str:
+    """The evaluation that all ``runs`` have: success before return, and these before others."""
+    shared = set.intersection(*({m[1] for row in run.rows for m in map(EVALUATION.match, row) if m} for run in runs))
+    if not shared:
+        raise ConfigError("no evaluation that all runs have; --metric names one, as in eval/NAME of metrics.jsonl")
+    return min(shared, key=lambda name: (name != "success", name != "return", name))
+
+
+def report(runs: Sequence[Run], metric: str) -> list[str]:
+    """Write the lines of a comparison.
+
+    Args:
+        runs: The runs.
+        metric: Name of the evaluation, without ``eval/``.
+
+    Raises:
+        ConfigError: A run was never evaluated by ``metric``, or two runs are the same.
+    """
+    for run in runs:
+        if run.last(metric) is None:
+            raise ConfigError(f"{run.folder}: no evaluation {metric!r}; --metric names another one")
+    compared, lines = comparison.arms(runs), []
+    if differing := comparison.differences([run.config for run in runs]):
+        lines.append("configurations differ in")
+        lines += [
+            f"  {key}: {', '.join(dict.fromkeys(map(str, found)))}" for key, found in differing.items() if key != SEED
+        ]
+        if SEED in differing:
+            lines.append(f"  {SEED}: {', '.join(dict.fromkeys(str(run.seed) for run in runs))}")
+    lines.append(f"held-out {metric}, newest evaluation")
+    width = max(len(arm.name) for arm in compared)
+    for arm in compared:
+        values = [value for run in arm.runs if (value := run.last(metric)) is not None]
+        lines.append(f"  {arm.name:{width}}  {_shown(values)}")
+    for second in compared[1:]:
+        lines.append(_difference(compared[0], second, metric))
+    return lines
+
+
+def _difference(first: Arm, second: Arm, metric: str) -> str:
+    """The line of a paired difference, second minus first."""
+    effect = comparison.paired(first, second, metric)
+    names = f"  {second.name} minus {first.name}: "
+    if len(effect) < 2:
+        common = "no seed" if not effect else "one seed"
+        return f"{names}{f'{effect[0]:+.3f}; ' if effect else ''}{common} in common, so nothing is decided"
+    mean, half = comparison.interval(effect)
+    verdict = "above 0" if mean - half > 0 else "below 0" if mean + half < 0 else "not decided"
+    return f"{names}{mean:+.3f} ± {half:.3f} over {len(effect)} seeds: {verdict}"
+
+
+def _shown(values: Sequence[float]) -> str:
+    mean, half = comparison.interval(values)
+    return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f} over {len(values)} seeds"
+
+
+if __name__ == "__main__":
+    parser = arguments.Parser("compare", __doc__)
+    parser.add_argument("run", metavar="RUN", nargs="+", help="workdir of a run")
+    parser.add_argument("--metric", help="name behind eval/ in metrics.jsonl; default: success, else return")
+    parser.add_argument("--out", metavar="IMAGE", help="draw the curves to this file")
+    arguments.run(parser, main)
