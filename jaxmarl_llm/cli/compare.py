@@ -25,7 +25,7 @@ EVALUATION = re.compile(r"(?:eval|final)/(.+)")
 def main(given: Any) -> int:
     """Print the comparison of the runs in ``given.run``, and draw it to ``given.out``."""
     runs = [comparison.open_run(folder) for folder in given.run]
-    metric = given.metric or _common_metric(runs)
+    metric = given.metric or common_metric(runs)
     print("\n".join(report(runs, metric)))
     if given.out:
         comparison.draw(comparison.arms(runs), metric, given.out)
@@ -33,8 +33,15 @@ def main(given: Any) -> int:
     return 0
 
 
-def _common_metric(runs: Sequence[Run]) -> str:
-    """The evaluation that all ``runs`` have: success before return, and these before others."""
+def common_metric(runs: Sequence[Run]) -> str:
+    """The evaluation that all runs have: success before return, and these before others.
+
+    Args:
+        runs: At least one.
+
+    Raises:
+        ConfigError: There is none.
+    """
     shared = set.intersection(*({m[1] for row in run.rows for m in map(EVALUATION.match, row) if m} for run in runs))
     if not shared:
         raise ConfigError("no evaluation that all runs have; --metric names one, as in eval/NAME of metrics.jsonl")

@@ -151,6 +151,11 @@ def _parse(argv: Sequence[str], required: Sequence[str], about: str) -> tuple[An
     return cfg, FLAGS.workdir
 
 
+def given_overrides() -> list[tuple[str, str]]:
+    """Pairs of a key, without ``config.``, and the text of its value, as the command line of this process has them."""
+    return _split_overrides(FLAGS.read_flags_from_files(sys.argv[1:]))[1]
+
+
 def _usage(about: str) -> str:
     """The text of ``--help``: ``about``, then a line for each flag of this file and of the entry point."""
     lines = [about, "", "flags:", "  --config.KEY=VALUE: Another value for one key of the config; see --print_config."]

@@ -14,6 +14,7 @@ COMMANDS = {
     "evaluate": "play the held-out tasks with a trained team",
     "export": "write a trained agent as a Hugging Face folder",
     "summary": "print what a run reached",
+    "sweep": "train many settings of a configuration, and compare them",
     "compare": "compare runs: configurations, held-out results in pairs, curves",
     "view": "show the rollouts of runs as a page: trees, groups, credit, transcripts, memories",
     "envs": "list the environments, or describe one",
