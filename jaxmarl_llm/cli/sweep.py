@@ -105,7 +105,12 @@ def settings(axes: Sequence[Axis], trials: int | None, seed: int) -> list[Settin
 
 
 def draw(axis: Axis, seed: str) -> str:
-    """Draw a value of an axis: evenly among its values, or evenly in the logarithm of its range."""
+    """Draw a value: evenly among those of an axis, or evenly in the logarithm of its range.
+
+    Args:
+        axis: The axis.
+        seed: Of this draw.
+    """
     rng = random.Random(seed)
     if axis.bounds is None:
         return rng.choice(axis.values)
@@ -119,7 +124,10 @@ def folder_name(setting: Setting) -> str:
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
-    """Run the sweep. Returns 1 if a run failed, and the code of a run that was stopped."""
+    """Run the sweep in ``workdir``. ``flag_values``: the flags of this module.
+
+    Returns 1 if a run failed, and the exit code of a run that was stopped.
+    """
     del cfg  # each setting is checked as a whole below
     assert workdir is not None  # required by `config_flags.run`
     if "://" in workdir:

@@ -117,7 +117,7 @@ def _fit(
             folder.local,
             resume_step=resumed,
             total_steps=recipe.total_steps,
-            schedule=_schedule(cfg, recipe),
+            schedule=schedule_of(cfg, recipe),
             interval=cfg.run.log_every,
             tensorboard=cfg.run.tensorboard,
             wandb_project=cfg.run.wandb_project,
@@ -360,8 +360,13 @@ def restore(
     return state.replace(params={**state.params, "shared": shared}), got[2]
 
 
-def _schedule(cfg: BaseConfig, recipe: Recipe) -> Schedule:
-    """Phases, evaluations and saves of the run of ``recipe``, before it begins."""
+def schedule_of(cfg: BaseConfig, recipe: Recipe) -> Schedule:
+    """Phases, evaluations and saves of a run, before it begins.
+
+    Args:
+        cfg: Configuration of the run.
+        recipe: Made of ``cfg``.
+    """
     ends = [start + p.steps for start, p in zip(recipe.starts, recipe.phases, strict=True)]
     named = tuple((p.name, end) for p, end in zip(recipe.phases, ends, strict=True) if p.steps)
     return Schedule(

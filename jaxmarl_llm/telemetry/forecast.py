@@ -11,7 +11,7 @@ SLOW = 1.5  # a step that takes this many times the median is no example of the 
 
 
 class Schedule(NamedTuple):
-    """What is known of a run before it begins.
+    """Steps of a run: where its phases end, when it evaluates and saves.
 
     Attributes:
         ends: Name of each phase and its last step, in order.

@@ -94,3 +94,15 @@ def test_compilations_are_timed_apart(tmp_path):
         assert 0 < compiles["time/compile"] <= compiles["time/step"] and "time/compile" not in plain
     jax.jit(lambda x: jnp.cos(x) * 19)(jnp.ones(3)).block_until_ready()
     assert "time/compile" not in logger.log(3, {})  # the listener is gone
+
+
+def test_the_study_compares_with_the_seconds_that_were_left():
+    """Evaluations and saves are known from the middle of training on; before, the forecast is too short."""
+    from experiments.studies.time_to_end import errors
+
+    known = rows()
+    stage_0, training = errors(SCHEDULE, [{"step": i, **row} for i, row in enumerate(known, 1)])
+    assert (len(stage_0.errors), len(training.errors)) == (8, 28)  # steps 10 to 17, and 30 to 57
+    assert stage_0.seconds == sum(row["time/step"] for row in known[:20])
+    np.testing.assert_allclose(stage_0.errors[-2:], 0, atol=1e-9)  # the save of step 15 is in the row of step 16
+    assert (training.errors[1:] > 0).all() and training.errors[-1] == pytest.approx(SAVE / (left(known, 57) - SAVE))
