@@ -124,7 +124,7 @@ def folder_name(setting: Setting) -> str:
 
 
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
-    """Run the sweep in ``workdir``. ``flag_values``: the flags of this module.
+    """Run the sweep of ``cfg`` in ``workdir``. ``flag_values``: the flags of this module.
 
     Returns 1 if a run failed, and the exit code of a run that was stopped.
     """
