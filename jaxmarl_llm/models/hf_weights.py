@@ -128,8 +128,7 @@ def save(
 ) -> None:
     """Write a directory that ``transformers.AutoModelForCausalLM`` loads.
 
-    It is written under a hidden name beside ``path`` and renamed when complete. Of tokenizers without transformers
-    files (bytes) only the eos and pad ids are written.
+    It is written under a hidden name beside ``path`` and renamed when complete.
 
     Args:
         path: the directory to write.

@@ -203,6 +203,9 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
 
+    def save(self, directory: Path) -> None:
+        tokenizer_files.save_bytes(directory, {"pad": self.PAD, "eos": self.EOS, "sep": self.SEP, **self.ROLES})
+
     def layout(self, shape: tuple[tuple[str, bool], ...]) -> tuple[Text | Control | Slot, ...]:
         pieces: list[Text | Control | Slot] = []
         header = max((k + 1 for k, (speaker, _) in enumerate(shape) if speaker != "raw"), default=None)

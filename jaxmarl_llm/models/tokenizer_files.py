@@ -7,7 +7,7 @@ one line. Code that a folder brings with it is never run, and nothing is asked o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,3 +163,40 @@ def _check_config(file: Path) -> None:
     for id in config.get("added_tokens_decoder") or {}:
         if not (id.isascii() and id.isdecimal() and len(id) < 9):
             raise ConfigError(f"{file}: added_tokens_decoder: expected ids as keys, found {id!r}")
+
+
+# Messages of `tokenizer.ByteTokenizer`: role marker, bytes, end.
+_BYTES_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] }}"
+    "{{- '<|eos|>' if message['role'] == 'assistant' else '<|sep|>' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+
+
+def save_bytes(directory: Path, control: Mapping[str, int]) -> None:
+    """Write a tokenizer of bytes that transformers loads as ``PreTrainedTokenizerFast``.
+
+    Transformers reads the text of a control token, as ``<|eos|>``, as that token. Our tokenizer reads it as bytes.
+
+    Args:
+        directory: Where tokenizer.json and tokenizer_config.json go.
+        control: Id of each control token by its name, from 256 on without a gap.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # A byte without a printable character of its own has one from 256 on, in the order of the bytes.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printable else next(hidden)): byte for byte in range(256)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    names = sorted(control, key=lambda name: control[name])
+    made.add_special_tokens([AddedToken(f"<|{name}|>", normalized=False) for name in names])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<|pad|>", eos_token="<|eos|>", clean_up_tokenization_spaces=False
+    )
+    wrapped.chat_template = _BYTES_TEMPLATE
+    wrapped.save_pretrained(str(directory))

@@ -399,7 +399,9 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     for key, value in recipe.evaluate(again).items():
         assert value == last[key.replace("eval/", "final/")]
     given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"], "best": False}
-    chosen = type("Flags", (), given)
+    chosen = type("Flags", (), {**given, "adapters": False})
+    with pytest.raises(ConfigError, match=r"--adapters: the run has none; .*parameter_sharing=lora, got separate"):
+        export.main(None, workdir, type("Flags", (), {**given, "adapters": True}))
     export.main(None, workdir, chosen)
     params, _ = hf_weights.load(tmp_path / "out" / "lookup")
     assert digests(params) == digests(state.params["agents"]["lookup"]["params"])
