@@ -17,6 +17,7 @@ COMMANDS = {
     "sweep": "train many settings of a configuration, and compare them",
     "compare": "compare runs: configurations, held-out results in pairs, curves",
     "view": "show the rollouts of runs as a page: trees, groups, credit, transcripts, memories",
+    "play": "play an environment in the terminal: you, scripts, or the models of a run",
     "envs": "list the environments, or describe one",
     "recipes": "list the recipes and their configurations, or describe one",
     "doctor": "say what this machine has, and what to install",

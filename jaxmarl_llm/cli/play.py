@@ -1,0 +1,192 @@
+"""Play a host environment in the terminal, to see what a role sees and what a reward pays:
+
+    jaxmarl-llm play capitals:make                            you are every role
+    jaxmarl-llm play chain_text --role=solver --say=checker=ok  you are the solver, the checker always says ok
+    jaxmarl-llm play --workdir=runs/try --role=solver         you are the solver, trained models are the others
+    jaxmarl-llm play --workdir=runs/try --watch               the trained team plays alone
+
+Before each completion the prompt is shown as that role sees it. After each joint action the rewards are shown by role
+and component. Write one line; `\\n` in it is a line break. The end of input (Ctrl-D) ends the game. `--task` is the
+number of a task, or a task of your own in JSON. Models of a run that trains with a memory play without it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxmarl_llm.cli import arguments
+from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, HostEnv, Prompt
+
+Player = Callable[[str, Prompt, int], Action]  # (role, prompt, turn) -> completion
+
+
+class Ended(Exception):
+    """The end of the input."""
+
+
+def main(given: Any) -> int:
+    """Play one task. ``given``: the parsed arguments."""
+    if (given.env is None) == (given.workdir is None):
+        raise ConfigError("expected an environment or --workdir=RUN, one of the two")
+    env, tasks, trained = _open_run(given) if given.workdir else _open_env(given.env)
+    players = _players(env.roles, given, trained)
+    try:
+        play(env, _task(tasks, given.task), players, given.seed)
+    except Ended:
+        print("\nended")
+    return 0
+
+
+def play(env: HostEnv, task: Any, players: Mapping[str, Player], seed: int = 0) -> dict[str, dict[str, float]]:
+    """Play a task to its end, and show everything.
+
+    Args:
+        env: The environment. An exception of it goes on: it is what this command looks for.
+        task: Argument of its ``reset``.
+        players: Who completes the prompts of each role.
+        seed: Of the environment's random numbers.
+
+    Returns:
+        The sums of the rewards by role and component.
+    """
+    state, sums = env.reset(seed, task), {role: dict.fromkeys(env.components, 0.0) for role in env.roles}
+    for turn in range(env.max_turns):
+        actions = {}
+        for role, prompt in env.observe(state).items():
+            print(f"--- turn {turn}, {role} reads")
+            print("\n".join(f"[{message.speaker}] {message.text}" for message in prompt))
+            actions[role] = players[role](role, prompt, turn)
+            print(f"--- {role} says\n{actions[role].text}")
+        if not actions:
+            break
+        state, rewards, done = env.step(seed + turn, state, actions)
+        print("--- rewards")
+        for role in env.roles:
+            paid = rewards.get(role, {})
+            for component, value in paid.items():
+                if value is not None:
+                    sums[role][component] += value
+            print(f"{role}: {', '.join(f'{name} {value}' for name, value in paid.items()) or 'none'}")
+        if done:
+            break
+    print("--- sums")
+    for role, own in sums.items():
+        print(f"{role}: {', '.join(f'{name} {value:g}' for name, value in own.items())}")
+    return sums
+
+
+def _players(roles: Sequence[str], given: Any, trained: Player | None) -> dict[str, Player]:
+    """Who plays which role: the person those of ``--role``, scripts those of ``--say``, ``trained`` the others."""
+    said: dict[str, str] = {}
+    for text in given.say:
+        role, equals, line = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--say={text}: expected ROLE=TEXT")
+        said[role] = line.replace("\\n", "\n")
+    for flag, names in (("--role", given.role), ("--say", said)):
+        if unknown := [name for name in names if name not in roles]:
+            raise ConfigError(f"{flag}={unknown[0]}: no such role; the roles are {', '.join(roles)}")
+    if given.watch and (trained is None or given.role):
+        raise ConfigError("--watch: expected --workdir=RUN and no --role")
+    person = set(given.role) or (set() if given.watch else set(roles) - set(said) if trained is None else set())
+    if trained is not None and not person and not given.watch:
+        raise ConfigError("--workdir: expected --role=ROLE, the role that you play, or --watch")
+    players: dict[str, Player] = {}
+    for role in roles:
+        if role in said:
+            players[role] = lambda role, prompt, turn: _action(said[role])
+        elif role in person:
+            players[role] = lambda role, prompt, turn: _action(_asked(role))
+        elif trained is not None:
+            players[role] = trained
+        else:
+            raise ConfigError(f"--role: nobody plays {role!r}; expected it in --role or --say, or a --workdir")
+    return players
+
+
+def _asked(role: str) -> str:
+    """One line of the person, with its line breaks."""
+    print(f"--- you are {role}: ", end="", flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise Ended
+    return line.removesuffix("\n").replace("\\n", "\n")
+
+
+def _action(text: str) -> Action:
+    """A completion without a model: its ids are bytes."""
+    return Action(text, tuple(text.encode()))
+
+
+def _task(tasks: Sequence[Any], given: str) -> Any:
+    """The task that ``--task`` names: a number, or the task itself in JSON."""
+    if given.isdigit():
+        if int(given) >= len(tasks):
+            raise ConfigError(f"--task={given}: expected a number below {len(tasks)}, or a task in JSON")
+        return tasks[int(given)]
+    try:
+        return json.loads(given)
+    except ValueError:
+        raise ConfigError(f"--task={given:.80}: expected a number, or a task in JSON") from None
+
+
+def _open_env(name: str) -> tuple[HostEnv, Sequence[Any], None]:
+    """An environment with its training tasks."""
+    from jaxmarl_llm.envs.contract import ArrayTask
+    from jaxmarl_llm.envs.registry import EnvConfig
+
+    config = EnvConfig(name)
+    config.check("env")
+    task = config.environment()
+    if isinstance(task, ArrayTask):
+        raise ConfigError(f"{name}: an array environment has no text; expected a host environment")
+    return task.make(), task.tasks, None
+
+
+def _open_run(given: Any) -> tuple[HostEnv, Sequence[Any], Player]:
+    """The environment of a run with its held-out tasks, and its trained models as players."""
+    import dataclasses
+
+    import jax
+    import numpy as np
+
+    from jaxmarl_llm.cli.evaluate import open_run
+    from jaxmarl_llm.rollout.env_runner import HostEnvRunner
+    from jaxmarl_llm.rollout.launches import GenerationRequest, TeamSampler
+
+    cfg, recipe, state = open_run(given.workdir, mesh=("1", "1", "1"), best=given.best)
+    runner, team = recipe.env_runner, recipe.team
+    if not isinstance(runner, HostEnvRunner) or not isinstance(runner.env, HostEnv):
+        raise ConfigError(f"--workdir={given.workdir}: its environment {cfg.env.name!r} is an array environment")
+    key, env = jax.random.key(given.seed), runner.env
+    sampling = dataclasses.replace(cfg.sampling, temperature=0.0) if given.greedy else cfg.sampling
+
+    def trained(role: str, prompt: Prompt, turn: int) -> Action:
+        place = team.role_index(role)
+        fitted = team.model_of(place).tokenizer.fit(prompt, role, cfg.env.max_prompt)
+        drawn = np.asarray(jax.random.key_data(jax.random.fold_in(key, turn)))
+        request = GenerationRequest(team.players(place)[0], 1, 0, place, drawn, fitted.ids)
+        sampler = TeamSampler(team, state.params, sampling)
+        ((completion,),) = sampler.sample([request], more=False)
+        return completion.action
+
+    runner.close()
+    return env, runner.held_out, trained
+
+
+if __name__ == "__main__":
+    parser = arguments.Parser("play", __doc__)
+    parser.add_argument("env", nargs="?", metavar="ENV", help="an environment; or --workdir")
+    parser.add_argument("--workdir", metavar="RUN", help="a trained run, whose models play the other roles")
+    parser.add_argument("--best", action="store_true", help="the best step of the run instead of the newest")
+    parser.add_argument("--greedy", action="store_true", help="models take the most likely token")
+    parser.add_argument("--role", action="append", default=[], help="role that you play; may be given several times")
+    parser.add_argument("--say", action="append", default=[], metavar="ROLE=TEXT", help="what a role always says")
+    parser.add_argument("--watch", action="store_true", help="the trained team plays alone")
+    parser.add_argument("--task", default="0", help="number of a task, or a task in JSON")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the environment and of the models")
+    arguments.run(parser, main)

@@ -1,0 +1,146 @@
+"""`jaxmarl-llm play`: people and scripts on rewards that are known, and a trained team beside its rollout."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxmarl_llm.cli import play
+from jaxmarl_llm.errors import ConfigError
+
+CAPITALS = """
+from jaxmarl_llm import TextTask
+
+def reward(task, texts):
+    if "boom" in texts["solver"]:
+        raise ValueError("my own mistake")
+    return {"accuracy": float(task["capital"] in texts["solver"]), "length": len(texts["judge"])}
+
+def make():
+    rows = [{"country": c, "capital": t} for c, t in (("France", "Paris"), ("Japan", "Tokyo"), ("Peru", "Lima"))]
+    prompts = {"solver": "Capital of {country}?", "judge": "Say fine."}
+    return TextTask({"train": rows[:2], "test": rows[2:]}, prompts, reward)
+"""
+
+
+@pytest.fixture
+def capitals(tmp_path, monkeypatch):
+    (tmp_path / "own_capitals.py").write_text(CAPITALS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_capitals:make"
+    sys.modules.pop("own_capitals", None)
+
+
+def given(env=None, **changes):
+    defaults = {
+        "workdir": None,
+        "best": False,
+        "role": [],
+        "say": [],
+        "watch": False,
+        "greedy": False,
+        "task": "0",
+        "seed": 0,
+    }
+    return argparse.Namespace(env=env, **{**defaults, **changes})
+
+
+def test_a_person_and_a_script_see_prompts_and_rewards(capitals, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("It is\\nTokyo\n"))
+    assert play.main(given(capitals, say=["judge=fine"], task="1")) == 0
+    shown = capsys.readouterr().out
+    assert "--- turn 0, solver reads\n[user] Capital of Japan?" in shown
+    assert "--- solver says\nIt is\nTokyo" in shown and "--- judge says\nfine" in shown
+    assert "--- rewards\nsolver: accuracy 1.0, length 4" in shown
+    assert shown.endswith("--- sums\nsolver: accuracy 1, length 4\njudge: accuracy 1, length 4\n")
+    assert shown.index("solver reads") < shown.index("you are solver") < shown.index("--- rewards")
+
+
+def test_a_task_of_ones_own_and_the_end_of_input(capitals, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Rome\n"))
+    own = '{"country": "Italy", "capital": "Rome"}'
+    assert play.main(given(capitals, say=["judge="], task=own)) == 0
+    assert "Capital of Italy?" in (shown := capsys.readouterr().out) and "accuracy 1.0, length 0" in shown
+    assert play.main(given(capitals, role=["solver", "judge"])) == 0
+    assert capsys.readouterr().out.endswith("\nended\n")
+
+
+def test_the_users_own_exception_is_shown(capitals):
+    with pytest.raises(ValueError, match="my own mistake"):
+        play.main(given(capitals, say=["judge=x", "solver=boom"]))
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"role": ["sovler"]}, "--role=sovler: no such role; the roles are solver, judge"),
+        ({"say": ["judge"]}, "--say=judge: expected ROLE=TEXT"),
+        ({"role": ["solver"]}, "nobody plays 'judge'"),
+        ({"watch": True}, "--watch: expected --workdir=RUN and no --role"),
+        ({"task": "7"}, "--task=7: expected a number below 2, or a task in JSON"),
+        ({"task": "{"}, "expected a number, or a task in JSON"),
+    ],
+)
+def test_bad_input_is_one_line(capitals, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        play.main(given(capitals, **changes))
+
+
+def test_an_environment_or_a_run_is_asked_for(capitals):
+    for wrong in (given(), given(capitals, workdir="x")):
+        with pytest.raises(ConfigError, match="expected an environment or --workdir=RUN, one of the two"):
+            play.main(wrong)
+    with pytest.raises(ConfigError, match="matrix: an array environment has no text"):
+        play.main(given("matrix"))
+
+
+def test_the_trained_team_says_what_its_rollout_says(capitals, monkeypatch, capsys, tmp_path):
+    """At temperature 0, for every role: the texts of `EnvRunner.play` on the same held-out task."""
+    import jax
+
+    from jaxmarl_llm.cli import evaluate
+    from jaxmarl_llm.config import from_dict
+    from jaxmarl_llm.generation.sampling import Sampling
+    from jaxmarl_llm.recipes import magrpo
+    from jaxmarl_llm.rollout.plans import single
+
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+    }
+    made = {
+        "env": {"name": capitals, "workers": 0}, "reward": {"accuracy": 1.0}, "sft": {"steps": 0}, "steps": 1,
+        "team": {"max_new_tokens": 5, "backbone": shape}, "batch": 1,
+    }  # fmt: skip
+    cfg = from_dict(magrpo.Config, made)
+    recipe = magrpo.make(cfg)
+    state = recipe.init(0)
+    key = jax.random.key(9)
+    greedy = Sampling(temperature=0.0)
+    rollout = recipe.env_runner.play(recipe.team, state.params, {}, [0], single(), key, greedy, None, held_out=True)
+    expected = [rollout.completion_text(i) for i in range(len(recipe.team.roles))]
+    monkeypatch.setattr(evaluate, "open_run", lambda *_, **__: (cfg, recipe, state))
+    assert play.main(given(workdir="run", watch=True, greedy=True)) == 0
+    shown = capsys.readouterr().out
+    assert "Capital of Peru?" in shown  # held out
+    for role, text in zip(("solver", "judge"), expected, strict=True):
+        assert f"--- {role} says\n{text}\n" in shown
+    with pytest.raises(ConfigError, match="--workdir: expected --role=ROLE, the role that you play, or --watch"):
+        play.main(given(workdir="run"))
+
+
+def test_the_command_ends_wrong_input_with_one_line(tmp_path):
+    command = [sys.executable, "-m", "jaxmarl_llm", "play", "capital"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
