@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmarl_llm import json_files
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry.metrics_file import read_metrics, roles_of
 
@@ -91,7 +92,7 @@ def report(
         _draw(axis, rows, title, unit, lines, colours)
     for axis in axes[len(panels) :]:
         axis.remove()
-    figure.suptitle(f"{Path(workdir).resolve().name} · {_steps(rows)}", fontsize=13, weight="bold")
+    figure.suptitle("\n".join(_title(Path(workdir), rows)), fontsize=13, weight="bold")
     if path is not None:
         figure.savefig(Path(workdir) / path)
     return figure
@@ -101,6 +102,26 @@ def _current(row: Mapping[str, Any]) -> dict[str, Any]:
     """``row`` with today's names of keys; the evaluation after the last step counts as the last evaluation."""
     renamed = {RENAMED.get(key, key): value for key, value in row.items()}
     return renamed | {f"eval/{k.removeprefix('final/')}": v for k, v in renamed.items() if k.startswith("final/")}
+
+
+def _title(workdir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the run reached, then its name, recipe, seed and steps."""
+    config = json_files.read_object(workdir / "config.json") if (workdir / "config.json").exists() else {}
+    facts = [workdir.resolve().name, *(f"{key} {config[key]}" for key in ("recipe", "seed") if key in config)]
+    return [*headline(rows), " · ".join([*facts, _steps(rows)])]
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what training changed on held-out tasks, in at most one line.
+
+    Args:
+        rows: Metrics with the names of today. Success counts, else the return.
+    """
+    for name in ("success", "return"):
+        seen = [row[f"eval/{name}"] for row in rows if row.get(f"eval/{name}") is not None]
+        if len(seen) > 1:
+            return [f"{name} on held-out tasks: {seen[0]:.2f} → {seen[-1]:.2f}"]
+    return []
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> str:

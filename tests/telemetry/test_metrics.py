@@ -494,3 +494,21 @@ def test_episodes_markdown(tmp_path):
     assert "``````text\nbefore\n```\n# not a heading\n`````\nafter\\x1b[31m\\ud800\n``````\n" in text
     assert f"{'x' * 50}\n[… 500 characters left out …]\n{'x' * 50}\n```" in text
     assert "## Episode 2" in text
+
+
+def test_the_report_begins_with_what_the_run_reached(tmp_path):
+    rows = [
+        {"step": 10, "eval/success": 0.52, "eval/return": 1.0},
+        {"step": 20, "eval/success": None, "reward/total": 0.7},
+        {"step": 30, "final/success": 0.969, "final/return": 2.0},
+    ]
+    write_rows(tmp_path / "mine", rows)
+    (tmp_path / "mine" / "config.json").write_text(json.dumps({"recipe": "grpo", "seed": 3}))
+    first, second = report(tmp_path / "mine", None)._suptitle.get_text().split("\n")
+    assert first == "success on held-out tasks: 0.52 → 0.97"
+    assert second.startswith("mine · recipe grpo · seed 3 · ")
+    without = [{k: v for k, v in row.items() if not k.endswith("success")} for row in rows]
+    write_rows(tmp_path / "other", without)
+    assert report(tmp_path / "other", None)._suptitle.get_text().startswith("return on held-out tasks: 1.00 → 2.00\n")
+    write_rows(tmp_path / "one", without[:1])  # one evaluation changed nothing
+    assert report(tmp_path / "one", None)._suptitle.get_text().startswith("one · ")
