@@ -10,6 +10,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.training.actor_critic import CriticAdvantage
     from jaxmarl_llm.training.config import SFT, ActorCritic, BaseConfig, Offline, RunConfig
+    from jaxmarl_llm.training.curriculum import Curriculum
     from jaxmarl_llm.training.drivers import HostDriver
     from jaxmarl_llm.training.dynamic_sampling import DynamicSampling
     from jaxmarl_llm.training.evaluation import evaluate
@@ -27,6 +28,7 @@ else:
             "BaseConfig": f"{__name__}.config",
             "ClipCov": f"{__name__}.objectives",
             "CriticAdvantage": f"{__name__}.actor_critic",
+            "Curriculum": f"{__name__}.curriculum",
             "DynamicSampling": f"{__name__}.dynamic_sampling",
             "HostDriver": f"{__name__}.drivers",
             "KlCov": f"{__name__}.objectives",
@@ -52,6 +54,7 @@ __all__ = [
     "BaseConfig",
     "ClipCov",
     "CriticAdvantage",
+    "Curriculum",
     "DynamicSampling",
     "HostDriver",
     "KlCov",
