@@ -50,6 +50,7 @@ KEYS = {
     "count/{cut_prompts, cut_tokens}": "prompts longer than env.max_prompt, and the tokens left out of them",
     "sampling/{plays, played, kept}": "dynamic sampling: plays, tasks played, and tasks with a selected group",
     "curriculum/{learnability, tried}": "curriculum: mean p (1 - p) of the step's tasks, and share of all tasks tried",
+    "replay/{stored, added, weight}": "replay: completions in the ring, and added; mean truncated importance weight",
     "count/skipped": "steps of the run so far whose update was not finite and was skipped",
     "logprob_diff": "largest difference of log-probs between sampler and learner, over all models",
     "time/{rollout, reward, update, memory, step}": "seconds; written by the logger from its stages",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.training.losses import Loss, policy_loss
     from jaxmarl_llm.training.objectives import ClipCov, KlCov, cispo
     from jaxmarl_llm.training.optimizers import Optimizer
+    from jaxmarl_llm.training.replay import Replay
     from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -36,6 +37,7 @@ else:
             "Loss": f"{__name__}.losses",
             "Offline": f"{__name__}.config",
             "Optimizer": f"{__name__}.optimizers",
+            "Replay": f"{__name__}.replay",
             "RunConfig": f"{__name__}.config",
             "SFT": f"{__name__}.config",
             "cispo": f"{__name__}.objectives",
@@ -62,6 +64,7 @@ __all__ = [
     "Loss",
     "Offline",
     "Optimizer",
+    "Replay",
     "RunConfig",
     "cispo",
     "evaluate",

@@ -1,6 +1,5 @@
 """The curriculum: its formula by hand, its counts by loops, its draws by enumeration, its steps to the bit."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -10,43 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmarl_llm.agents.team import Backbone, TeamConfig
-from jaxmarl_llm.envs.contract import ArrayTask
-from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.recipes import grpo
-from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
 from jaxmarl_llm.storage.checkpoint import digests
 from jaxmarl_llm.telemetry.keys import is_documented
-from jaxmarl_llm.telemetry.logger import Logger
-from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.curriculum import Curriculum, Rates, learnability, mixed
-from tests import toys
-
-BATCH, GROUP, TASKS = 4, 2, 12
-SMALL = Backbone(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
-RUN = RunConfig(checkpoint_every=1, eval_every=1, tensorboard=False, max_logprob_diff=0)
-
-
-def make(play, **changes):
-    team = TeamConfig(backbone=SMALL, max_new_tokens=2, remat=False)
-    base = {"steps": 4, "batch": BATCH, "group": GROUP, "team": team, "sft": SFT(steps=0), "run": RUN}
-    cfg = grpo.Config(**{**base, "env": EnvConfig("matrix"), "reward": {"accuracy": 1.0}, **changes})
-    env = ArrayTask(toys.relay(2), toys.relay_tasks(TASKS), {"start": jnp.arange(100, 104)})
-    return phases.make_recipe(cfg, grpo.make_plan(cfg), dataclasses.replace(grpo.algorithm(cfg), play=play), env=env)
-
-
-def steps(recipe, folder, count=1):
-    """RL steps: the state after them, and the result and metrics of each."""
-    results, metrics, state = [], [], recipe.init(0)
-    recipe.recorder = lambda *of: results.append(of[-1])
-    with Logger(folder, resume_step=None, total_steps=count, primary=False) as logger:
-        for _ in range(count):
-            state, seen = recipe.step(state, logger)
-            metrics.append(seen)
-    return state, results, metrics
+from tests.training.relay import BATCH, GROUP, TASKS, make, steps
 
 
 def rates(tried, solved):
@@ -79,7 +48,7 @@ def counted(results, bound, decay):
 
 
 def test_counts_are_those_of_loops_over_completions(tmp_path):
-    recipe = make(Curriculum(bound=0.9, decay=0.5))
+    recipe = make({"play": Curriculum(bound=0.9, decay=0.5)})
     state, results, metrics = steps(recipe, tmp_path, 4)
     tried, solved = counted(results, 0.9, 0.5)
     np.testing.assert_allclose(state.kept["curriculum"].tried, tried, rtol=1e-6)
@@ -120,8 +89,8 @@ def test_chances_are_in_proportion_to_the_learnability():
 
 
 def test_a_share_of_0_is_the_plain_step_to_the_bit(tmp_path):
-    state, results, _ = steps(make(Curriculum(share=0.0)), tmp_path, 2)
-    plain, others, _ = steps(make(None), tmp_path, 2)
+    state, results, _ = steps(make({"play": Curriculum(share=0.0)}), tmp_path, 2)
+    plain, others, _ = steps(make(), tmp_path, 2)
     assert digests(state.params) == digests(plain.params) and digests(state.opt_state) == digests(plain.opt_state)
     for ours, theirs in zip(results, others, strict=True):
         np.testing.assert_array_equal(ours.tasks, theirs.tasks)
@@ -130,15 +99,12 @@ def test_a_share_of_0_is_the_plain_step_to_the_bit(tmp_path):
 
 def test_the_share_of_a_batch_follows_the_rates(tmp_path):
     """Only two tasks have a chance that counts: both are drawn, unless the order has them already."""
-    recipe = make(Curriculum(share=0.5))
-    state, results = recipe.init(0), []
+    recipe = make({"play": Curriculum(share=0.5)})
     tried = np.full(TASKS, 1e6)
     tried[[2, 7]] = 0
-    state = state.replace(kept={"curriculum": rates(tried, np.zeros(TASKS))})
-    recipe.recorder = lambda *of: results.append(of[-1])
-    with Logger(tmp_path, resume_step=None, total_steps=1, primary=False) as logger:
-        recipe.step(state, logger)
-    _, plain, _ = steps(make(None), tmp_path)
+    state = recipe.init(0).replace(kept={"curriculum": rates(tried, np.zeros(TASKS))})
+    _, results, _ = steps(recipe, tmp_path, state=state)
+    _, plain, _ = steps(make(), tmp_path)
     np.testing.assert_array_equal(results[0].tasks[:2], plain[0].tasks[:2])
     assert {2, 7} <= set(results[0].tasks.tolist())
 
@@ -148,7 +114,7 @@ def test_a_resumed_run_is_equal_to_the_bit_and_counts_no_held_out_task(tmp_path)
     """`fit` evaluates before each step and at the end; each step tries BATCH tasks GROUP times."""
 
     def run(count, folder):
-        recipe = make(Curriculum(), steps=count)
+        recipe = make({"play": Curriculum()}, steps=count)
         return fit(recipe.cfg, recipe, folder)
 
     straight = run(4, tmp_path / "straight")
@@ -159,7 +125,7 @@ def test_a_resumed_run_is_equal_to_the_bit_and_counts_no_held_out_task(tmp_path)
 
 @pytest.mark.slow
 def test_a_compiled_run_draws_the_same_tasks(tmp_path):
-    recipe = make(Curriculum())
+    recipe = make({"play": Curriculum()})
     state, results, _ = steps(recipe, tmp_path, 4)
     compiled, figures = jax.jit(make_program(recipe).run)(recipe.cfg.seed)
     np.testing.assert_array_equal(compiled.kept["curriculum"].tried, state.kept["curriculum"].tried)
@@ -178,4 +144,4 @@ def test_bad_settings_are_refused_in_one_line():
         with pytest.raises(ConfigError, match=line):
             Curriculum(**dict([settings]))
     with pytest.raises(ConfigError, match=r"^config.batch: expected <= 12 with a curriculum, .* got 16$"):
-        make(Curriculum(), batch=16).init(0)
+        make({"play": Curriculum()}, batch=16).init(0)
