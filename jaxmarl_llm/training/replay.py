@@ -68,8 +68,8 @@ class Replay:
     ``loss.tis_clip`` has no effect on them. Completions of the step itself are stored after the update. The ring is in
     ``state.kept["replay"]``. Draws depend on the ring and the step's key alone.
 
-    Metrics: ``replay/stored`` completions in the ring, ``replay/added`` of this step, and ``replay/weight``, the mean
-    of the truncated importance weights.
+    Metrics: ``replay/stored`` completions in the ring, ``replay/added`` of this step, and ``replay/too_long``, the good
+    ones of this step that do not fit into a row. ``replay/weight`` is the mean of the truncated importance weights.
 
     Attributes:
         size: Rows of the ring. A row has ``2 R + P`` numbers of 4 bytes and five more.
@@ -179,24 +179,31 @@ class Replay:
             nodes.model[node],
         )
         learnt = result.trained & steps.valid & (steps.source == POLICY) & steps.loss_mask.any(-1)
-        ring, added = push(kept, rows, learnt, self.bound)
+        ring, added, too_long = push(kept, rows, learnt, self.bound)
         weights = [m["replay_weight"] for m in result.updated.values() if "replay_weight" in m]
         seen = {"replay/weight": sum(weights) / len(weights)} if weights else {}
-        return ring, {"replay/stored": jnp.minimum(ring.count, self.size), "replay/added": added, **seen}
+        stored = jnp.minimum(ring.count, self.size)
+        return ring, {"replay/stored": stored, "replay/added": added, "replay/too_long": too_long, **seen}
 
 
 @jax.jit
-def push(ring: Ring, rows: Samples, trained: Bool[Array, " C"], bound: float) -> tuple[Ring, Int[jax.Array, ""]]:
-    """Store the rows of a return above a bound, and count them. Rows that are too long for the ring are left out.
+def push(
+    ring: Ring, rows: Samples, trained: Bool[Array, " C"], bound: float
+) -> tuple[Ring, Int[jax.Array, ""], Int[jax.Array, ""]]:
+    """Store the rows of a return above a bound. Rows that are too long for the ring are left out.
 
     Args:
         ring: the ring. Where there are more rows than it holds, the last ones stay.
         rows: completions [C].
         trained: completions that may be stored.
         bound: return that a stored completion is above.
+
+    Returns:
+        The ring, the number of stored rows, and the number of rows that were too long.
     """
     (size, width), most = ring.samples.prompt.shape, ring.samples.tokens.shape[1]
-    good = trained & (rows.value > bound) & (rows.prompt_length <= width) & (rows.length <= most)
+    wanted = trained & (rows.value > bound)
+    good = wanted & (rows.prompt_length <= width) & (rows.length <= most)
     place, total = jnp.cumsum(good) - 1, jnp.sum(good)
     slot = jnp.where(good & (place >= total - size), (ring.count + place) % size, size)
 
@@ -206,7 +213,7 @@ def push(ring: Ring, rows: Samples, trained: Bool[Array, " C"], bound: float) ->
             new = jnp.pad(new[:, :width], ((0, 0), (0, max(0, width - new.shape[1]))))
         return old.at[slot].set(new.astype(old.dtype), mode="drop")
 
-    return Ring(jax.tree.map(put, ring.samples, rows), ring.count + total), total
+    return Ring(jax.tree.map(put, ring.samples, rows), ring.count + total), total, jnp.sum(wanted) - total
 
 
 @functools.partial(jax.jit, static_argnames=("samples",))

@@ -86,14 +86,15 @@ def test_the_ring_is_a_list_of_the_last_good_samples():
         rows = rows.replace(prompt_length=rng.integers(3, 4 + trial % 3 + 1, 9).astype(np.int32))
         rows = rows.replace(length=rng.integers(1, 3 + trial % 2 + 1, 9).astype(np.int32))
         trained = rng.random(9) < 0.9
-        ring, added = replay.push(ring, rows, trained, 0.2)
+        ring, added, too_long = replay.push(ring, rows, trained, 0.2)
         good = [i for i in range(9) if trained[i] and rows.value[i] > 0.2]
+        wanted = len(good)
         good = [i for i in good if rows.prompt_length[i] <= 4 and rows.length[i] <= 3]
         for i in good:
             kept.append((rows.prompt[i, :4].tolist(), rows.tokens[i, :3].tolist(), float(rows.value[i])))
         pushed += len(good)
         order.add(len(good) > size)
-        assert int(added) == len(good) and int(ring.count) == pushed
+        assert int(added) == len(good) and int(ring.count) == pushed and int(too_long) == wanted - len(good)
         at = [(pushed - len(kept) + k) % size for k in range(len(kept))]
         table = ring.samples
         got = [(table.prompt[i].tolist(), table.tokens[i].tolist(), float(table.value[i])) for i in at]
