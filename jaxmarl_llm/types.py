@@ -248,3 +248,4 @@ class TrainState(struct.PyTreeNode):
     opt_state: PyTree  # {model: optimizer state}
     memory: PyTree  # {role: Memory}
     counters: PyTree  # {name: scalar}: updates per model, samples, skipped steps
+    kept: PyTree = struct.field(default_factory=dict)  # {name: arrays} of play and update functions that keep some

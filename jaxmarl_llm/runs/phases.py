@@ -121,6 +121,7 @@ class Recipe:
         params = init_params(self.cfg.team, self.team, stream(seed, INIT))
         for phase in self.phases:
             params |= phase.begin(params["agents"])
+        trained = [phase.step for phase in self.phases if isinstance(phase.step, TrainStep)]
         last = self.phases[self.phase_of(max(step - 1, 0))]  # a state is as its last step left it
         return TrainState(
             step=jnp.int32(0),
@@ -129,6 +130,7 @@ class Recipe:
             opt_state=self.optimizers(last, params["agents"]),
             memory=self.stores(),
             counters={"skipped": jnp.int32(0)},
+            kept={keeper.name: keeper.begin(own) for own in trained for keeper in own.keepers},
         )
 
     def optimizers(self, phase: Phase, agents: Params) -> PyTree:

@@ -10,6 +10,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.training.actor_critic import CriticAdvantage
     from jaxmarl_llm.training.config import SFT, ActorCritic, BaseConfig, Offline, RunConfig
+    from jaxmarl_llm.training.curriculum import Curriculum
     from jaxmarl_llm.training.drivers import HostDriver
     from jaxmarl_llm.training.dynamic_sampling import DynamicSampling
     from jaxmarl_llm.training.evaluation import evaluate
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.training.losses import Loss, policy_loss
     from jaxmarl_llm.training.objectives import ClipCov, KlCov, cispo
     from jaxmarl_llm.training.optimizers import Optimizer
+    from jaxmarl_llm.training.replay import Replay
     from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -27,6 +29,7 @@ else:
             "BaseConfig": f"{__name__}.config",
             "ClipCov": f"{__name__}.objectives",
             "CriticAdvantage": f"{__name__}.actor_critic",
+            "Curriculum": f"{__name__}.curriculum",
             "DynamicSampling": f"{__name__}.dynamic_sampling",
             "HostDriver": f"{__name__}.drivers",
             "KlCov": f"{__name__}.objectives",
@@ -34,6 +37,7 @@ else:
             "Loss": f"{__name__}.losses",
             "Offline": f"{__name__}.config",
             "Optimizer": f"{__name__}.optimizers",
+            "Replay": f"{__name__}.replay",
             "RunConfig": f"{__name__}.config",
             "SFT": f"{__name__}.config",
             "cispo": f"{__name__}.objectives",
@@ -52,6 +56,7 @@ __all__ = [
     "BaseConfig",
     "ClipCov",
     "CriticAdvantage",
+    "Curriculum",
     "DynamicSampling",
     "HostDriver",
     "KlCov",
@@ -59,6 +64,7 @@ __all__ = [
     "Loss",
     "Offline",
     "Optimizer",
+    "Replay",
     "RunConfig",
     "cispo",
     "evaluate",

@@ -14,7 +14,7 @@ from jaxmarl_llm.rollout.keys import EXTRA_PLAYS
 from jaxmarl_llm.rollout.merge import merge_tasks
 from jaxmarl_llm.training.order import shuffled
 from jaxmarl_llm.training.train_step import Played, Step, TrainStep
-from jaxmarl_llm.types import Array
+from jaxmarl_llm.types import Array, TrainState
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class DynamicSampling:
         tasks: Array,
         key: jax.Array,
         rl_step: Step,
+        state: TrainState,
     ) -> Played:
         """Play until enough tasks are kept.
 
@@ -59,6 +60,7 @@ class DynamicSampling:
             tasks: numbers of the step's tasks [B].
             key: random key of the step.
             rl_step: number of the RL step.
+            state: not used.
         """
         batch = len(tasks)
         own = jax.random.fold_in(key, EXTRA_PLAYS)

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.learner import Batch, Learner
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.order import shuffled
-from jaxmarl_llm.types import Array, Model, Params, Team, TrainState, Tree
+from jaxmarl_llm.types import Array, Model, Params, PyTree, Team, TrainState, Tree
 
 Step = Any  # number of an RL step: an int, or traced
 
@@ -161,6 +161,7 @@ class PlayFunction(Protocol):
         tasks: Array,
         key: jax.Array,
         rl_step: Step,
+        state: TrainState,
         /,
     ) -> Played:
         """Play.
@@ -171,6 +172,35 @@ class PlayFunction(Protocol):
             tasks: Numbers of the step's training tasks [B].
             key: Random key of the step. ``once(tasks, key)`` is the step's rollout without this function.
             rl_step: Number of the RL step.
+            state: State before the step. It is read alone.
+        """
+        ...
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """A play or an update function that keeps arrays of earlier steps in ``state.kept[name]``.
+
+    The arrays are a part of checkpoints, so a resumed run is equal to the bit. Their shapes stay the same.
+    """
+
+    name: ClassVar[str]
+
+    def begin(self, step: TrainStep, /) -> PyTree:
+        """The arrays before the first step. Raises a `ConfigError` where the run cannot have them.
+
+        Args:
+            step: Parts of the training step.
+        """
+        ...
+
+    def keep(self, step: TrainStep, kept: PyTree, result: StepResult, /) -> tuple[PyTree, Mapping[str, Any]]:
+        """The arrays after a step, and metrics.
+
+        Args:
+            step: Parts of the training step.
+            kept: The arrays before the step.
+            result: What the step played and trained. Held-out tasks are never in it.
         """
         ...
 
@@ -353,12 +383,12 @@ class TrainStep:
         with driver.stage("rollout", f"rollout {self.plan.name}"):
             params, assignment = self.opponents(state, key)
             tasks, metrics = driver.host(tasks), dict[str, Any]()
-            once = lambda tasks, key: driver.play(self, state, params, tasks, key, assignment)
+            once = lambda tasks, key: driver.play(self, state, params, driver.host(tasks), key, assignment)
             if algorithm.play is None:
                 tree, played = once(tasks, key)
             else:
-                tree, played, tasks, seen = algorithm.play(self, once, tasks, key, rl_step)
-                metrics |= seen
+                tree, played, tasks, seen = algorithm.play(self, once, tasks, key, rl_step, state)
+                tasks, metrics = driver.host((tasks, dict(seen)))
             if driver.debug:
                 finite.check_rollout(self.team, tree, finite.number_of(state))
         with driver.stage("reward"):
@@ -386,7 +416,22 @@ class TrainStep:
                 metrics |= seen
         if cfg.past.size:
             state = driver.when((rl_step + 1) % cfg.past.every == 0, _push_snapshot, state)
-        return state, StepResult(tree, played, credited, selected, updated, metrics, tasks, dict(weights), trained)
+        result = StepResult(tree, played, credited, selected, updated, metrics, tasks, dict(weights), trained)
+        return self.kept(driver, state, result)
+
+    @property
+    def keepers(self) -> tuple[Keeper, ...]:
+        """Functions of the algorithm that keep arrays of earlier steps."""
+        functions: tuple[Any, ...] = (self.algorithm.play, self.algorithm.update)
+        return tuple(function for function in functions if isinstance(function, Keeper))
+
+    def kept(self, driver: Driver, state: TrainState, result: StepResult) -> tuple[TrainState, StepResult]:
+        """State and result after every keeper has seen the step."""
+        kept, metrics = dict(state.kept), dict(result.metrics)
+        for keeper in self.keepers:
+            kept[keeper.name], seen = keeper.keep(self, kept[keeper.name], result)
+            metrics |= driver.host(dict(seen))
+        return state.replace(kept=kept), result._replace(metrics=metrics)
 
     def updated(self, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
         """The state and metrics that the algorithm's update makes; ConfigError where they have another type."""
