@@ -247,5 +247,18 @@ class TrainState(struct.PyTreeNode):
     params: Params  # {"shared": {base: ...}, "agents": {model: ...}}; "reference" and "past" where a run has them
     opt_state: PyTree  # {model: optimizer state}
     memory: PyTree  # {role: Memory}
-    counters: PyTree  # {name: scalar}: updates per model, samples, skipped steps
-    kept: PyTree = struct.field(default_factory=dict)  # {name: arrays} of play and update functions that keep some
+    counters: PyTree  # {name: scalar}: updates per model, samples, skipped steps; and `kept`, where there is something
+
+    @property
+    def kept(self) -> Mapping[str, PyTree]:
+        """Arrays that play and update functions keep of earlier steps, by name."""
+        return self.counters.get("kept", {})
+
+    def with_kept(self, kept: Mapping[str, PyTree]) -> TrainState:
+        """The state with other arrays of earlier steps. Without any it has no entry for them, as earlier versions had.
+
+        Args:
+            kept: Arrays by name.
+        """
+        others = {name: value for name, value in self.counters.items() if name != "kept"}
+        return self.replace(counters={**others, "kept": dict(kept)} if kept else others)

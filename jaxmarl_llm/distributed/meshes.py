@@ -192,6 +192,6 @@ def place_state(mesh: Mesh | Split | None, state: TrainState) -> TrainState:
     if isinstance(mesh, Split):
         at = lambda trees: {name: place(mesh.meshes[name], tree) for name, tree in trees.items()}
         return state.replace(params={k: at(v) for k, v in state.params.items()}, opt_state=at(state.opt_state))
-    everywhere = {k: put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters", "kept")}
+    everywhere = {k: put(getattr(state, k), whole(mesh)) for k in ("step", "key", "memory", "counters")}
     placed = {k: place(mesh, getattr(state, k)) for k in ("params", "opt_state")}
     return state.replace(**everywhere, **placed)

@@ -130,8 +130,7 @@ class Recipe:
             opt_state=self.optimizers(last, params["agents"]),
             memory=self.stores(),
             counters={"skipped": jnp.int32(0)},
-            kept={keeper.name: keeper.begin(own) for own in trained for keeper in own.keepers},
-        )
+        ).with_kept({keeper.name: keeper.begin(own) for own in trained for keeper in own.keepers})
 
     def optimizers(self, phase: Phase, agents: Params) -> PyTree:
         """Fresh optimizer states of a phase."""

@@ -431,7 +431,7 @@ class TrainStep:
         for keeper in self.keepers:
             kept[keeper.name], seen = keeper.keep(self, kept[keeper.name], result)
             metrics |= driver.host(dict(seen))
-        return state.replace(kept=kept), result._replace(metrics=metrics)
+        return state.with_kept(kept), result._replace(metrics=metrics)
 
     def updated(self, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
         """The state and metrics that the algorithm's update makes; ConfigError where they have another type."""

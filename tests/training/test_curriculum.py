@@ -102,7 +102,7 @@ def test_the_share_of_a_batch_follows_the_rates(tmp_path):
     recipe = make({"play": Curriculum(share=0.5)})
     tried = np.full(TASKS, 1e6)
     tried[[2, 7]] = 0
-    state = recipe.init(0).replace(kept={"curriculum": rates(tried, np.zeros(TASKS))})
+    state = recipe.init(0).with_kept({"curriculum": rates(tried, np.zeros(TASKS))})
     _, results, _ = steps(recipe, tmp_path, state=state)
     _, plain, _ = steps(make(), tmp_path)
     np.testing.assert_array_equal(results[0].tasks[:2], plain[0].tasks[:2])

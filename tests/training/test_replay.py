@@ -164,11 +164,11 @@ def test_the_gradient_is_that_of_the_formula(tmp_path):
     ring = before.kept["replay"]
     other = np.random.default_rng(0).normal(0, 0.5, ring.samples.logprobs.shape).astype(np.float32)
     ring = ring.replace(samples=ring.samples.replace(logprobs=ring.samples.logprobs + other))  # as of an older policy
-    before = before.replace(kept={"replay": ring})
+    before = before.with_kept({"replay": ring})
     copy = lambda state: jax.tree.map(jnp.copy, state)
     wanted = by_hand(recipe, before, tool)
     with_replay, _, metrics = steps(recipe, tmp_path, state=copy(before))
-    plain, _, _ = steps(make(optimizer=SGD), tmp_path, state=copy(before.replace(kept={})))
+    plain, _, _ = steps(make(optimizer=SGD), tmp_path, state=copy(before.with_kept({})))
     assert metrics[0]["logprob_diff"] < 1e-3  # replayed tokens count as sampled by the policy of the update
     for name, gradient in wanted.items():
         got = jax.tree.map(lambda a, b: (b - a) / 0.5, with_replay.params["agents"][name], plain.params["agents"][name])
