@@ -12,7 +12,6 @@ from experiments.tpu import compile_ahead, plan_pod
 from experiments.tpu import report as pods
 from jaxmarl_llm.agents.team import Backbone
 from jaxmarl_llm.cli import config_flags
-from jaxmarl_llm.costs import hlo
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.known_shapes import architecture, shape_only
 from jaxmarl_llm.distributed import meshes, sharding
@@ -24,83 +23,6 @@ from jaxmarl_llm.models.batch_invariant import invariant
 
 JOY = "experiments/configs/joyagents_r1.py"
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra aot (libtpu)")
-
-# A loop of 3 rounds around a product, a slice of stacked weights and collectives over 4 devices; and a loop that may
-# end before its 7 rounds.
-PROGRAM = """HloModule test, num_partitions=4
-
-%slice.1 (param_0.1: bf16[3,8,16], param_1.1: s32[]) -> bf16[8,16] {
-  %param_0.1 = bf16[3,8,16]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %param_1.1 = s32[]{:T(128)} parameter(1)
-  %zero = s32[]{:T(128)} constant(0)
-  %cut = bf16[1,8,16]{2,1,0} dynamic-slice(%param_0.1, %param_1.1, %zero, %zero), dynamic_slice_sizes={1,8,16}
-  ROOT %b = bf16[8,16]{1,0} bitcast(%cut)
-}
-
-%body (p: (s32[], bf16[4,8], bf16[3,8,16])) -> (s32[], bf16[4,8], bf16[3,8,16]) {
-  %p = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
-  %x = bf16[4,8]{1,0} get-tuple-element(%p), index=1
-  %w = bf16[3,8,16]{2,1,0} get-tuple-element(%p), index=2
-  %layer = bf16[8,16]{1,0} fusion(%w, %i), kind=kLoop, calls=%slice.1
-  %gathered = bf16[8,64]{1,0:S(1)} all-gather(%layer), channel_id=1, replica_groups=[1,4]<=[4], dimensions={1}
-  %y = f32[4,64]{1,0:S(1)} convolution(%x, %gathered), dim_labels=bf_io->bf
-  %sum = f32[4,64]{1,0:S(1)} all-reduce(%y), channel_id=2, replica_groups=mesh['a'=2,'b'=2] {'b'}, to_apply=%add
-  ROOT %t = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) tuple(%i, %x, %w)
-}
-
-%bounded (q: (s32[], bf16[4,8], bf16[3,8,16])) -> pred[] {
-  %three = s32[]{:T(128)} constant(3)
-  %q = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) parameter(0)
-  %j = s32[]{:T(128)} get-tuple-element(%q), index=0
-  ROOT %less = pred[]{:T(512)} compare(%j, %three), direction=LT
-}
-
-%early (q.1: (s32[], pred[])) -> pred[] {
-  %seven = s32[]{:T(128)} constant(7)
-  %q.1 = (s32[]{:T(128)}, pred[]) parameter(0)
-  %j.1 = s32[]{:T(128)} get-tuple-element(%q.1), index=0
-  %done = pred[]{:T(512)} get-tuple-element(%q.1), index=1
-  %less.1 = pred[]{:T(512)} compare(%j.1, %seven), direction=LT
-  ROOT %go = pred[]{:T(512)} and(%less.1, %done)
-}
-
-%token (r: (s32[], pred[])) -> (s32[], pred[]) {
-  %r = (s32[]{:T(128)}, pred[]) parameter(0)
-  %k = s32[]{:T(128)} get-tuple-element(%r), index=0
-  %f = pred[]{:T(512)} get-tuple-element(%r), index=1
-  %m = f32[2,5]{1,0:S(1)} broadcast(%k), dimensions={}
-  %n = f32[5,3]{1,0:S(1)} broadcast(%k), dimensions={}
-  %d = f32[2,3]{1,0:S(1)} dot(%m, %n), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %t.1 = (s32[]{:T(128)}, pred[]) tuple(%k, %f)
-}
-
-ENTRY %main (a: (s32[], bf16[4,8], bf16[3,8,16]), c: (s32[], pred[])) -> (s32[], pred[]) {
-  %a = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) parameter(0)
-  %c = (s32[]{:T(128)}, pred[]) parameter(1)
-  %loop = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) while(%a), condition=%bounded, body=%body
-  ROOT %loop.1 = (s32[]{:T(128)}, pred[]) while(%c), condition=%early, body=%token
-}
-"""
-
-
-def test_a_program_is_counted_as_often_as_it_runs():
-    product, dot = 2 * 4 * 8 * 64, 2 * 2 * 5 * 3
-    # A layer of 256 bytes is read, written and gathered (twice read, once written), x is read; i is 4 bytes.
-    moved = 256 + 4 + 256 + 256 + 64
-    sent = {"all-gather": 3 * (3 / 4) * 1024, "all-reduce": 3 * 2 * (1 / 2) * 1024}
-    before, whole = hlo.count(PROGRAM, 4, early=0), hlo.count(PROGRAM, 4)
-    assert before.flops == 3 * product and whole.flops == 3 * product + 7 * dot
-    assert hlo.count(PROGRAM, 4, early=1).flops == 3 * product + dot
-    assert before.bytes == 3 * moved
-    assert whole.collectives == sent
-
-
-def test_a_loop_without_a_bound_is_refused():
-    with pytest.raises(ValueError, match="loop"):
-        hlo.count(PROGRAM.replace("direction=LT", "direction=NE"), 4)
-    with pytest.raises(ValueError, match="no entry"):
-        hlo.parse("nothing")
 
 
 @pytest.mark.parametrize(
