@@ -2,7 +2,7 @@
 
 ``compiled.cost_analysis()`` counts the body of a loop once and does not count collectives. So this module reads the
 text of the optimised program. It counts every computation as often as it is called, and a loop as often as its
-constants say (`hlo_loops`). It counts:
+constants say (`hlo_loops`), the loop's condition once more. It counts:
 
 - FLOPs of matrix products (``dot``, and ``convolution``, their form on TPU): 2 for each multiply-add. Those of a kernel
   (Pallas) are what its author estimated, or what a table of closed forms says (`costs.kernel_flops`)
@@ -80,7 +80,7 @@ class Counts(NamedTuple):
         return Counts(n * self.flops, n * self.bytes, {kind: n * v for kind, v in self.collectives.items()})
 
 
-def count(text: str, devices: int, early: int | None = None, kernels: KernelFlops = {}) -> Counts:  # noqa: B006 - read only
+def count(text: str, devices: int, early: int | None = None, kernels: KernelFlops | None = None) -> Counts:
     """Counts of one chip for a compiled program.
 
     text: ``as_text()`` of the program. devices: participants where a collective has no groups. early: iterations of
@@ -88,7 +88,7 @@ def count(text: str, devices: int, early: int | None = None, kernels: KernelFlop
     by name, for those without an estimate. Raises HloError for what has no rule, such as a loop without a bound.
     """
     module = parse(text)
-    counter = _Counter(module, devices, early, kernels)
+    counter = _Counter(module, devices, early, kernels or {})
     total = counter.run(Frame(module.entry), scheduled=True)
     counter.check_chains()
     return total

@@ -165,6 +165,17 @@ def test_weights_that_are_cut_are_gathered_twice_and_their_gradients_scattered(k
     assert scalars(found, layers * 2 * 3 * weight / 4 + 2 * 1024 * 1024)
 
 
+def test_the_end_of_a_chain_is_known_by_its_custom_call_too():
+    """A chain without fusions in the middle, whose end has no configuration of a chain."""
+    parts = program("gathered_v5e").split("\n}\n")
+    bare = [
+        re.sub(r'"async_collective_fusion_config":\{[^}]*\},', "", p) if "CollectiveDone" in p else p for p in parts
+    ]
+    text = "\n}\n".join(bare)
+    assert len(text) < len(program("gathered_v5e"))
+    assert hlo.count(text, 4) == counted("gathered_v5e")
+
+
 def test_a_reduce_scatter_of_several_arrays_is_one():
     text = changed("gathered_v6e", "all-reduce-scatter", "all-reduce-scatter", 2)
     assert hlo.count(text, 4).collectives.keys() == {"all-gather", "reduce-scatter"}
@@ -211,6 +222,47 @@ def test_rows_are_read_and_updated_without_the_whole():
     """128 rows of 512 bfloat16: read, written as a result, read and written by the sum; and six columns of a cache."""
     rows, column, cache, ids = 2 * 128 * 512, 2 * 64 * 2048, 2 * 64 * 1024 * 2048, 4 * 128
     assert scalars(counted("rows"), 4 * rows + ids + 6 * 2 * column + 2 * 2 * cache)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "moved"),
+    [
+        (
+            """%s = (f32[8]{0}, f32[32]{0}) all-gather-start(%a), replica_groups={}, dimensions={0}
+  ROOT %d = f32[32]{0} all-gather-done(%s)""",
+            "all-gather",
+            8 + 32,
+        ),
+        (
+            """%s = f32[8]{0} all-reduce-start(%a), replica_groups={}, to_apply=%add
+  ROOT %d = f32[8]{0} all-reduce-done(%s)""",
+            "all-reduce",
+            8 + 8,
+        ),
+        (
+            """%s = ((f32[8]{0}), f32[32]{0}, u32[]{:S(2)}) async-start(%a), calls=%wrapped
+  %u = ((f32[8]{0}), f32[32]{0}, u32[]{:S(2)}) async-update(%s)
+  ROOT %d = f32[32]{0} async-done(%u)""",
+            "all-gather",
+            8 + 32,
+        ),
+    ],
+)
+def test_a_start_and_its_end_count_once(body, kind, moved):
+    text = f"""HloModule m
+%wrapped (p: f32[8]) -> f32[32] {{
+  %p = f32[8]{{0}} parameter(0)
+  ROOT %g = f32[32]{{0}} all-gather(%p), replica_groups={{}}, dimensions={{0}}
+}}
+
+ENTRY %main (a: f32[8]) -> f32[32] {{
+  %a = f32[8]{{0}} parameter(0)
+  {body}
+}}
+"""
+    found = hlo.count(text, 4)
+    assert found.collectives == {kind: {"all-gather": 3.0, "all-reduce": 1.5}[kind] * 4 * 8}
+    assert found.bytes == 4 * moved
 
 
 def test_a_named_asynchronous_slice_moves_the_slice():
