@@ -202,6 +202,9 @@ ENTRY %main (a: f32[8,4], b: f32[16]) -> (f32[2,4], f32[4]) {
     assert found.collectives == {"reduce-scatter": 3 / 4 * 4 * 48} and found.bytes == 4 * (48 + 12)
     with pytest.raises(hlo.HloError, match=r"line 5 .*all-reduce-scatter fusion of this form has no rule"):
         hlo.count(whole.replace("s32[] constant(0)", "s32[] constant(1)").replace("f32[2,4]", "f32[4,4]"), 4)
+    # Not in a fusion, the sum is made whole before it is cut.
+    called = whole.replace("all-reduce-scatter", "steps").replace("fusion(", "call(").replace("calls=", "to_apply=")
+    assert hlo.count(called, 4).collectives == {"all-reduce": 2 * 3 / 4 * 4 * 48}
     plain = whole.replace("%all-reduce-scatter", "%fused").replace("tuple(%m, %n)", "tuple(%x, %y)")
     plain = plain.replace("f32[2,4], f32[4]", "f32[8,4], f32[16]")
     assert hlo.count(plain, 4).collectives == {"all-reduce": 2 * 3 / 4 * 4 * 48}
@@ -222,6 +225,143 @@ def test_rows_are_read_and_updated_without_the_whole():
     """128 rows of 512 bfloat16: read, written as a result, read and written by the sum; and six columns of a cache."""
     rows, column, cache, ids = 2 * 128 * 512, 2 * 64 * 2048, 2 * 64 * 1024 * 2048, 4 * 128
     assert scalars(counted("rows"), 4 * rows + ids + 6 * 2 * column + 2 * 2 * cache)
+
+
+def fused(parameters, body, result, operands):
+    """A program of one fusion. parameters, operands: of the fusion, name -> type. body: its instructions."""
+    lines = [f"  %{name} = {kind} parameter({k})" for k, (name, kind) in enumerate(parameters.items())]
+    inner = "\n".join([*lines, *(f"  {line}" for line in body)])
+    outer = "\n".join(f"  %{name} = {kind} parameter({k})" for k, (name, kind) in enumerate(operands.items()))
+    given = ", ".join(f"%{name}" for name in operands)
+    return f"""HloModule m
+%inner (p: f32[1]) -> f32[1] {{
+{inner}
+}}
+
+ENTRY %main (a: f32[1]) -> f32[1] {{
+{outer}
+  ROOT %f = {result} fusion({given}), kind=kLoop, calls=%inner
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "result", "moved"),
+    [
+        # A slice behind an elementwise operation: rows of p; the index is 4 bytes.
+        (
+            [
+                "%c = f32[64,8] negate(%p)",
+                "%s = f32[2,8] dynamic-slice(%c, %i, %i), dynamic_slice_sizes={2,8}",
+                "ROOT %r = f32[2,8] add(%s, %s)",
+            ],
+            "f32[2,8]",
+            4 * (16 + 16 + 1),
+        ),
+        # Two slices, and one that is used by all.
+        (
+            [
+                "%s = f32[2,8] dynamic-slice(%p, %i, %i), dynamic_slice_sizes={2,8}",
+                "%t = f32[4,8] slice(%p), slice={[0:4], [0:8]}",
+                "ROOT %r = (f32[2,8], f32[4,8]) tuple(%s, %t)",
+            ],
+            "(f32[2,8], f32[4,8])",
+            4 * (2 * (16 + 32) + 1),
+        ),
+        (
+            ["%s = f32[2,8] slice(%p), slice={[0:2], [0:8]}", "ROOT %r = (f32[64,8], f32[2,8]) tuple(%n, %s)"],
+            "(f32[64,8], f32[2,8])",
+            4 * (512 + 512 + 16),
+        ),
+        # p is handed through: neither read nor written. q is read and doubled.
+        (["%d = f32[16] add(%q, %q)", "ROOT %r = (f32[64,8], f32[16]) tuple(%p, %d)"], "(f32[64,8], f32[16])", 4 * 32),
+        # An update of a parameter writes the update, also behind a bitcast and beside another result.
+        (
+            [
+                "%b = f32[512] bitcast(%p)",
+                "%u = f32[512] dynamic-update-slice(%b, %q, %i)",
+                "%v = f32[64,8] bitcast(%u)",
+                "%d = f32[16] add(%q, %q)",
+                "ROOT %r = (f32[64,8], f32[16]) tuple(%v, %d)",
+            ],
+            "(f32[64,8], f32[16])",
+            4 * (16 + 16 + 16 + 1),
+        ),
+        # An update of something that is computed reads and writes the whole.
+        (
+            [
+                "%b = f32[512] bitcast(%p)",
+                "%n = f32[512] negate(%b)",
+                "ROOT %u = f32[512] dynamic-update-slice(%n, %q, %i)",
+            ],
+            "f32[512]",
+            4 * (512 + 16 + 512 + 1),
+        ),
+        # An updated parameter that is used further is computed whole.
+        (
+            [
+                "%b = f32[512] bitcast(%p)",
+                "%u = f32[512] dynamic-update-slice(%b, %q, %i)",
+                "ROOT %n = f32[512] negate(%u)",
+            ],
+            "f32[512]",
+            4 * (512 + 16 + 512 + 1),
+        ),
+        # A reduction reads all, whatever its size.
+        (["ROOT %r = f32[] reduce(%p, %i), dimensions={0,1}, to_apply=%add"], "f32[]", 4 * (512 + 1 + 1)),
+    ],
+)
+def test_a_fusion_moves_what_it_uses(body, result, moved):
+    """Parameters in main memory: p of 512 numbers, q of 16, i of 1."""
+    kinds = {"p": "f32[64,8]", "q": "f32[16]", "i": "s32[]"}
+    if "tuple(%n" in body[-1]:
+        body = ["%n = f32[64,8] negate(%p)", *body]
+    assert hlo.count(fused(kinds, body, result, kinds), 1).bytes == moved
+
+
+def test_an_asynchronous_collective_reads_and_writes_once():
+    """Three fusions share the operand of 8 numbers, the result of 32, and flags in another memory."""
+    text = """HloModule m
+%start (p: f32[8]) -> (f32[8], f32[32], u32[]) {
+  %p = f32[8] parameter(0)
+  %g = f32[32] all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}
+  ROOT %c = (f32[8], f32[32], u32[]{:S(2)}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%middle (p: f32[8], o: f32[32], s: u32[], x: f32[16]) -> (f32[16], f32[8], f32[32], f32[32], u32[]) {
+  %p = f32[8] parameter(0)
+  %o = f32[32] parameter(1)
+  %s = u32[]{:S(2)} parameter(2)
+  %x = f32[16] parameter(3)
+  %g = f32[32] all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}, backend_config={"CHAIN":{}}
+  %y = f32[16] add(%x, %x)
+  ROOT %t = (f32[16], f32[8], f32[32], f32[32], u32[]{:S(2)}) tuple(%y, %p, %o, %g, %s)
+}
+
+%done (p: f32[8], o: f32[32], s: u32[]) -> f32[32] {
+  %p = f32[8] parameter(0)
+  %o = f32[32] parameter(1)
+  %s = u32[]{:S(2)} parameter(2)
+  %g = f32[32] all-gather(%p), channel_id=1, replica_groups={}, dimensions={0}, backend_config={"CHAIN":{}}
+  ROOT %c = f32[32] custom-call(%p, %o, %g, %s), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (a: f32[8], x: f32[16]) -> f32[32] {
+  %a = f32[8] parameter(0)
+  %x = f32[16] parameter(1)
+  %f = (f32[8], f32[32], u32[]{:S(2)}) fusion(%a), kind=kCustom, calls=%start
+  %p = f32[8] get-tuple-element(%f), index=0
+  %o = f32[32] get-tuple-element(%f), index=1
+  %s = u32[]{:S(2)} get-tuple-element(%f), index=2
+  %m = (f32[16], f32[8], f32[32], f32[32], u32[]{:S(2)}) fusion(%p, %o, %s, %x), kind=kOutput, calls=%middle
+  %q = f32[8] get-tuple-element(%m), index=1
+  %r = f32[32] get-tuple-element(%m), index=2
+  %u = u32[]{:S(2)} get-tuple-element(%m), index=4
+  ROOT %d = f32[32] fusion(%q, %r, %u), kind=kCustom, calls=%done
+}
+""".replace("CHAIN", "async_collective_fusion_config")
+    found = hlo.count(text, 4)
+    assert found.bytes == 4 * (8 + 32 + 2 * 16) and found.collectives == {"all-gather": 3 * 4 * 8}
 
 
 @pytest.mark.parametrize(
