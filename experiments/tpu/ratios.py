@@ -1,7 +1,7 @@
 """What compiled programs do beside what the work needs, by the closed forms of `jaxmarl_llm.costs.model`.
 
 Useful FLOPs are those of real nodes: no remat, no pair that the causal mask hides, no padding of rows. A decoded token
-has to read the weights and the cache once.
+reads the weights and the cache once, except for what the compiler keeps in VMEM from token to token.
 """
 
 from __future__ import annotations

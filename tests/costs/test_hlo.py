@@ -70,6 +70,12 @@ def test_a_loop_that_may_end_early_counts_its_bound_or_what_is_asked():
     assert scalars(whole._replace(bytes=whole.bytes - before.bytes), 6 * (x + x + x))
 
 
+def test_of_two_branches_the_larger_counts():
+    branch = re.compile(r"branch_computations=\{%region_1\.1, (%region_2\.2)\}")
+    text = branch.sub(r"branch_computations={\1, \1}", program("early"))
+    assert text != program("early") and hlo.count(text, 4) == counted("early")
+
+
 @pytest.mark.parametrize("start", [0, 2])
 def test_constants_of_nested_loops_are_found_through_loops_and_fusions(start):
     """JAX on the CPU writes the number of rounds; without it the constants say the same."""

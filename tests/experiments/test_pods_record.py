@@ -14,7 +14,7 @@ ROWS = json.loads((DOCS / "results/pods.json").read_text())
 CURRENT = [row for row in ROWS if not report.is_old(row) and "ratios" in row]
 # Least useful by compiled FLOPs: a prompt's attention is computed whole, layers of an update are computed twice.
 USEFUL = {"prefill": 0.9, "decode": 0.9, "accumulate": 0.6}
-TOKEN_BYTES = 1.3  # most bytes of a decoded token by weights and cache
+TOKEN_BYTES = 0.9, 1.3  # bytes of a decoded token by weights and cache, of which some stay in VMEM
 
 
 def name(row):
@@ -29,7 +29,8 @@ def test_rows_of_the_current_counter_are_recorded():
 def test_programs_do_little_beside_what_is_useful(row):
     for program, useful in row["ratios"]["useful"].items():
         assert USEFUL[program] <= useful <= 1, program
-    assert row["ratios"]["token_bytes"] <= TOKEN_BYTES * row["ratios"]["least_token_bytes"]
+    low, high = TOKEN_BYTES
+    assert low <= row["ratios"]["token_bytes"] / row["ratios"]["least_token_bytes"] <= high
 
 
 @pytest.mark.parametrize("row", CURRENT, ids=name)
