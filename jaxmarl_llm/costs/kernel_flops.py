@@ -36,7 +36,10 @@ def splash(products: int) -> Callable[[Kernel], float]:
 
 
 def group_decode(kernel: Kernel) -> float:
-    """FLOPs of a ``kernel`` for one token of each sample and all keys of its prompt: q [E M H], k and v [E H keys]."""
+    """FLOPs of a ``kernel`` for one token of each sample and all keys of its prompt.
+
+    Its operands are q [E M H], k and v [E H keys].
+    """
     q, k, _ = floats(kernel)[:3]
     return 4.0 * q.elements * k.dims[-1]
 
@@ -48,9 +51,10 @@ def head_block_stats(kernel: Kernel) -> float:
 
 
 def tree_attention(kernel: Kernel) -> float:
-    """FLOPs of a ``kernel`` for attention on a tree: q [B Q H S], k [B K H T], the last S of T tokens ask.
+    """FLOPs of a ``kernel`` for attention on a tree.
 
-    Forks see fewer keys than the path that is counted. The results tell the pass: out and norm, dq, or dk and dv.
+    Its operands are q [B Q H S] and k [B K H T]; the last S of T tokens ask. Forks see fewer keys than the path that is
+    counted. The results tell the pass: out and norm, dq, or dk and dv.
     """
     q, k = floats(kernel)[:2]
     batch, heads, size, asking = q.dims
