@@ -15,7 +15,7 @@ HEAD = (
 )
 OLD = " \u2020"  # behind figures of an older counter
 OLD_NOTE = (
-    "\u2020 An older version of the counter made this row. Its memory is the compiler's and stands. Its FLOPs, bytes, "
+    "\u2020 An older version of the counter made this row. Its memory is the compiler's and stands. Its FLOPs, bytes,\n"
     "bytes sent and seconds are not current."
 )
 RATIOS_HEAD = (

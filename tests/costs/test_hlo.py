@@ -531,6 +531,22 @@ def test_types_layouts_and_attributes_are_parsed():
     assert i.integers("slice") == (0, 1, 2, 3) and i.attributes["replica_groups"] == "mesh['a'=2] {'a'}"
 
 
+def test_an_instruction_ends_where_its_brackets_and_strings_end():
+    text = """HloModule m
+ENTRY %main () -> f32[2] {
+  %a = f32[2] custom-call(), custom_call_target="two
+} lines", frontend_attributes={x={
+"y":"}"
+}}, metadata={op_name="a"}
+  ROOT %b = f32[2] negate(%a)
+}
+"""
+    found = hlo_text.parse(text).entry.instructions
+    assert list(found) == ["a", "b"] and (found["a"].line, found["b"].line) == (3, 7)
+    assert found["a"].attributes["custom_call_target"] == '"two\n} lines"'
+    assert found["a"].attributes["metadata"] == '{op_name="a"}'
+
+
 def test_every_dump_is_small_and_has_a_program_that_makes_it():
     from tests.costs.dumps import make
 
