@@ -14,7 +14,8 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxmarl_llm.costs import hlo
+from jaxmarl_llm.costs import hlo, kernel_flops
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, launches, turn_states
 from jaxmarl_llm.distributed import meshes, sharding
@@ -200,7 +201,7 @@ class Stage(NamedTuple):
     compiled: bool  # False: it does not fit, and what follows is unknown
     flops: float = 0.0
     bytes: float = 0.0  # of memory, read and written
-    collectives: dict[str, float] | None = None  # kind -> bytes sent; None: unknown
+    collectives: Mapping[str, float] | None = None  # kind -> bytes sent; None: unknown
     seconds: float = 0.0  # to lower and compile it, of CPU time
 
     def roofline(self, chip: costs.Chip) -> tuple[float, str]:
@@ -260,6 +261,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
             (team.own, team.optimizer, gradient, spec((), jnp.float32, sharding=sharding.whole(mesh))),
         ),
     }
+    count = partial(hlo.count, devices=mesh.size, kernels=kernel_flops.TPU)
     found: dict[str, Stage] = {}
     for name, (function, arguments) in programs.items():
         if only and name not in only:
@@ -282,10 +284,10 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         peak = held.argument_size_in_bytes + kept + held.temp_size_in_bytes
         sizes = (held.argument_size_in_bytes, kept, held.temp_size_in_bytes, peak, True)
         if name != "rollout":
-            seen = hlo.count(text, mesh.size)
+            seen = count(text)
             found[name] = Stage(name, *sizes, seen.flops, seen.bytes, seen.collectives, seconds)
             continue
-        before, once = hlo.count(text, mesh.size, early=0), hlo.count(text, mesh.size, early=1)
+        before, once = count(text, early=0), count(text, early=1)
         one = {k: v - before.collectives.get(k, 0.0) for k, v in once.collectives.items()}
         found["prefill"] = Stage("prefill", *sizes, before.flops, before.bytes, before.collectives, seconds)
         found["decode"] = Stage("decode", *sizes, once.flops - before.flops, once.bytes - before.bytes, one)

@@ -23,6 +23,7 @@ from typing import Any
 
 from absl import flags
 
+from experiments.tpu import search
 from jaxmarl_llm.cli import config_flags
 
 flags.DEFINE_list("topology", [], "TPU slices: kind:shape, as v5e:16x16, v5p:8x8x8, v6e:16x16.")
@@ -73,6 +74,8 @@ def measure(
     import libtpu
 
     from experiments.tpu import compile_ahead
+    from experiments.tpu.ratios import ratios
+    from jaxmarl_llm.costs import hlo
     from jaxmarl_llm.costs import model as costs
     from jaxmarl_llm.costs.workload import memory_options
 
@@ -86,7 +89,8 @@ def measure(
     program = repr((team.policy.config, bare.team.remat, bare.loss, bare.optimizer, bare.sampling, mesh.shape, shape))
     program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
     versions, date = {"jax": jax.__version__, "libtpu": libtpu.__version__}, datetime.date.today().isoformat()
-    same = next((r for r in known if (r["program"], r["versions"]) == (program, versions) and r["stages"]), None)
+    made = program, versions, hlo.VERSION
+    same = next((r for r in known if (r["program"], r["versions"], r.get("counter")) == made and r["stages"]), None)
     if resident(bare, held) > chip.memory:
         stages = {}
     elif same is not None:
@@ -130,8 +134,14 @@ def measure(
         "fits": bool(stages) and all(s.compiled for s in stages.values()) and max(peaks.values()) <= chip.memory,
         "notes": notes,
         "versions": versions,
+        "counter": hlo.VERSION,
         "date": date,
     }
+    if any(s.compiled for s in stages.values()):
+        weights = max(work.models, key=lambda w: costs.parameters(w.config))
+        nodes = shape.nodes if rows is not None else min(shape.nodes, launch.rows)
+        compiled = {k: s for k, s in stages.items() if s.compiled}
+        row["ratios"] = ratios(weights, nodes, shape, mesh, row["cache"], compiled)
     row["advice"] = "" if row["fits"] else advice(bare, row, team.policy.config)
     if row["fits"] and set(stages) > {"prefill", "accumulate", "apply"}:
         row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages)
@@ -159,6 +169,7 @@ def step_seconds(
 
     seconds: dict[str, float] = {"weights to generation": 0.0, "prefill": 0.0, "decode": 0.0, "update": 0.0}
     weights, started = compile_ahead.chip_bytes(team.playing), complexity.launches(plan, work)
+    steps = 0.0
     # A copy for each launch where separate models take turns, once where they share what is copied.
     separate = work.engine == "host" and team.shared is None and len(work.models) > 1
     made = len(started) if separate else 1 if team.shared is not None else len(work.models)
@@ -168,6 +179,7 @@ def step_seconds(
         lanes = sum(n for n, _ in launch.samples)
         if not lanes:
             continue
+        steps += complexity.longest(launch.samples)
         of_lanes = lanes / (shape.nodes * shape.group)
         of_nodes = lanes / launch.group / shape.nodes
         for name, part, times in (
@@ -181,7 +193,7 @@ def step_seconds(
                 (read + of_nodes * (s.bytes - read)) / chip.bandwidth,
                 part * sum((s.collectives or {}).values()) / chip.links,
             )
-    done = trained_nodes(cfg, plan, work)
+    done = search.trained_nodes(cfg, plan, work)
     of_model = done / len(work.models)
     passes = len(work.models) * math.ceil(of_model / shape.micro)
     one = stages["accumulate"].roofline(chip)[0]
@@ -198,24 +210,9 @@ def step_seconds(
         "micro_batches": passes,
         "filled": done / (passes * shape.micro),  # of the micro-batches' rows, expected
         "sampled_tokens": tokens,
+        "decode_steps": steps,  # one launch after another
+        "decode_step_seconds": seconds["decode"] / steps,
     }
-
-
-def trained_nodes(cfg: Any, plan: Any, work: Any) -> float:
-    """Expected number of nodes in an update, over all models."""
-    from jaxmarl_llm.costs import counts as complexity
-    from jaxmarl_llm.costs.workload import update_selection
-
-    groups, most = update_selection(cfg, work)
-    found = (level for level in complexity.turn_states(plan, work) if level.group > 1 or not groups)
-    nodes = sum(level.states * len(work.turns[level.branch.turn].seats) for level in found)
-    return float(nodes if most is None else min(nodes, most))
-
-
-def tensor_sizes(arch: Any, chips: int) -> list[int]:
-    """Sizes of the tensor axis that divide heads, units and vocabulary."""
-    sizes = (arch.num_heads, arch.num_kv_heads, arch.intermediate_size, arch.vocab_size, chips)
-    return [t for t in range(1, 65) if all(n % t == 0 for n in sizes)]
 
 
 def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
@@ -223,7 +220,7 @@ def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
     worst = max(row["peaks"], key=lambda k: row["peaks"][k])
     peak, room, held = row["peaks"][worst], row["capacity"], row["held"]
     data, fsdp, tensor = row["mesh"]
-    wider = [t for t in tensor_sizes(arch, row["chips"]) if t > tensor]
+    wider = [t for t in search.tensor_sizes(arch, row["chips"]) if t > tensor]
     share = {"separate": "lora", "lora": "shared"}.get(cfg.team.parameter_sharing)
     playing = worst in ("prefill", "resident")
     copies, moments = held["rollout copy"] if playing else 0, held["optimizer"]
@@ -263,75 +260,6 @@ def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
         else:
             flag = "--config.group or --config.env.max_prompt, lower"
     return f"too much in {worst}, {peak / 1e9:.1f} of {room / 1e9:.0f} GB: {what}; {flag}"
-
-
-# ---- search ---------------------------------------------------------------------------------------------------------
-
-
-def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, Any]]:
-    """Meshes, micro-batches and remat, sorted by estimated seconds of a step, those that fit first. The estimate uses
-    closed forms: parameters, moments, copies, cache, logits, saved layers and attention scores; FLOPs, gathered and
-    reduced weights, bytes read.
-    """
-    from experiments.tpu import compile_ahead
-    from jaxmarl_llm.costs import model as costs
-    from jaxmarl_llm.costs.counts import counts, longest
-    from jaxmarl_llm.costs.counts import launches as started
-    from jaxmarl_llm.costs.workload import memory_options
-
-    chip, n = costs.CHIPS[topology.partition(":")[0]], compile_ahead.chips(topology)
-    top = compile_ahead.largest(plan, work)
-    weights = work.models[top.model]
-    arch = weights.config
-    size = costs.ITEMSIZE[arch.dtype]
-    held = costs.memory(plan, work, **memory_options(cfg))
-    whole = costs.base_bytes([weights]) + costs.own_bytes(weights) if weights.rank else costs.own_bytes(weights)
-    team = held.base + held.own + held.copies
-    group = max(launch.group for launch in started(plan, work))
-    tokens = top.prompt + group * top.response
-    nodes = trained_nodes(cfg, plan, work) / len(work.models)
-    d, f = arch.hidden_size, arch.intermediate_size
-    seen = counts(plan, work)
-    steps = sum(longest(x.samples) for x in started(plan, work))
-    found = []
-    for tensor in tensor_sizes(arch, n):
-        for fsdp in (x for x in range(1, n // tensor + 1) if (n // tensor) % x == 0 and d % x == 0):
-            parts = n // tensor
-            for remat in (True, False):
-                for rows in (1, 2, 4):
-                    scores = costs.score_bytes(arch, top.prompt, group, top.response)
-                    layers = costs.saved_bytes(arch, rows, top.prompt, group, top.response, remat)
-                    kept_scores = rows * costs.saved_scores(arch, top.prompt, group, top.response, remat)
-                    update = held.gradient / (fsdp * tensor) + layers / (1 if remat else tensor) + kept_scores / tensor
-                    lanes = compile_ahead.up_to(top.rows, parts) / parts
-                    prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
-                    playing = whole if work.engine == "host" else team
-                    play = (playing / tensor if fsdp > 1 else 0) + held.cache / n
-                    play += max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor
-                    moments = held.optimizer / (fsdp * tensor)
-                    memory = team / (fsdp * tensor)
-                    memory += max(play + (0 if held.offload else moments), update + moments)
-                    passes = math.ceil(nodes / (rows * parts))
-                    per = (
-                        costs.token_flops(weights) * tokens + costs.attention_flops(arch) * scores / 4 / arch.num_heads
-                    )
-                    moved = 3 * whole / tensor * (fsdp > 1) + 2 * 4 * held.gradient / 8 / tensor * (parts > 1)
-                    moved += 4 * 4 * arch.num_layers * rows * tokens * d * size * (1 - 1 / tensor)
-                    learn = max(rows * per * (4 if remat else 3) / tensor / chip.flops, moved / chip.links)
-                    hops = 4 * arch.num_layers * seen.sequences / seen.launches / parts * d * size * (1 - 1 / tensor)
-                    decode = max(whole / tensor / chip.bandwidth, hops / chip.links)
-                    seconds = steps * decode + len(work.models) * passes * learn
-                    found.append(
-                        {
-                            "mesh": f"{parts // fsdp},{fsdp},{tensor}",
-                            "micro_tokens": rows * tokens,
-                            "remat": remat,
-                            "memory": memory,
-                            "seconds": seconds,
-                            "fits": memory <= chip.memory,
-                        }
-                    )
-    return sorted(found, key=lambda x: (not x["fits"], x["seconds"] if x["fits"] else x["memory"]))
 
 
 # ---- output ---------------------------------------------------------------------------------------------------------
@@ -392,6 +320,12 @@ def load(out: str | None) -> list[dict[str, Any]]:
     return rows
 
 
+def replace(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    """Put ``row`` in the place of the row with its key, which an older counter made, or behind all."""
+    at = next((i for i, r in enumerate(rows) if r["key"] == row["key"]), len(rows))
+    rows[at : at + 1] = [row]
+
+
 def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
     """Run the command. Returns 0 if every topology has a row that fits, otherwise 1."""
     from jaxmarl_llm.config import one_of
@@ -406,6 +340,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
     if cfg is None or not flag_values.topology:
         raise ConfigError("--config, --topology: expected both, or --doc with --out")
     from experiments.tpu import compile_ahead
+    from jaxmarl_llm.costs import hlo
 
     for stage in flag_values.stages:
         one_of("--stages", stage, PROGRAMS)
@@ -417,7 +352,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
         tries = [(cfg, flag_values.mesh)]
         if flag_values.search:
             bare, plan, work, _ = prepare(cfg)
-            best = proposals(bare, plan, work, topology)
+            best = search.proposals(bare, plan, work, topology)
             for p in best[:6]:
                 given = f"--mesh={p['mesh']} --config.micro_tokens={p['micro_tokens']}"
                 given += f" --config.team.remat={str(p['remat']).lower()}"
@@ -430,10 +365,10 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
         for changed, mesh in tries:
             name = label(flag_values.config, changed)
             key = [name, topology, mesh, flag_values.rows, sorted(flag_values.stages)]
-            row = next((r for r in rows if r["key"] == key), None)
+            row = next((r for r in rows if r["key"] == key and r.get("counter") == hlo.VERSION), None)
             if row is None:
                 row = {"key": key, **measure(changed, name, topology, mesh, flag_values.rows, flag_values.stages, rows)}
-                rows.append(row)
+                replace(rows, row)
                 if flag_values.out:
                     Path(flag_values.out).write_text(json.dumps(rows, indent=1) + "\n")
             show(row)

@@ -68,11 +68,16 @@ def _as_tree(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.A
     return tree_pallas.attend("gpu", size, interpret, q * h**-0.5, k, v, jnp.full((b, t), t))
 
 
+def splash_block(tokens: int) -> int:
+    """Tokens of a block of the kernel for TPU. tokens: a multiple of 128."""
+    return next(size for size in (512, 256, 128) if tokens % size == 0)
+
+
 def _splash(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     t, heads, h = q.shape[1:]
-    size = next(size for size in (512, 256, 128) if t % size == 0)
+    size = splash_block(t)
     blocks = splash.BlockSizes(
         block_q=size,
         block_kv=size,

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.tpu import compile_ahead, plan_pod
+from experiments.tpu import compile_ahead, plan_pod, search
 from experiments.tpu import report as pods
+from experiments.tpu.ratios import ratios
 from jaxmarl_llm.agents.team import Backbone
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.costs import hlo
 from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.costs.counts import ModelSize
 from jaxmarl_llm.costs.known_shapes import architecture, shape_only
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
@@ -24,83 +26,6 @@ from jaxmarl_llm.models.batch_invariant import invariant
 
 JOY = "experiments/configs/joyagents_r1.py"
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra aot (libtpu)")
-
-# A loop of 3 rounds around a product, a slice of stacked weights and collectives over 4 devices; and a loop that may
-# end before its 7 rounds.
-PROGRAM = """HloModule test, num_partitions=4
-
-%slice.1 (param_0.1: bf16[3,8,16], param_1.1: s32[]) -> bf16[8,16] {
-  %param_0.1 = bf16[3,8,16]{2,1,0:T(8,128)(2,1)} parameter(0)
-  %param_1.1 = s32[]{:T(128)} parameter(1)
-  %zero = s32[]{:T(128)} constant(0)
-  %cut = bf16[1,8,16]{2,1,0} dynamic-slice(%param_0.1, %param_1.1, %zero, %zero), dynamic_slice_sizes={1,8,16}
-  ROOT %b = bf16[8,16]{1,0} bitcast(%cut)
-}
-
-%body (p: (s32[], bf16[4,8], bf16[3,8,16])) -> (s32[], bf16[4,8], bf16[3,8,16]) {
-  %p = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
-  %x = bf16[4,8]{1,0} get-tuple-element(%p), index=1
-  %w = bf16[3,8,16]{2,1,0} get-tuple-element(%p), index=2
-  %layer = bf16[8,16]{1,0} fusion(%w, %i), kind=kLoop, calls=%slice.1
-  %gathered = bf16[8,64]{1,0:S(1)} all-gather(%layer), channel_id=1, replica_groups=[1,4]<=[4], dimensions={1}
-  %y = f32[4,64]{1,0:S(1)} convolution(%x, %gathered), dim_labels=bf_io->bf
-  %sum = f32[4,64]{1,0:S(1)} all-reduce(%y), channel_id=2, replica_groups=mesh['a'=2,'b'=2] {'b'}, to_apply=%add
-  ROOT %t = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) tuple(%i, %x, %w)
-}
-
-%bounded (q: (s32[], bf16[4,8], bf16[3,8,16])) -> pred[] {
-  %three = s32[]{:T(128)} constant(3)
-  %q = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) parameter(0)
-  %j = s32[]{:T(128)} get-tuple-element(%q), index=0
-  ROOT %less = pred[]{:T(512)} compare(%j, %three), direction=LT
-}
-
-%early (q.1: (s32[], pred[])) -> pred[] {
-  %seven = s32[]{:T(128)} constant(7)
-  %q.1 = (s32[]{:T(128)}, pred[]) parameter(0)
-  %j.1 = s32[]{:T(128)} get-tuple-element(%q.1), index=0
-  %done = pred[]{:T(512)} get-tuple-element(%q.1), index=1
-  %less.1 = pred[]{:T(512)} compare(%j.1, %seven), direction=LT
-  ROOT %go = pred[]{:T(512)} and(%less.1, %done)
-}
-
-%token (r: (s32[], pred[])) -> (s32[], pred[]) {
-  %r = (s32[]{:T(128)}, pred[]) parameter(0)
-  %k = s32[]{:T(128)} get-tuple-element(%r), index=0
-  %f = pred[]{:T(512)} get-tuple-element(%r), index=1
-  %m = f32[2,5]{1,0:S(1)} broadcast(%k), dimensions={}
-  %n = f32[5,3]{1,0:S(1)} broadcast(%k), dimensions={}
-  %d = f32[2,3]{1,0:S(1)} dot(%m, %n), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %t.1 = (s32[]{:T(128)}, pred[]) tuple(%k, %f)
-}
-
-ENTRY %main (a: (s32[], bf16[4,8], bf16[3,8,16]), c: (s32[], pred[])) -> (s32[], pred[]) {
-  %a = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) parameter(0)
-  %c = (s32[]{:T(128)}, pred[]) parameter(1)
-  %loop = (s32[]{:T(128)}, bf16[4,8]{1,0}, bf16[3,8,16]{2,1,0}) while(%a), condition=%bounded, body=%body
-  ROOT %loop.1 = (s32[]{:T(128)}, pred[]) while(%c), condition=%early, body=%token
-}
-"""
-
-
-def test_a_program_is_counted_as_often_as_it_runs():
-    product, dot = 2 * 4 * 8 * 64, 2 * 2 * 5 * 3
-    # A layer of 256 bytes is read, written and gathered (twice read, once written), x is read; i is 4 bytes.
-    moved = 256 + 4 + 256 + 256 + 64
-    sent = {"all-gather": 3 * (3 / 4) * 1024, "all-reduce": 3 * 2 * (1 / 2) * 1024}
-    before, whole = hlo.count(PROGRAM, 4, early=0), hlo.count(PROGRAM, 4)
-    assert before.flops == 3 * product and whole.flops == 3 * product + 7 * dot
-    assert hlo.count(PROGRAM, 4, early=1).flops == 3 * product + dot
-    assert before.bytes == 3 * moved
-    assert whole.collectives == sent
-
-
-def test_a_loop_without_a_bound_is_refused():
-    with pytest.raises(ValueError, match="loop"):
-        hlo.count(PROGRAM.replace("direction=LT", "direction=NE"), 4)
-    with pytest.raises(ValueError, match="no entry"):
-        hlo.parse("nothing")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +109,7 @@ def test_search_proposes_meshes_that_can_be_and_puts_those_that_fit_first():
     bare, plan, work, _ = plan_pod.prepare(
         config_flags.load(f"{JOY}:qwen2_5_7b", [("team.parameter_sharing", "shared")])
     )
-    found = plan_pod.proposals(bare, plan, work, "v6e:16x16")
+    found = search.proposals(bare, plan, work, "v6e:16x16")
     for p in found:
         data, fsdp, tensor = map(int, p["mesh"].split(","))
         assert data * fsdp * tensor == 256 and 4 % tensor == 0 and 3584 % fsdp == 0
@@ -214,20 +139,44 @@ def test_rows_become_a_table_and_a_figure(tmp_path):
         "stages": {name: stage for name in ("prefill", "decode", "accumulate", "apply")},
         "fits": True,
         "advice": "",
-        "step": {"total": 12.0, "bottleneck": "decode: memory"},
+        "step": {
+            "total": 12.0,
+            "bottleneck": "decode: memory",
+            "decode_steps": 38400.0,
+            "decode_step_seconds": 0.00393,
+            "filled": 0.5,
+        },
+        "ratios": {
+            "useful": {"prefill": 0.95, "decode": 0.9, "accumulate": 0.78},
+            "token_bytes": 5e9,
+            "least_token_bytes": 4e9,
+        },
+        "counter": hlo.VERSION,
         "versions": {"jax": "1", "libtpu": "2"},
         "date": "2026-11-22",
     }
     too_large = {k: v for k, v in row.items() if k != "step"} | {"fits": False, "stages": {}, "advice": "--flag"}
     doc = tmp_path / "pods.md"
     doc.write_text(f"before {pods.BEGIN} old {pods.END} after")
-    rows = [row, too_large, row | {"rows": 1}, row | {"rows": 1, "chips": 8}]
+    old = row | {"config": "old", "counter": hlo.VERSION - 1}
+    unmarked = {k: v for k, v in row.items() if k != "counter"} | {"config": "older"}
+    rows = [row, too_large, old, unmarked, row | {"rows": 1}, old | {"rows": 1, "chips": 8}]
     pods.write(json.loads(json.dumps(rows)), doc)
     text = doc.read_text()
     assert text.startswith("before ") and text.endswith(" after") and " old " not in text
     assert "| joy, 5 x 3.0B separate | v5e:2x2 (16 GB) | 1 x 2 x 2 | 2.00 | 1.00 | 3.00 | 1.00 | 9.00 | 12.3 |" in text
+    # Rows of an older counter carry a dagger, and their ratios are not shown.
+    assert all(f"| {name}, 5 x 3.0B separate \u2020 | v5e" in text for name in ("old", "older"))
+    assert "separate | v5e:2x2 | 0.95 | 0.90 | 0.78 | 5.00 | 4.00 | 1.25 | 38,400 x 3.93 | 0.50 |" in text
+    assert text.count("38,400") == 1 and text.count("\n\u2020 An older version") == 1
+    pods.write([row], doc)
+    assert "\u2020" not in doc.read_text()
     assert "12 s | decode: memory |" in text and "does not fit | --flag |" in text
-    assert "| 8 | 1 x 2 x 2 |" in text and (tmp_path / "results" / "pods.png").stat().st_size > 1000
+    assert (
+        "| 4 | 1 x 2 x 2 |" in text
+        and "| 8 \u2020 | 1 x 2 x 2 |" in text
+        and (tmp_path / "results" / "pods.png").stat().st_size > 1000
+    )
 
 
 # ---- libtpu ---------------------------------------------------------------------------------------------------------
@@ -261,8 +210,35 @@ def test_a_team_on_four_chips(tiny):
     # Generation sends no parameters, the update gathers and reduces them: the embedding alone is 512 x 64 of them.
     assert stages["decode"]["collectives"].get("all-gather", 0) < 512 * 64 / 2
     assert sum(stages["accumulate"]["collectives"].values()) > 512 * 64
+    # Useful is the triangle of a causal mask; a decoded token reads layers, head and cache at least once.
+    done = row["ratios"]
+    assert done["useful"]["prefill"] == pytest.approx((dense + 4 * 64 * (p + 1) / 2) / (dense + 4 * 64 * p))
+    assert 0.5 < done["useful"]["accumulate"] < 1 and 0 < done["useful"]["decode"] < 1
+    read = 2 * (kernels + 64 + 32 + 32 + 3 * 64)
+    assert done["least_token_bytes"] == read / 2 + row["cache"]
+    assert done["token_bytes"] == stages["decode"]["bytes"]
     again = plan_pod.measure(tiny, "again", "v5e:2x2", "1,2,2", None, ("rollout", "accumulate"), [row])
     assert again["stages"] == row["stages"]
+
+
+def test_useful_flops_are_those_of_real_nodes():
+    """D=4 F=6 Q=2 K=1 H=2 V=8, one layer: by hand, on 2 chips that share the heads."""
+    cfg = decoder.Config(8, 4, 6, 1, 2, 1, 2)
+    weights, mesh = ModelSize(cfg), meshes.make_mesh(meshes.MeshConfig(1, 1, 2), jax.devices()[:2])
+    shape = compile_ahead.Shape(nodes=8, group=2, prompt=3, response=2, micro=4, micro_group=2)
+    stage = compile_ahead.Stage("", 0, 0, 0, 0, True, flops=1000.0, bytes=500.0)
+    dense, pair, head = 2 * (2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 6), 4 * 2 * 2, 2 * 4 * 8
+    found = ratios(weights, 5, shape, mesh, 100.0, dict.fromkeys(("prefill", "decode", "accumulate"), stage))
+    prefill = 5 * (3 * dense + (1 + 2 + 3) * pair)
+    decode = 10 * (dense + head + pair * (4 + 5) / 2)  # the first token sees 4 keys, the second 5
+    sample = dense + head * 2 + pair * 4  # the last token is not read: one token through the layers, 4 keys
+    update = 3 * 4 * (3 * dense + 6 * pair + 2 * sample)
+    for name, flops in (("prefill", prefill), ("decode", decode), ("accumulate", update)):
+        assert found["useful"][name] == pytest.approx(flops / 2 / 1000), name
+    biases = (2 + 2 * 1) * 2 if cfg.attention_bias else 0
+    numbers = dense // 2 + biases + 3 * 4 + 8 * 4  # kernels, norms, head
+    assert found["least_token_bytes"] == costs.ITEMSIZE[cfg.dtype] * numbers / 2 + 100
+    assert found["token_bytes"] == 500.0
 
 
 @needs_libtpu
@@ -312,6 +288,15 @@ def test_stages_that_are_taken_over_keep_their_date_and_are_of_this_version(tiny
     assert made(row | {"date": "2026-01-01"})["date"] == "2026-01-01" and len(compiled) == 1
     other = row | {"date": "2026-01-01", "versions": {**row["versions"], "libtpu": "0"}}
     assert made(other)["date"] == row["date"] != other["date"] and len(compiled) == 2
+    counted = row | {"date": "2026-01-01", "counter": hlo.VERSION - 1}
+    assert made(counted)["date"] == row["date"] and made(counted)["counter"] == hlo.VERSION and len(compiled) == 4
+
+
+def test_a_row_takes_the_place_of_the_row_with_its_key():
+    rows = [{"key": "a", "counter": 1}, {"key": "b"}]
+    plan_pod.replace(rows, {"key": "a", "counter": 2})
+    plan_pod.replace(rows, {"key": "c"})
+    assert rows == [{"key": "a", "counter": 2}, {"key": "b"}, {"key": "c"}]
 
 
 @needs_libtpu
