@@ -3,8 +3,8 @@
     python -m experiments.studies.paper_meshes [--into=docs/paper_runs.md]
 
 One 80 GB GPU, eight of them, and slices of 8 and 256 chips of TPU v5e. Where a run does not fit as it is configured,
-the table names the settings that make it fit. The settings tried are those of `costs.meshes.fitting`, then smaller batches,
-then adapters over one frozen model in place of separate models.
+the table names the settings that make it fit. The settings tried are those of `costs.meshes.fitting`, then smaller
+batches, then adapters over one frozen model in place of separate models.
 """
 
 from __future__ import annotations

@@ -144,9 +144,7 @@ def record_of(workdir: str, samples: int, mesh: Sequence[str], best: bool) -> di
     record = json_files.read_object(file)
     json_files.check(record, {"run": str, "env": str, "step": int, "samples": int, "tasks": list}, str(file))
     if record["samples"] != samples:
-        raise ConfigError(
-            f"--samples: {file} has {record['samples']} of each task, not {samples}; delete it"
-        )
+        raise ConfigError(f"--samples: {file} has {record['samples']} of each task, not {samples}; delete it")
     return record
 
 
