@@ -69,6 +69,7 @@ def settings(batch: int) -> Iterator[dict[str, Any]]:
             size //= 2
 
 
+@functools.cache
 def row(run: str, machine: str) -> Row:
     """A run on a machine, with the fewest changes that make it fit; without any where nothing does.
 

@@ -15,12 +15,12 @@ qwen3_1_7b  `tldr` for a slice of chips: a batch of 512 prompts, a mesh (docs/po
 
 The paper's runs for accelerators. `published` says what differs; docs/paper_runs.md has commands, meshes and figures:
 
-tldr        `writing`, a short and a longer summary of 1,000 posts of trl-lib/tldr, two Qwen3-1.7B
-arxiv       `writing`, two halves of an introduction to 1,000 abstracts of OpenMLRL/arXiv_abstract, two Qwen3-1.7B
+tldr        `writing`, a short and a longer summary of 1,000 posts of trl-lib/tldr, two Qwen3-1.7B.
+arxiv       `writing`, two halves of an introduction to 1,000 abstracts of OpenMLRL/arXiv_abstract, two Qwen3-1.7B.
 humaneval, coophumaneval, mbpp
-            `coding`, a helper and a main function, two Qwen2.5-Coder-3B, one turn; --config.env.args.data=DIR
+            `coding`, a helper and a main function, two Qwen2.5-Coder-3B, one turn; --config.env.args.data=DIR.
 humaneval_two_turns, coophumaneval_two_turns, mbpp_two_turns
-            the same with a second turn after diagnostics of the program and its first test
+            the same with a second turn after diagnostics of the program and its first test.
 humaneval_expert, coophumaneval_expert, mbpp_expert
             the same with a second turn after the edits of an expert model: --config.env.args.expert, .expert_model
 
@@ -209,8 +209,8 @@ def smollm2() -> Config:
 def published(task: str, form: str = "") -> Config:
     """A run of the paper, with what its text or the authors' first configurations say (docs/paper_runs.md).
 
-    Two models, one task in a step, G = 4 aligned joint actions, 256 new tokens, AdamW with torch's decay and moments,
-    no gradient clipping, no KL, discount 1. An epoch is a pass over the training tasks, and a step is one task.
+    A step has one task and G = 4 aligned joint actions of two models. AdamW has torch's decay and moments. Gradients
+    are not clipped, there is no KL, and the discount is 1. An epoch is a pass over the training tasks.
 
     What differs from the authors' runs:
 

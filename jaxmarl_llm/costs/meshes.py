@@ -2,7 +2,8 @@
 
 `proposals` tries meshes and sizes of a micro-batch, and `mesh_sizes` is the one that a configuration takes on n chips.
 Memory counts parameters, moments, copies, cache, logits, saved layers and attention scores. Seconds count FLOPs, bytes
-of weights read, and weights gathered and reduced over the links. XLA may need more or less than these forms.
+read, and weights gathered and reduced over the links. They are not below the lower bound of `costs.model.roofline`.
+XLA may need more or less than these forms.
 
 Shared arguments: ``cfg`` is the configuration, ``plan`` its plan of sampling and ``work`` its workload
 (`costs.workload.workload_of`). ``mesh`` are the sizes of the axes data, fsdp and tensor.
@@ -94,6 +95,7 @@ class _Step(NamedTuple):
     held: costs.Memory
     sequences: float  # of a launch, on average
     steps: float  # decoding steps in a row
+    epochs: int  # of an update
 
     @property
     def weights(self) -> ModelSize:
@@ -148,6 +150,7 @@ def _step(cfg: Any, plan: Plan, work: Workload) -> _Step:
         held=costs.memory(plan, work, **memory_options(cfg)),
         sequences=float(seen.sequences / seen.launches),
         steps=seen.decode_steps,
+        epochs=cfg.loss.epochs,
     )
 
 
@@ -175,8 +178,11 @@ def _memory(step: _Step, mesh: Sequence[int], rows: int, remat: bool) -> ChipMem
     )
 
 
-def _seconds(step: _Step, chip: Chip, mesh: Sequence[int], rows: int, remat: bool) -> float:
-    """Seconds of a step at the chip's public figures. ``rows``: prompts of a micro-batch on a device."""
+def _seconds(step: _Step, chip: Chip, least: float, mesh: Sequence[int], rows: int, remat: bool) -> float:
+    """Seconds of a step at the chip's public figures.
+
+    ``least``: lower bound of the rollout's seconds. ``rows``: prompts of a micro-batch on a device.
+    """
     data, fsdp, tensor = mesh
     parts, arch, models = data * fsdp, step.arch, len(step.work.models)
     d, size = arch.hidden_size, costs.ITEMSIZE[arch.dtype]
@@ -188,7 +194,7 @@ def _seconds(step: _Step, chip: Chip, mesh: Sequence[int], rows: int, remat: boo
     hops = 4 * arch.num_layers * step.sequences / parts * d * size * (1 - 1 / tensor)
     decode = max(step.whole / tensor / chip.bandwidth, hops / chip.links)
     passes = math.ceil(step.nodes / (rows * parts))
-    return step.steps * decode + models * passes * learn
+    return max(step.steps * decode, least) + step.epochs * models * passes * learn
 
 
 def _meshes(arch: decoder.Config, chips: int) -> list[tuple[int, int, int]]:
@@ -226,13 +232,14 @@ def proposals(
         Proposals, each once. Those that do not fit come last, the smallest of them first.
     """
     step = _step(cfg, plan, work)
+    least = costs.roofline(chip, plan, work, costs.UpdateSize(0, 0, 0, 0, 0))[0] / chips
     found = []
     for mesh in _meshes(step.arch, chips):
         most = {micro_rows(n, step.nodes, mesh[0] * mesh[1]) for n in rows}
         for remat in remats:
             for n in sorted(most):
                 memory = _memory(step, mesh, n, remat)
-                seconds = _seconds(step, chip, mesh, n, remat)
+                seconds = _seconds(step, chip, least, mesh, n, remat)
                 found.append(Proposal(mesh, n * step.tokens, remat, memory, seconds, memory.peak <= chip.memory))
     return sorted(found, key=lambda x: (not x.fits, x.seconds if x.fits else x.memory.peak))
 

@@ -7,7 +7,9 @@ import pytest
 from experiments.tpu import compile_ahead, plan_pod
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.costs import meshes
+from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import CHIPS, ChipSet, chip_set
+from jaxmarl_llm.costs.workload import update_selection
 from jaxmarl_llm.errors import ConfigError
 
 LAYERS, HIDDEN, UNITS, HEADS, KV, HEAD, VOCABULARY = 36, 2048, 11008, 16, 2, 128, 151936  # Qwen2.5-3B
@@ -62,6 +64,30 @@ def test_an_offloaded_state_is_that_of_one_model_and_not_there_in_generation(joy
 def test_weights_that_are_not_cut_along_fsdp_have_no_copy(joy):
     assert found(joy, (8, 1, 2)).memory.rollout_copy == 0
     assert found(joy, (1, 8, 2)).memory.parameters == found(joy, (8, 1, 2)).memory.parameters / 8
+
+
+@pytest.mark.parametrize("chips", [1, 8, 256])
+def test_no_estimate_is_below_the_lower_bound(joy, chips):
+    """The bound of one chip, shared evenly. On one chip it is 222 s, of which decoding FLOPs are the largest part."""
+    cfg, plan, work = joy
+    groups, most = update_selection(cfg, work)
+    for chip in (CHIPS["h100"], CHIPS["v5e"]):
+        update = costs.update_size(plan, work, groups=groups, most=most, remat=True)
+        least = sum(costs.roofline(chip, plan, work, update)) / chips
+        assert all(p.seconds >= least for p in meshes.proposals(cfg, plan, work, chip, chips, remats=(True,)))
+
+
+def test_a_second_epoch_takes_as_long_as_the_first(joy):
+    cfg, plan, work = joy
+    times = []
+    for epochs in (1, 2, 3):
+        more = dataclasses.replace(cfg, loss=dataclasses.replace(cfg.loss, epochs=epochs))
+        given = meshes.proposals(more, plan, work, CHIPS["v5p"], 64, rows=(1,), remats=(True,))
+        times.append({p.mesh: p.seconds for p in given})
+    groups, most = update_selection(cfg, work)
+    least = costs.update_size(plan, work, groups=groups, most=most, remat=True).flops / CHIPS["v5p"].flops / 64
+    for mesh, once in times[0].items():
+        assert times[1][mesh] - once == pytest.approx(times[2][mesh] - times[1][mesh]) and times[1][mesh] - once > least
 
 
 @pytest.mark.parametrize("chips", [1, 2, 6, 8, 256])
