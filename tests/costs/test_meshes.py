@@ -127,6 +127,8 @@ def test_what_does_not_fit_fits_with_other_settings(joy):
     # 5 models of 3.1B: 14 bytes a parameter and the gradient of one of them take 240 GB.
     best, changes = meshes.fitting(cfg, plan, work._replace(tasks=1), CHIPS["h100"], 2)
     assert best.fits and changes == {"optimizer.offload": True}
+    best, changes = meshes.fitting(kept, plan, work._replace(tasks=1), CHIPS["h100"], 2)
+    assert best.fits and set(changes) == {"optimizer.offload", "micro_tokens", "team.remat"}
     assert not meshes.fitting(cfg, plan, work, CHIPS["v5e"], 1)[0].fits
 
 
