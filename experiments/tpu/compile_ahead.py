@@ -25,7 +25,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxmarl_llm.costs import hlo, kernel_flops
 from jaxmarl_llm.costs import model as costs
-from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, launches, turn_states
+from jaxmarl_llm.costs.chips import Chip
+from jaxmarl_llm.costs.counts import ModelSize, Workload, turn_states
+from jaxmarl_llm.costs.meshes import largest_launch
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import up_to
@@ -89,18 +91,13 @@ class Shape(NamedTuple):
 def shape_of(cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int | None = None) -> Shape:
     """``rows``: nodes of each part of the mesh's rows, in place of what the configuration comes to."""
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
-    top = largest(plan, work)
+    top = largest_launch(plan, work)
     group = max(level.group for level in turn_states(plan, work))
     tokens = top.prompt + group * top.response
     micro = 1 << max(0, (cfg.micro_tokens // tokens).bit_length() - 1)
     if rows is not None:
         return Shape(rows * parts, group, top.prompt, top.response, rows * parts, group)
     return Shape(up_to(top.rows, parts), top.group, top.prompt, top.response, micro * parts, group)
-
-
-def largest(plan: Plan, work: Workload) -> Launch:
-    config = lambda x: work.models[x.model].config
-    return max(launches(plan, work), key=lambda x: costs.cache_bytes(x, config(x)) + costs.logits_bytes(x, config(x)))
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
@@ -204,7 +201,7 @@ class Stage(NamedTuple):
     collectives: Mapping[str, float] | None = None  # kind -> bytes sent; None: unknown
     seconds: float = 0.0  # to lower and compile it, of CPU time
 
-    def roofline(self, chip: costs.Chip) -> tuple[float, str]:
+    def roofline(self, chip: Chip) -> tuple[float, str]:
         """Seconds at the chip's public figures, and which of them bounds it."""
         sent = sum((self.collectives or {}).values())
         terms = {

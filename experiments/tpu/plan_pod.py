@@ -23,7 +23,6 @@ from typing import Any
 
 from absl import flags
 
-from experiments.tpu import search
 from jaxmarl_llm.cli import config_flags
 
 flags.DEFINE_list("topology", [], "TPU slices: kind:shape, as v5e:16x16, v5p:8x8x8, v6e:16x16.")
@@ -77,11 +76,13 @@ def measure(
     from experiments.tpu.ratios import ratios
     from jaxmarl_llm.costs import hlo
     from jaxmarl_llm.costs import model as costs
+    from jaxmarl_llm.costs.chips import CHIPS
+    from jaxmarl_llm.costs.meshes import largest_launch
     from jaxmarl_llm.costs.workload import memory_options
 
     bare, plan, work, notes = prepare(cfg)
     mesh = compile_ahead.mesh_for(bare, mesh_flag, topology)
-    chip = costs.CHIPS[topology.partition(":")[0]]
+    chip = CHIPS[topology.partition(":")[0]]
     team = compile_ahead.team_of(bare, mesh, work.models, memory_options(bare)["copies"], work.engine)
     shape = compile_ahead.shape_of(bare, mesh, plan, work, rows)
     held = {"parameters": team.parameter_bytes, "optimizer": team.optimizer_bytes, "rollout copy": team.playing_bytes}
@@ -111,7 +112,7 @@ def measure(
         "apply": rest - size(team.own) - size(team.optimizer),
     }
     peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": resident(bare, held)}
-    launch = compile_ahead.largest(plan, work)
+    launch = largest_launch(plan, work)
     cache = costs.cache_bytes(launch._replace(rows=shape.nodes, group=shape.group), team.policy.config)
     row: dict[str, Any] = {
         "config": name,
@@ -166,6 +167,7 @@ def step_seconds(
     """
     from experiments.tpu import compile_ahead
     from jaxmarl_llm.costs import counts as complexity
+    from jaxmarl_llm.costs.meshes import trained_nodes
 
     seconds: dict[str, float] = {"weights to generation": 0.0, "prefill": 0.0, "decode": 0.0, "update": 0.0}
     weights, started = compile_ahead.chip_bytes(team.playing), complexity.launches(plan, work)
@@ -193,7 +195,7 @@ def step_seconds(
                 (read + of_nodes * (s.bytes - read)) / chip.bandwidth,
                 part * sum((s.collectives or {}).values()) / chip.links,
             )
-    done = search.trained_nodes(cfg, plan, work)
+    done = trained_nodes(cfg, plan, work)
     of_model = done / len(work.models)
     passes = len(work.models) * math.ceil(of_model / shape.micro)
     one = stages["accumulate"].roofline(chip)[0]
@@ -217,10 +219,12 @@ def step_seconds(
 
 def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
     """Flag whose change makes the largest stage fit, and its value."""
+    from jaxmarl_llm.costs.meshes import tensor_sizes
+
     worst = max(row["peaks"], key=lambda k: row["peaks"][k])
     peak, room, held = row["peaks"][worst], row["capacity"], row["held"]
     data, fsdp, tensor = row["mesh"]
-    wider = [t for t in search.tensor_sizes(arch, row["chips"]) if t > tensor]
+    wider = [t for t in tensor_sizes(arch, row["chips"]) if t > tensor]
     share = {"separate": "lora", "lora": "shared"}.get(cfg.team.parameter_sharing)
     playing = worst in ("prefill", "resident")
     copies, moments = held["rollout copy"] if playing else 0, held["optimizer"]
@@ -351,17 +355,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
         fits = False
         tries = [(cfg, flag_values.mesh)]
         if flag_values.search:
-            bare, plan, work, _ = prepare(cfg)
-            best = search.proposals(bare, plan, work, topology)
-            for p in best[:6]:
-                given = f"--mesh={p['mesh']} --config.micro_tokens={p['micro_tokens']}"
-                given += f" --config.team.remat={str(p['remat']).lower()}"
-                verdict = "fits" if p["fits"] else "too large"
-                print(f"{verdict:10}{given}: {gb(p['memory'])} GB, {p['seconds']:.1f} s (estimated)")
-            change = lambda p: dataclasses.replace(
-                cfg, micro_tokens=p["micro_tokens"], team=dataclasses.replace(cfg.team, remat=p["remat"])
-            )
-            tries = [(change(p), p["mesh"]) for p in best[:2]]
+            tries = searched(cfg, topology)
         for changed, mesh in tries:
             name = label(flag_values.config, changed)
             key = [name, topology, mesh, flag_values.rows, sorted(flag_values.stages)]
@@ -375,6 +369,25 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
             fits |= row["fits"]
         code |= not fits
     return int(code)
+
+
+def searched(cfg: Any, topology: str) -> list[tuple[Any, str]]:
+    """Print the best meshes, micro-batches and remat by closed forms, and return the best two: (config, mesh)."""
+    from experiments.tpu import compile_ahead
+    from jaxmarl_llm.costs.chips import CHIPS
+    from jaxmarl_llm.costs.meshes import proposals
+
+    bare, plan, work, _ = prepare(cfg)
+    best = proposals(bare, plan, work, CHIPS[topology.partition(":")[0]], compile_ahead.chips(topology))
+    sizes = lambda p: ",".join(map(str, p.mesh))
+    for p in best[:6]:
+        given = f"--mesh={sizes(p)} --config.micro_tokens={p.micro_tokens} --config.team.remat={str(p.remat).lower()}"
+        verdict = "fits" if p.fits else "too large"
+        print(f"{verdict:10}{given}: {gb(p.memory.peak)} GB, {p.seconds:.1f} s (estimated)")
+    change = lambda p: dataclasses.replace(
+        cfg, micro_tokens=p.micro_tokens, team=dataclasses.replace(cfg.team, remat=p.remat)
+    )
+    return [(change(p), sizes(p)) for p in best[:2]]
 
 
 def label(spec: str, cfg: Any) -> str:

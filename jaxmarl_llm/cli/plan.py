@@ -1,6 +1,7 @@
 """Cost of one training step, predicted before anything runs:
 
     jaxmarl-llm plan --config=NAME[:variant] [--config.k=v] [--chip=h200] [--length=role:prompt:response ...]
+    jaxmarl-llm plan --config=magrpo:tldr --chip=h100:8,v5e:256
 
 The command prints counts, tokens, bytes, FLOPs, and seconds on a chip at its peak. It needs no weights. A backbone is
 the name of a known shape, or a folder with config.json. Lengths are the largest possible ones unless they are given:
@@ -12,6 +13,10 @@ the name of a known shape, or a folder with config.json. Lengths are the largest
 
 A length by role goes before the metrics of a run, and these before ``--prompt`` and ``--response``. A plan that is
 larger than memory ends with one line and exit code 2.
+
+A chip with a count, such as ``h100:8``, is a set of devices. The command then prints the mesh that `costs.meshes`
+chooses for the set, the bytes of one chip by part, and whether they fit. It ends with exit code 1 where a set does not
+fit. A count of tpu7x is one of devices, two for each chip.
 """
 
 from __future__ import annotations
@@ -29,7 +34,10 @@ flags.DEFINE_string("response", None, "plan: tokens of a completion, likewise; d
 flags.DEFINE_multi_string("length", [], "plan: tokens of one role, role:prompt:response, a part is N or N=p,M=q.")
 flags.DEFINE_string("metrics", None, "plan: folder of a run, or its metrics.jsonl, to take mean lengths by role from.")
 flags.DEFINE_list(
-    "chip", [], "plan: chips to give the time on (v5e, v5p, v6e, a100, h100, h200); memory is the first's."
+    "chip",
+    [],
+    "plan: chips to give the time on (v4, v5e, v5p, v6e, tpu7x, a100, h100, h200), h100:8 for a set; memory is the "
+    "first's.",
 )
 flags.DEFINE_float("memory", None, "GiB that a plan may take; default: the chip's, or this machine's.", lower_bound=0)
 
@@ -94,38 +102,66 @@ def predict(cfg: Any, flag_values: flags.FlagValues) -> Prediction:
 
     flag_values: the parsed flags of this command.
     """
-    from jaxmarl_llm.config import one_of
     from jaxmarl_llm.costs import counts as cx
     from jaxmarl_llm.costs import model as costs
+    from jaxmarl_llm.costs.chips import CHIPS, ChipSet, chip_set
     from jaxmarl_llm.costs.known_shapes import shape_only
     from jaxmarl_llm.costs.workload import memory_options, workload_of
     from jaxmarl_llm.runs.preflight import check_memory
 
-    for chip in flag_values.chip:
-        one_of("--chip", chip, costs.CHIPS)
+    sets = {text: chip_set(text) for text in flag_values.chip}
     clock = time.perf_counter()
     given, by_role, notes = given_lengths(flag_values)
     bare = shape_only(cfg)
-    if "data" in cfg.env.args and "data" not in bare.env.args:
-        notes.append(f"the packaged tasks in place of {cfg.env.args['data']}")
+    replaced = [v for k, v in cfg.env.args.items() if bare.env.args.get(k) != v and isinstance(v, str)]
+    notes += [f"the packaged tasks in place of {', '.join(replaced)}"] if replaced else []
     plan = config_flags.recipe_module(cfg.recipe).make_plan(bare)
     work, assumed = workload_of(bare, given, by_role)
-    check_memory(cfg, plan, work, *room(flag_values), or_else=" (or raise --memory)")
+    if flag_values.memory is not None or not any(":" in text for text in sets):
+        check_memory(cfg, plan, work, *room(flag_values), or_else=" (or raise --memory)")
     update, more = update_of(bare, plan, work)
     seen, held = cx.counts(plan, work), costs.memory(plan, work, **memory_options(cfg))
     print(f"{plan.name} on {cfg.env.name}: {work.tasks} tasks, {len(work.turns)} turns, {work.seats} acting at once")
     print(f"{'one step':38}{'shared prefixes':>20}{'without':>20}")
     for name, value, other in [*count_rows(seen, update), *byte_rows(held), *flop_rows(plan, work, update, cfg)]:
         print(f"{name:38}{number(value):>20}{'' if other is None else number(other):>20}".rstrip())
-    for name in flag_values.chip or costs.CHIPS:
-        a, b = costs.roofline(costs.CHIPS[name], plan, work, update)
-        print(
-            f"{'seconds on ' + name + ', at least':38}{a + b * cfg.loss.epochs:>20.3g}   ({costs.CHIPS[name].source})"
-        )
+    for name, those in (sets or {name: ChipSet(name, 1) for name in CHIPS}).items():
+        a, b = costs.roofline(those.chip, plan, work, update)
+        least = (a + b * cfg.loss.epochs) / those.size
+        print(f"{'seconds on ' + name + ', at least':38}{least:>20.3g}   ({those.chip.source})")
     for note in [*notes, *assumed, *more, *remarks(cfg, plan, work)]:
         print(f"assumed: {note}")
     print(f"predicted in {time.perf_counter() - clock:.3f} s")
     return Prediction(plan, work)
+
+
+def print_set(cfg: Any, plan: Any, work: Any, those: Any) -> bool:
+    """Print what a set of chips holds and how long a step takes on it, and return whether it fits.
+
+    cfg: configuration without files. plan: the recipe's plan. work: workload of ``cfg``. those: `costs.chips.ChipSet`.
+    """
+    from jaxmarl_llm.costs.meshes import fitting, mesh_sizes
+
+    best = mesh_sizes(cfg, plan, work, those.chip, those.size)
+    axes = ", ".join(f"{axis} {size}" for axis, size in zip(("data", "fsdp", "tensor"), best.mesh))
+    print(f"{those}, a mesh of {axes} ({best.flags})")
+    held = best.memory
+    parts = {k: v for k, v in held._asdict().items() if k != "offload"}
+    rows = {k.replace("_", " "): v for k, v in parts.items()}
+    rows |= {"in all, generating": held.generating, "in all, updating": held.updating}
+    for name, value in rows.items():
+        print(f"{'  bytes of a chip, ' + name:38}{number(round(value)):>20}")
+    print(f"{'  seconds of a step, about':38}{best.seconds:>20.3g}")
+    if best.fits:
+        print(f"  fits: yes, a chip has {number(those.chip.memory)} bytes")
+        return True
+    other, changes = fitting(cfg, plan, work, those.chip, those.size)
+    flags = " ".join(f"--config.{k}={str(v).lower()}" for k, v in changes.items())
+    hint = "lower --config.batch, or share with --config.team.parameter_sharing=lora, or take more chips"
+    if changes:
+        hint = f"it fits with {other.flags} {flags}"
+    print(f"  fits: no, a chip has {number(those.chip.memory)} bytes; {hint}")
+    return False
 
 
 def room(flag_values: flags.FlagValues) -> tuple[int, str]:
@@ -133,7 +169,7 @@ def room(flag_values: flags.FlagValues) -> tuple[int, str]:
 
     flag_values: the parsed flags; ``memory`` and ``chip`` are read.
     """
-    from jaxmarl_llm.costs.model import CHIPS
+    from jaxmarl_llm.costs.chips import CHIPS
     from jaxmarl_llm.runs.preflight import host_memory
 
     if flag_values.memory is not None:
@@ -237,12 +273,17 @@ def number(x: float) -> str:
     return f"{x:,.0f}" if abs(x) < 1e15 and float(x).is_integer() else f"{x:,.2f}" if abs(x) < 1e9 else f"{x:.4g}"
 
 
-def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
-    """Print the cost of one training step of ``cfg``.
+def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
+    """Print the cost of one training step of ``cfg``. Returns 1 where a set of chips does not hold it, otherwise 0.
 
     workdir: not read. flag_values: the parsed flags.
     """
-    predict(cfg, flag_values)
+    from jaxmarl_llm.costs.chips import chip_set
+    from jaxmarl_llm.costs.known_shapes import shape_only
+
+    plan, work = predict(cfg, flag_values)
+    counted = [chip_set(text) for text in flag_values.chip if ":" in text]
+    return int(not all([print_set(shape_only(cfg), plan, work, those) for those in counted]))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,13 @@ def qwen2_5_32b() -> Config:
 def at_scale(path: str, mesh: MeshConfig) -> Config:
     """A configuration at scale. The ``tensor`` axis is the number of key/value heads: finer cuts leave no whole heads.
 
+    From the paper: a master and four specialists on Qwen2.5 of 3B or 7B, and a first stage of supervised fine-tuning.
+    Also from it: K = 5, and the memory's thresholds and weights. Not from the paper, because no source states them: G,
+    learning rates, lengths, batch, steps, warm-up and the cap of importance weights. The instruction-tuned form of the
+    models is a choice too. Memory learns from accuracy alone, where the paper adds the reward of form. The paper's data
+    are not public: give your own with ``env.args.data_dir``. The samples in the package are refused
+    (``run.max_epochs``).
+
     Args:
         path: Folder or hub name of the backbone.
         mesh: Devices of the run.

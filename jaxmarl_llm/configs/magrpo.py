@@ -11,14 +11,25 @@ maze_text   the paper's 6x6 mazes in words (Qwen2.5-0.5B-Instruct from --config.
 tree        `matrix`, chicken played twice: a tree of crossed joint actions, discounted child means
 smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it). Two
             SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
-tldr        the paper's setting of TLDR (two Qwen3-1.7B from --config.team.backbone.path); for accelerators
 qwen3_1_7b  `tldr` for a slice of chips: a batch of 512 prompts, a mesh (docs/pods.md)
-coding      the paper's setting of HumanEval (two Qwen2.5-Coder-3B); for accelerators
+
+The paper's runs for accelerators. `published` says what differs; docs/paper_runs.md has commands, meshes and figures:
+
+tldr        `writing`, a short and a longer summary of 1,000 posts of trl-lib/tldr, two Qwen3-1.7B.
+arxiv       `writing`, two halves of an introduction to 1,000 abstracts of OpenMLRL/arXiv_abstract, two Qwen3-1.7B.
+humaneval, coophumaneval, mbpp
+            `coding`, a helper and a main function, two Qwen2.5-Coder-3B, one turn; --config.env.args.data=DIR.
+humaneval_two_turns, coophumaneval_two_turns, mbpp_two_turns
+            the same with a second turn after diagnostics of the program and its first test.
+humaneval_expert, coophumaneval_expert, mbpp_expert
+            the same with a second turn after the edits of an expert model: --config.env.args.expert, .expert_model
 
     jaxmarl-llm train --config=magrpo:tiny --workdir=runs/magrpo
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -32,18 +43,67 @@ from jaxmarl_llm.recipes.magrpo import Config
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
 
-VARIANTS = (
-    *("tiny", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text"),
-    *("smollm2", "tldr", "qwen3_1_7b", "coding"),
-)
-DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
 WRITING = {"words": 1.0, "ratio": 1.0, "unique": 1.0, "transitions": 1.0, "jaccard": 1.0}
 CODING = {"structure": 1.0, "syntax": 1.0, "tests": 1.0, "cooperation": 1.0}
 
 
+class Published(NamedTuple):
+    """A task of the paper.
+
+    data: arguments of the environment that name its data. tasks: training tasks. epochs: passes over them, by number of
+    turns. sampling: how training samples. learning_rate: of AdamW.
+    """
+
+    data: Mapping[str, Any]
+    tasks: int
+    epochs: Mapping[int, int]
+    sampling: Sampling
+    learning_rate: float
+
+
+_WARM = Sampling(temperature=0.8, top_k=50, top_p=0.95)
+_COOL = Sampling(temperature=0.7, top_k=50, top_p=0.9)
+PUBLISHED = {
+    "tldr": Published(
+        {"task": "tldr", "data": "trl-lib/tldr", "count": 1000, "min_source": 1, "max_source": 1000},
+        1000, {1: 1}, _COOL, 5e-6,
+    ),
+    "arxiv": Published({"task": "arxiv", "data": "OpenMLRL/arXiv_abstract", "count": 1000}, 1000, {1: 1}, _COOL, 5e-6),
+    "humaneval": Published({"benchmark": "humaneval"}, 100, {1: 10, 2: 7}, _COOL, 1e-5),
+    "coophumaneval": Published(
+        {"benchmark": "coophumaneval", "keep_bad_tests": True}, 50, {1: 20, 2: 10}, _WARM, 1e-5
+    ),
+    "mbpp": Published({"benchmark": "mbpp"}, 50, {1: 8, 2: 8}, _WARM, 3e-5),
+}  # fmt: skip
+# Form of a coding run -> arguments of the environment. The expert is the model of the authors' configuration.
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "two_turns": {"max_turns": 2, "feedback": "level"},
+    "expert": {
+        "max_turns": 2,
+        "feedback": "expert",
+        "expert": "http://localhost:8000/v1",
+        "expert_model": "claude-3-5-sonnet-20241022",
+        "expert_timeout": 60.0,
+    },
+}
+PAPER_RUNS = {
+    f"{task}_{form}" if form else task: (task, form)
+    for form in FORMS
+    for task, record in PUBLISHED.items()
+    if not form or len(record.epochs) > 1
+}
+VARIANTS = (
+    *("tiny", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text"),
+    *("smollm2", "qwen3_1_7b", *PAPER_RUNS),
+)
+DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
+
+
 def get_config(variant: str = "tiny") -> ConfigDict:
-    one_of("variant", variant or "tiny", VARIANTS)
-    return ConfigDict(to_dict(globals()[variant or "tiny"]()))
+    name = variant or "tiny"
+    one_of("variant", name, VARIANTS)
+    return ConfigDict(to_dict(published(*PAPER_RUNS[name]) if name in PAPER_RUNS else globals()[name]()))
 
 
 def tiny() -> Config:
@@ -146,33 +206,62 @@ def smollm2() -> Config:
     )
 
 
-def tldr() -> Config:
+def published(task: str, form: str = "") -> Config:
+    """A run of the paper, with what its text or the authors' first configurations say (docs/paper_runs.md).
+
+    A step has one task and G = 4 aligned joint actions of two models. AdamW has torch's decay and moments. Gradients
+    are not clipped, there is no KL, and the discount is 1. An epoch is a pass over the training tasks.
+
+    What differs from the authors' runs:
+
+    all             Prompts of this project, through the chat template. Log-probs of the distribution sampled from. The
+                    stop token is trained, and padding is not. Word lists of this project in the rewards of writing.
+                    Evaluation on at most 256 tasks of the final test, where the authors watch a development split.
+    tldr, arxiv     1,000 texts drawn by the seed, where the authors take the first 1,000.
+    humaneval       Sampled at 0.7 and 0.9, the library's default of that time, because its configuration names none.
+    mbpp            No run of the first version is known: learning rate and epochs of the later library, which has two
+                    turns, also for one.
+    two turns       Four episodes for each task, returns to the end of the episode. The first version played on from the
+                    best joint action, with the rewards of a turn alone and weights 1.2 and 0.8 of the turns. Where all
+                    joint actions of the first turn earn the full reward, the second is left out, as there.
+    two_turns       Diagnostics come from the judge. In the paper's main runs they come from an expert.
+    expert          An endpoint of your own. The paper's text names another model than its configuration.
+
+    Args:
+        task: Key of `PUBLISHED`.
+        form: Key of `FORMS`; tasks of writing have one turn.
+    """
+    record, extra = PUBLISHED[task], FORMS[form]
+    turns, writing = extra.get("max_turns", 1), "task" in record.data
+    epochs = record.epochs[turns]
+    path = "Qwen/Qwen3-1.7B" if writing else "Qwen/Qwen2.5-Coder-3B"
+    args = {**record.data, "reward": "parity", **extra}
     return Config(
-        steps=1000,
-        batch=16,
-        team=TeamConfig(backbone=Backbone(path="Qwen/Qwen3-1.7B", dtype="bfloat16"), max_new_tokens=256),
-        env=EnvConfig("writing", {"task": "tldr", "reward": "parity", "data": "trl-lib/tldr"}, max_prompt=1024),
-        reward=WRITING,
-        sampling=Sampling(temperature=0.7, top_p=0.9),
-        micro_tokens=65_536,
-        optimizer=Optimizer(learning_rate=5e-6, max_grad_norm=0.0),
-        run=RunConfig(max_logprob_diff=0.5),
+        steps=record.tasks * epochs,
+        batch=1,
+        stop_above=3.99 if turns > 1 else None,
+        team=TeamConfig(backbone=Backbone(path=path, dtype="bfloat16"), max_new_tokens=256),
+        env=EnvConfig("writing" if writing else "coding", args, workers=4, timeout=150.0, max_prompt=1024 * turns),
+        reward=WRITING if writing else CODING,
+        sampling=record.sampling,
+        micro_tokens=4096,
+        # Moments and master copies of two 3B models do not fit on one 80 GB chip beside each other.
+        optimizer=Optimizer(
+            learning_rate=record.learning_rate, weight_decay=0.01, b2=0.999, max_grad_norm=0.0, offload=not writing
+        ),
+        # The samples in the package are refused: they would be played many times more often.
+        run=RunConfig(eval_every=250, checkpoint_every=250, max_logprob_diff=0.5, max_epochs=2.0 * epochs),
     )
 
 
 def qwen3_1_7b() -> Config:
-    return dataclasses.replace(tldr(), batch=512, micro_tokens=4096, mesh=MeshConfig(data=-1, fsdp=8, tensor=1))
-
-
-def coding() -> Config:
-    return Config(
-        steps=1000,
-        batch=16,
-        team=TeamConfig(backbone=Backbone(path="Qwen/Qwen2.5-Coder-3B", dtype="bfloat16"), max_new_tokens=256),
-        env=EnvConfig("coding", {"benchmark": "humaneval"}, workers=16, timeout=120.0, max_prompt=1024),
-        reward=CODING,
-        sampling=Sampling(temperature=0.8, top_p=0.95),
-        micro_tokens=65_536,
-        optimizer=Optimizer(learning_rate=1e-5, max_grad_norm=0.0),
+    base = published("tldr")
+    return dataclasses.replace(
+        base,
+        batch=512,
+        env=EnvConfig("writing", {"task": "tldr", "reward": "parity", "data": "trl-lib/tldr"}, max_prompt=1024),
+        sampling=Sampling(temperature=0.7, top_p=0.9),
+        mesh=MeshConfig(data=-1, fsdp=8, tensor=1),
+        optimizer=Optimizer(learning_rate=5e-6, max_grad_norm=0.0),
         run=RunConfig(max_logprob_diff=0.5),
     )

@@ -9,15 +9,16 @@ from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxmarl_llm.costs import counts, hlo, model
+    from jaxmarl_llm.costs.chips import Chip
     from jaxmarl_llm.costs.counts import Workload
     from jaxmarl_llm.costs.known_shapes import architecture, shape_only
-    from jaxmarl_llm.costs.model import Chip, calibrate, memory, roofline, update_size
+    from jaxmarl_llm.costs.model import calibrate, memory, roofline, update_size
     from jaxmarl_llm.costs.workload import GivenLengths, workload_of
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         objects={
-            "Chip": f"{__name__}.model",
+            "Chip": f"{__name__}.chips",
             "GivenLengths": f"{__name__}.workload",
             "Workload": f"{__name__}.counts",
             "architecture": f"{__name__}.known_shapes",

@@ -106,4 +106,6 @@ def shape_only(cfg: BaseConfig) -> BaseConfig:
     team = dataclasses.replace(team, backbone=bare(team.backbone, "config.team.backbone"), overrides=overrides)
     if not Path(str(args.get("data", "."))).exists():
         del args["data"]
+    stand_in = getattr(cfg.env.module, "stand_in", None)
+    args = args if stand_in is None else stand_in(args)
     return dataclasses.replace(cfg, team=team, env=dataclasses.replace(cfg.env, args=args))

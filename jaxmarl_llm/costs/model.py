@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxmarl_llm.costs.chips import Chip
 from jaxmarl_llm.costs.counts import (
     Launch,
     Lengths,
@@ -344,30 +345,6 @@ def score_bytes(arch: Config, prompt: int, group: int, response: int) -> int:
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
-
-
-class Chip(NamedTuple):
-    """Public figures of a chip.
-
-    flops: bfloat16 FLOPs per second, without sparsity. bandwidth: bytes per second of its memory. memory: bytes. links:
-    bytes per second that it sends to other chips, over all its links. source: where the figures are published.
-    """
-
-    flops: float
-    bandwidth: float
-    memory: float
-    links: float
-    source: str
-
-
-CHIPS = {
-    "v5e": Chip(197e12, 819e9, 16e9, 200e9, "cloud.google.com/tpu/docs/v5e"),
-    "v5p": Chip(459e12, 2765e9, 95e9, 600e9, "cloud.google.com/tpu/docs/v5p"),
-    "v6e": Chip(918e12, 1638e9, 32e9, 400e9, "cloud.google.com/tpu/docs/v6e"),
-    "a100": Chip(312e12, 2039e9, 80e9, 300e9, "NVIDIA A100 datasheet, SXM 80 GB"),
-    "h100": Chip(989e12, 3.35e12, 80e9, 450e9, "NVIDIA H100 datasheet, SXM"),
-    "h200": Chip(989e12, 4.8e12, 141e9, 450e9, "NVIDIA H200 datasheet, SXM"),
-}
 
 
 def roofline(chip: Chip, plan: Plan, work: Workload, update: UpdateSize) -> tuple[float, float]:

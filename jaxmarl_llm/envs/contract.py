@@ -129,7 +129,7 @@ class HostModule(Protocol):
 
     ``Config`` is a frozen dataclass with fields ``split`` and ``count``: held-out tasks are those of split ``test``.
     Optional members: ``demonstrations(config, tasks)``, ``with_memory``, ``strategy``, ``episode_metrics`` and
-    ``same_tasks(config)``, see `HostTask`.
+    ``same_tasks(config)``, see `HostTask`. ``stand_in(args)`` returns arguments that need no files, for plans.
     """
 
     Config: type

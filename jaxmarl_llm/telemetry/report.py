@@ -181,9 +181,10 @@ def _draw(axis: Any, rows: list[dict], title: str, unit: str, lines: dict[str, s
     axis.spines["bottom"].set_color("#BBBBBB")
     if axis.get_legend_handles_labels()[1]:
         longest = max(map(len, axis.get_legend_handles_labels()[1]))
-        axis.legend(
+        legend = axis.legend(
             fontsize=8, frameon=False, ncols=1 if longest > 24 else 2, loc="best", handlelength=1.2, columnspacing=1.0
         )
+        legend.set_in_layout(False)  # a legend that is higher than its panel would leave no room for any panel
 
 
 def _stack(axis: Any, rows: list[dict], lines: Mapping[str, str], palette: Mapping[str, str]) -> None:

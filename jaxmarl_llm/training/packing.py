@@ -73,15 +73,22 @@ def pack(
         shapes.setdefault(samples.shape(n, members, smallest), []).append(n)
     batches = []
     for (g, p, r), nodes in sorted(shapes.items()):
-        full = 1 << max(0, (micro_tokens // (p + g * r)).bit_length() - 1)
         while nodes:
-            size = full
-            while size > 1 and (fewer := max(size // 4, 1)) * parts >= len(nodes):
-                size = fewer
-            size *= parts
+            size = micro_rows(micro_tokens // (p + g * r), len(nodes), parts) * parts
             part, nodes = nodes[:size], nodes[size:]
             batches.append(samples.groups(part, size, (g, p, r)))
     return batches
+
+
+def micro_rows(most: int, nodes: float, parts: int) -> int:
+    """Nodes of a micro-batch on one device: a power of two, the largest that fits, or less where that is enough.
+
+    ``most``: nodes that fit. ``nodes``: nodes that are left. ``parts``: devices that share the rows.
+    """
+    size = 1 << max(0, most.bit_length() - 1)
+    while size > 1 and (fewer := max(size // 4, 1)) * parts >= nodes:
+        size = fewer
+    return size
 
 
 class _Samples(NamedTuple):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.costs.chips import CHIPS
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation import prefix_cache
 from jaxmarl_llm.generation.generate import Completions
@@ -404,7 +405,7 @@ def test_a_hopeless_plan_is_counted_as_fast_as_a_small_one():
     with pytest.raises(ConfigError, match=r"more than 10\^200 states at turn 28; lower its group"):
         costs.memory(product(8, "cross"), work)
     costs.features(product(4), work)
-    costs.roofline(costs.CHIPS["h200"], node_wise(64), work, costs.update_size(node_wise(64), work))
+    costs.roofline(CHIPS["h200"], node_wise(64), work, costs.update_size(node_wise(64), work))
     assert time.perf_counter() - clock < 3  # on a busy machine; 0.2 s on a free one
 
 

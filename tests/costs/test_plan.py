@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,7 +166,8 @@ def test_lengths_of_a_run(tmp_path, capfd):
         ({"length": ["boss:9:1"]}, r"^--length=boss:9:1: unknown role 'boss'; the roles are master, arithmetic"),
         ({"length": ["master:x:1"]}, r"^--length: expected N or N=p,M=q \(tokens, probabilities\), got 'x'$"),
         ({"metrics": "no/run"}, r"^--metrics=no/run: no file no/run/metrics.jsonl$"),
-        ({"chip": ["b200"]}, r"^--chip: "),
+        ({"chip": ["b200"]}, r"^--chip: unknown chip 'b200'; did you mean 'h200'\?$"),
+        ({"chip": ["h100:none"]}, r"^--chip: h100: expected a number of chips from 1 to \d+, got 'none'$"),
         ({"memory": 0.001}, r"^plan node_wise.*: needs at least .* \(or raise --memory\)$"),
     ],
     ids=str,
@@ -196,3 +198,29 @@ def test_the_command_of_the_package():
     command = [sys.executable, "-m", "jaxmarl_llm", "plan", f"--config={CONFIGS}/grpo.py:tiny", "--chip=h200"]
     got = subprocess.run(command, capture_output=True, text=True, check=False)
     assert got.returncode == 0 and re.search(r"^sampled sequences +\d", got.stdout, re.MULTILINE), got.stderr
+
+
+def chips_of(capfd, cfg, *sets):
+    """Exit code, figures by set of chips and what stands before them, of `plan --chip=SETS`."""
+    code = plan_command.main(cfg, None, Flags(chip=list(sets), memory=None))
+    parts = re.split(r"^(\w+:\d+), a mesh of ", capfd.readouterr().out, flags=re.MULTILINE)
+    return code, dict(zip(parts[1::2], parts[2::2], strict=True)), parts[0]
+
+
+def test_sets_of_chips_have_a_mesh_and_a_verdict(capfd):
+    code, found, before = chips_of(capfd, config_flags.load(f"{CONFIGS}/magrpo.py:qwen3_1_7b"), "v5p:8", "v5e:256")
+    assert code == 0 and list(found) == ["v5p:8", "v5e:256"]
+    least = [float(x) for x in re.findall(r"^seconds on v5\w:\d+, at least +(\S+)", before, re.MULTILINE)]
+    assert least[0] / least[1] == pytest.approx(256 * 197 / (8 * 459), rel=0.1)  # chips times their FLOPs
+    for name, text in found.items():
+        sizes = re.match(r"data (\d+), fsdp (\d+), tensor (\d+) \(--config.mesh.data=\1 --config.mesh.fsdp=\2 ", text)
+        assert math.prod(map(int, sizes.groups())) == int(name.partition(":")[2])
+        rows = re.findall(r"^  bytes of a chip, (.*?) {2,}([\d,]+)$", text, re.MULTILINE)
+        held = {k: int(v.replace(",", "")) for k, v in rows}
+        parts = sum(v for k, v in held.items() if k in ("parameters", "optimizer", "gradient", "activations"))
+        assert held["in all, updating"] == pytest.approx(parts, abs=4) and "fits: yes" in text
+    here = replace_path(config_flags.load(f"{CONFIGS}/magrpo.py:humaneval"), "optimizer.offload", False)
+    code, found, _ = chips_of(capfd, here, "h100:1", "v5e:1")
+    assert code == 1 and "fits: no, a chip has 80,000,000,000 bytes; it fits with " in found["h100:1"]
+    assert found["h100:1"].rstrip().endswith("--config.optimizer.offload=true")
+    assert found["v5e:1"].rstrip().endswith("or take more chips")

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.tpu import compile_ahead, plan_pod, search
+from experiments.tpu import compile_ahead, plan_pod
 from experiments.tpu import report as pods
 from experiments.tpu.ratios import ratios
 from jaxmarl_llm.agents.team import Backbone
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.costs import hlo
 from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.costs.chips import CHIPS
 from jaxmarl_llm.costs.counts import ModelSize
 from jaxmarl_llm.costs.known_shapes import architecture, shape_only
+from jaxmarl_llm.costs.meshes import proposals
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.generate import sample_completions
@@ -109,15 +111,15 @@ def test_search_proposes_meshes_that_can_be_and_puts_those_that_fit_first():
     bare, plan, work, _ = plan_pod.prepare(
         config_flags.load(f"{JOY}:qwen2_5_7b", [("team.parameter_sharing", "shared")])
     )
-    found = search.proposals(bare, plan, work, "v6e:16x16")
+    found = proposals(bare, plan, work, CHIPS["v6e"], 256)
     for p in found:
-        data, fsdp, tensor = map(int, p["mesh"].split(","))
+        data, fsdp, tensor = p.mesh
         assert data * fsdp * tensor == 256 and 4 % tensor == 0 and 3584 % fsdp == 0
-    fits = [p["fits"] for p in found]
+    fits = [p.fits for p in found]
     assert fits[0] and not fits[-1] and fits == sorted(fits, reverse=True)
     # All parameters on every chip, 7.6e9 x (2 + 2 x 2) bytes beside float32 gradients, are too many.
-    assert not next(p for p in found if p["mesh"] == "256,1,1")["fits"]
-    seconds = [p["seconds"] for p in found if p["fits"]]
+    assert not next(p for p in found if p.mesh == (256, 1, 1)).fits
+    seconds = [p.seconds for p in found if p.fits]
     assert seconds == sorted(seconds)
 
 
@@ -311,8 +313,8 @@ def test_an_offloaded_optimizer_is_on_no_chip_while_it_generates(tiny, compiled)
 
 @needs_libtpu
 def test_what_cannot_fit_is_not_compiled(tiny, monkeypatch):
-    small = costs.CHIPS["v5e"]._replace(memory=4_000_000.0)
-    monkeypatch.setitem(costs.CHIPS, "v5e", small)
+    small = CHIPS["v5e"]._replace(memory=4_000_000.0)
+    monkeypatch.setitem(CHIPS, "v5e", small)
     monkeypatch.setattr(compile_ahead, "compile_stages", lambda *args: pytest.fail("compiled"))
     row = plan_pod.measure(tiny, "tiny", "v5e:2x2", "4,1,1", None, ())
     assert not row["fits"] and "--config.mesh.data=1 --config.mesh.fsdp=4" in row["advice"]

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.tpu import report
 from jaxmarl_llm.costs import hlo
-from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.costs.chips import CHIPS
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = json.loads((DOCS / "results/pods.json").read_text())
@@ -35,7 +35,7 @@ def test_programs_do_little_beside_what_is_useful(row):
 
 @pytest.mark.parametrize("row", CURRENT, ids=name)
 def test_recorded_seconds_follow_from_recorded_counts(row):
-    chip, stage = costs.CHIPS[row["topology"].partition(":")[0]], row["stages"]["accumulate"]
+    chip, stage = CHIPS[row["topology"].partition(":")[0]], row["stages"]["accumulate"]
     terms = (
         stage["flops"] / chip.flops,
         stage["bytes"] / chip.bandwidth,

@@ -29,7 +29,7 @@ def training_tasks(spec):
     return cfg, len(cfg.env.environment(cfg.seed).tasks)
 
 
-@pytest.mark.parametrize("spec", ["joyagents_r1.py:qwen2_5_3b", "magrpo.py:coding"])
+@pytest.mark.parametrize("spec", ["joyagents_r1.py:qwen2_5_3b", "magrpo.py:humaneval"])
 def test_a_paper_configuration_refuses_the_samples_of_the_package(spec):
     cfg, tasks = training_tasks(spec)
     with pytest.raises(ConfigError, match=rf"{tasks} training tasks; {cfg.steps} steps of {cfg.batch} tasks"):

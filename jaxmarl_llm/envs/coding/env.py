@@ -54,6 +54,7 @@ __all__ = [
     "grade",
     "make",
     "split_solution",
+    "stand_in",
     "strategy",
     "tasks",
     "with_memory",
@@ -250,6 +251,13 @@ def tasks(config: Config) -> list[Task]:
     random.Random(f"{config.benchmark} {config.split} {config.seed}").shuffle(found)
     log.info("%s: %s", config.benchmark, source)
     return found[: config.count or None]
+
+
+def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of this environment that need no data but the package's, for plans. ``args``: those of a run."""
+    benchmark = args.get("benchmark")
+    absent = benchmark == "coophumaneval" and not args.get("data")  # the package has no sample of it
+    return {**args, "benchmark": "humaneval"} if absent else dict(args)
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:

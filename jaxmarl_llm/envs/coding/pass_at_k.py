@@ -21,6 +21,19 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)  # exact integers; comb is 0 when fewer than k are wrong
 
 
+def best_of_k(values: Sequence[float], k: int) -> float:
+    """Expected largest of k of the ``values``, drawn without replacement: unbiased for the best of k new samples.
+
+    The i-th smallest of n values is the largest of C(i-1, k-1) of the C(n, k) subsets. Of values 0 and 1 the result is
+    `pass_at_k`. ValueError unless 1 <= k <= n.
+    """
+    n = len(values)
+    if not 1 <= k <= n:
+        raise ValueError(f"best_of_k: expected 1 <= k <= n, got k={k} and n={n}")
+    ordered = sorted(values)
+    return sum(comb(i - 1, k - 1) * value for i, value in enumerate(ordered, 1)) / comb(n, k)
+
+
 def _first(values: Sequence[float], k: int) -> Sequence[float]:
     if not 1 <= k <= len(values):
         raise ValueError(f"expected 1 <= k <= {len(values)}, the number of samples, got {k}")

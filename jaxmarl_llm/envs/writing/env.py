@@ -43,7 +43,18 @@ from jaxmarl_llm.envs.writing import prose, rewards, rouge, word_lists
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
-__all__ = ["ROLES", "Config", "State", "Task", "demonstrations", "make", "strategy", "tasks", "with_memory"]
+__all__ = [
+    "ROLES",
+    "Config",
+    "State",
+    "Task",
+    "demonstrations",
+    "make",
+    "stand_in",
+    "strategy",
+    "tasks",
+    "with_memory",
+]
 
 Task = dict[str, Any]
 ROLES = {"tldr": ("concise", "detailed"), "arxiv": ("background", "method")}
@@ -346,6 +357,11 @@ def _rows(config: Config) -> tuple[list[Task], str]:
 
 def _permitted(config: Config, row: Mapping[str, Any]) -> bool:
     return config.min_source <= len(row["text"].split()) <= config.max_source
+
+
+def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of this environment that need no data but the package's, for plans. ``args``: those of a run."""
+    return dict(args) if args.get("data") else {k: v for k, v in args.items() if k != "count"}
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:

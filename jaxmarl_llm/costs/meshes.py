@@ -1,0 +1,289 @@
+"""Meshes for n chips: memory of one chip by part and seconds of a step for every possible mesh, by closed forms.
+
+`proposals` tries meshes and sizes of a micro-batch, and `mesh_sizes` is the one that a configuration takes on n chips.
+Memory counts parameters, moments, copies, cache, logits, saved layers and attention scores. Seconds count FLOPs, bytes
+read, and weights gathered and reduced over the links. They are not below the lower bound of `costs.model.roofline`.
+XLA may need more or less than these forms.
+
+Shared arguments: ``cfg`` is the configuration, ``plan`` its plan of sampling and ``work`` its workload
+(`costs.workload.workload_of`). ``mesh`` are the sizes of the axes data, fsdp and tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxmarl_llm.costs import model as costs
+from jaxmarl_llm.costs.chips import Chip
+from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, counts, launches, turn_states
+from jaxmarl_llm.costs.workload import memory_options, update_selection
+from jaxmarl_llm.generation.buckets import up_to
+from jaxmarl_llm.models import decoder
+from jaxmarl_llm.rollout.plans import Plan
+from jaxmarl_llm.training.packing import micro_rows
+
+ROWS = (1, 2, 4)  # prompts of one micro-batch on a device that are tried
+
+
+class ChipMemory(NamedTuple):
+    """Bytes of one chip, by part.
+
+    parameters: frozen and trained ones of all models, and copies of a reference or of past policies. optimizer: its
+    states. rollout_copy: weights that generation has gathered along fsdp. cache: keys and values of the largest launch.
+    generation: activations of a prefill or logits of a decoding step, the larger of both. gradient: float32 gradients.
+    activations: what a micro-batch saves for its backward pass. offload: an optimizer state is on the chip during the
+    update alone.
+    """
+
+    parameters: float
+    optimizer: float
+    rollout_copy: float
+    cache: float
+    generation: float
+    gradient: float
+    activations: float
+    offload: bool
+
+    @property
+    def generating(self) -> float:
+        """Bytes while the largest launch runs."""
+        beside = 0.0 if self.offload else self.optimizer
+        return self.parameters + self.rollout_copy + self.cache + self.generation + beside
+
+    @property
+    def updating(self) -> float:
+        """Bytes during an update."""
+        return self.parameters + self.optimizer + self.gradient + self.activations
+
+    @property
+    def peak(self) -> float:
+        """The larger of generation and update."""
+        return max(self.generating, self.updating)
+
+
+class Proposal(NamedTuple):
+    """A mesh and the size of a micro-batch on it.
+
+    mesh: sizes of data, fsdp and tensor. micro_tokens: tokens of a micro-batch on one device. remat: layers are
+    computed again in the backward pass. memory: bytes of one chip. seconds: of a step, with launches and micro-batches
+    one after another. fits: whether the chip holds ``memory``.
+    """
+
+    mesh: tuple[int, int, int]
+    micro_tokens: int
+    remat: bool
+    memory: ChipMemory
+    seconds: float
+    fits: bool
+
+    @property
+    def flags(self) -> str:
+        """Flags that select the mesh, as on a command line."""
+        return " ".join(f"--config.mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), self.mesh))
+
+
+class _Step(NamedTuple):
+    """What all meshes of a configuration share."""
+
+    work: Workload
+    top: Launch
+    group: int  # samples of a node
+    nodes: float  # trained ones of a model
+    held: costs.Memory
+    sequences: float  # of a launch, on average
+    steps: float  # decoding steps in a row
+    epochs: int  # of an update
+
+    @property
+    def weights(self) -> ModelSize:
+        """The model of the largest launch."""
+        return self.work.models[self.top.model]
+
+    @property
+    def arch(self) -> decoder.Config:
+        """Architecture of this model."""
+        return self.weights.config
+
+    @property
+    def whole(self) -> int:
+        """Bytes of all weights that one token of this model reads."""
+        base = costs.base_bytes([self.weights]) if self.weights.rank else 0
+        return base + costs.own_bytes(self.weights)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one trained node: its prompt and its completions."""
+        return self.top.prompt + self.group * self.top.response
+
+
+def largest_launch(plan: Plan, work: Workload) -> Launch:
+    """The launch of a rollout with the largest cache and logits."""
+    config = lambda x: work.models[x.model].config
+    return max(launches(plan, work), key=lambda x: costs.cache_bytes(x, config(x)) + costs.logits_bytes(x, config(x)))
+
+
+def trained_nodes(cfg: Any, plan: Plan, work: Workload) -> float:
+    """Expected number of nodes in an update, over all models."""
+    groups, most = update_selection(cfg, work)
+    found = (level for level in turn_states(plan, work) if level.group > 1 or not groups)
+    nodes = sum(level.states * len(work.turns[level.branch.turn].seats) for level in found)
+    return float(nodes if most is None else min(nodes, most))
+
+
+def tensor_sizes(arch: decoder.Config, chips: int) -> list[int]:
+    """Sizes of the tensor axis that divide heads, units and vocabulary of ``arch``, and the number of ``chips``."""
+    sizes = (arch.num_heads, arch.num_kv_heads, arch.intermediate_size, arch.vocab_size, chips)
+    return [t for t in range(1, 65) if all(n % t == 0 for n in sizes)]
+
+
+def _step(cfg: Any, plan: Plan, work: Workload) -> _Step:
+    """What the meshes of a configuration share. Arguments are the shared ones."""
+    seen = counts(plan, work)
+    return _Step(
+        work=work,
+        top=largest_launch(plan, work),
+        group=max(launch.group for launch in launches(plan, work)),
+        nodes=trained_nodes(cfg, plan, work) / len(work.models),
+        held=costs.memory(plan, work, **memory_options(cfg)),
+        sequences=float(seen.sequences / seen.launches),
+        steps=seen.decode_steps,
+        epochs=cfg.loss.epochs,
+    )
+
+
+def _memory(step: _Step, mesh: Sequence[int], rows: int, remat: bool) -> ChipMemory:
+    """Bytes of one chip. ``rows``: prompts of a micro-batch on a device."""
+    data, fsdp, tensor = mesh
+    parts, arch, held, top = data * fsdp, step.arch, step.held, step.top
+    team = held.base + held.own + held.copies
+    # A host rollout gathers the weights of one model at a time, an array rollout those of all.
+    playing = step.whole if step.work.engine == "host" else team
+    lanes = up_to(top.rows, parts) // parts
+    d, f, size = arch.hidden_size, arch.intermediate_size, costs.ITEMSIZE[arch.dtype]
+    prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
+    layers = costs.saved_bytes(arch, rows, top.prompt, step.group, top.response, remat)
+    scores = rows * costs.saved_scores(arch, top.prompt, step.group, top.response, remat)
+    return ChipMemory(
+        parameters=team / (fsdp * tensor),
+        optimizer=held.optimizer / (fsdp * tensor),
+        rollout_copy=playing / tensor if fsdp > 1 else 0.0,
+        cache=costs.cache_bytes(top._replace(rows=lanes), arch) / tensor,
+        generation=max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor,
+        gradient=held.gradient / (fsdp * tensor),
+        activations=layers / (1 if remat else tensor) + scores / tensor,
+        offload=held.offload,
+    )
+
+
+def _seconds(step: _Step, chip: Chip, least: float, mesh: Sequence[int], rows: int, remat: bool) -> float:
+    """Seconds of a step at the chip's public figures.
+
+    ``least``: lower bound of the rollout's seconds. ``rows``: prompts of a micro-batch on a device.
+    """
+    data, fsdp, tensor = mesh
+    parts, arch, models = data * fsdp, step.arch, len(step.work.models)
+    d, size = arch.hidden_size, costs.ITEMSIZE[arch.dtype]
+    pairs = costs.score_bytes(arch, step.top.prompt, step.group, step.top.response) / (4 * arch.num_heads)
+    node = costs.token_flops(step.weights) * step.tokens + costs.attention_flops(arch) * pairs
+    moved = 3 * step.whole / tensor * (fsdp > 1) + 2 * 4 * step.held.gradient / 8 / tensor * (parts > 1)
+    moved += 4 * 4 * arch.num_layers * rows * step.tokens * d * size * (1 - 1 / tensor)
+    learn = max(rows * node * (4 if remat else 3) / tensor / chip.flops, moved / chip.links)
+    hops = 4 * arch.num_layers * step.sequences / parts * d * size * (1 - 1 / tensor)
+    decode = max(step.whole / tensor / chip.bandwidth, hops / chip.links)
+    passes = math.ceil(step.nodes / (rows * parts))
+    return max(step.steps * decode, least) + step.epochs * models * passes * learn
+
+
+def _meshes(arch: decoder.Config, chips: int) -> list[tuple[int, int, int]]:
+    """Sizes (data, fsdp, tensor) whose product is ``chips`` and that cut the model evenly."""
+    out = []
+    for tensor in tensor_sizes(arch, chips):
+        parts = chips // tensor
+        sizes = (n for n in range(1, parts + 1) if parts % n == 0 and arch.hidden_size % n == 0)
+        out += [(parts // fsdp, fsdp, tensor) for fsdp in sizes]
+    return out
+
+
+def proposals(
+    cfg: Any,
+    plan: Plan,
+    work: Workload,
+    chip: Chip,
+    chips: int,
+    *,
+    rows: Sequence[int] = ROWS,
+    remats: Sequence[bool] = (True, False),
+) -> list[Proposal]:
+    """Meshes of ``chips`` devices with each size of a micro-batch: those that fit first, the fastest of them first.
+
+    Args:
+        cfg: Configuration.
+        plan: Plan of sampling.
+        work: Workload.
+        chip: Public figures of a device.
+        chips: Number of devices.
+        rows: Prompts of a micro-batch on a device that are tried.
+        remats: Settings of ``team.remat`` that are tried.
+
+    Returns:
+        Proposals, each once. Those that do not fit come last, the smallest of them first.
+    """
+    step = _step(cfg, plan, work)
+    least = costs.roofline(chip, plan, work, costs.UpdateSize(0, 0, 0, 0, 0))[0] / chips
+    found = []
+    for mesh in _meshes(step.arch, chips):
+        most = {micro_rows(n, step.nodes, mesh[0] * mesh[1]) for n in rows}
+        for remat in remats:
+            for n in sorted(most):
+                memory = _memory(step, mesh, n, remat)
+                seconds = _seconds(step, chip, least, mesh, n, remat)
+                found.append(Proposal(mesh, n * step.tokens, remat, memory, seconds, memory.peak <= chip.memory))
+    return sorted(found, key=lambda x: (not x.fits, x.seconds if x.fits else x.memory.peak))
+
+
+def mesh_sizes(cfg: Any, plan: Plan, work: Workload, chip: Chip, chips: int) -> Proposal:
+    """The mesh of a configuration on ``chips`` devices: the fastest that fits, with the micro-batch of ``cfg``.
+
+    Args:
+        cfg: Configuration; its ``micro_tokens`` and ``team.remat`` are kept.
+        plan: Plan of sampling.
+        work: Workload.
+        chip: Public figures of a device.
+        chips: Number of devices.
+
+    Returns:
+        The best proposal. Where none fits, the one that needs the least memory.
+    """
+    rows = max(1, cfg.micro_tokens // _step(cfg, plan, work).tokens)
+    return proposals(cfg, plan, work, chip, chips, rows=(rows,), remats=(cfg.team.remat,))[0]
+
+
+def fitting(cfg: Any, plan: Plan, work: Workload, chip: Chip, chips: int) -> tuple[Proposal, dict[str, Any]]:
+    """The mesh of a configuration on ``chips`` devices, and the settings to change so that it fits.
+
+    The settings of ``cfg`` come first, then other sizes of a micro-batch, then both again with the optimizer's state
+    in host memory between updates.
+
+    Args:
+        cfg: Configuration.
+        plan: Plan of sampling.
+        work: Workload.
+        chip: Public figures of a device.
+        chips: Number of devices.
+
+    Returns:
+        The proposal, and values by dotted key (empty: none has to change). Where nothing fits, the proposal of ``cfg``.
+    """
+    for offload in sorted({cfg.optimizer.offload, True}):
+        tried = dataclasses.replace(cfg, optimizer=dataclasses.replace(cfg.optimizer, offload=offload))
+        away = {"optimizer.offload": True} if offload != cfg.optimizer.offload else {}
+        kept = mesh_sizes(tried, plan, work, chip, chips)
+        if kept.fits:
+            return kept, away
+        best = proposals(tried, plan, work, chip, chips)[0]
+        if best.fits:
+            return best, away | {"micro_tokens": best.micro_tokens, "team.remat": best.remat}
+    return mesh_sizes(cfg, plan, work, chip, chips), {}
