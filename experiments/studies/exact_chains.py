@@ -161,7 +161,8 @@ def continued(chain: Chain, sizes: Sequence[int]) -> Estimate:
     """
     k = chain.turns
     backed = [np.zeros_like(chain.spread[k])]  # variance of a group's mean return, given its history
-    rows, within = [], []
+    rows: list[Table] = []
+    within: list[Table] = []
     for t in reversed(range(k)):
         size, values = sizes[t], chain.after(chain.value, t)
         first = backed[0].reshape(values.shape)
@@ -225,7 +226,8 @@ def tree(chain: Chain, size: int, weighted: bool) -> Estimate:
             in a mean over samples, and turn t counts G^t times.
     """
     k = chain.turns
-    backed, within = [np.zeros_like(chain.spread[k])], []
+    backed = [np.zeros_like(chain.spread[k])]
+    within: list[Table] = []
     for t in reversed(range(k)):
         values, below = chain.after(chain.value, t), backed[0].reshape(-1, *chain.policy[t].shape)
         within.insert(0, group_variance(chain, t, size, values, size * below))
