@@ -240,9 +240,10 @@ def test_a_chain_of_one_turn_has_one_kind_of_sampling():
     }
 
 
-def test_each_plan_is_compared_at_its_own_best():
+@pytest.mark.parametrize("kind, share", [("additive", 0.5), ("random", 0.0)])
+def test_each_plan_is_compared_at_its_own_best(kind, share):
     """Sizes by turn need at most as much as one size; no other size of flat needs less than the budget."""
-    game = exact_sampling.drawn(1, "additive", 0.5, 3)
+    game = exact_sampling.drawn(1, kind, share, 3)
     aim = exact_chains.gradient(game)
     found = exact_sampling.compared(game)["sampled"]
     assert found["flat"].tokens == pytest.approx(exact_sampling.BUDGET)
