@@ -59,7 +59,8 @@ def section(record: Row, figure: str) -> list[str]:
     return [head, "", *_plans(seeds), "", *_top_k(seeds), "", *_equal(seeds), "", *_noisy(seeds), "", picture]
 
 
-def _rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table: the names of its columns, and its rows."""
     line = lambda cells: f"| {' | '.join(cells)} |"
     return [line(names), f"|{' --- |' * len(names)}", *map(line, rows)]
 
@@ -88,7 +89,7 @@ def _plans(seeds: Sequence[Row]) -> list[str]:
                 ]
             )
     names = ["game, plan, G", "advantage", "scale ÷ derived", "across own aim", "across the gradient", "noise, tokens"]
-    return _rows([*names, "÷ flat of A, same G", "cosine at 256 tokens"], rows)
+    return table([*names, "÷ flat of A, same G", "cosine at 256 tokens"], rows)
 
 
 def _top_k(seeds: Sequence[Row]) -> list[str]:
@@ -115,7 +116,7 @@ def _top_k(seeds: Sequence[Row]) -> list[str]:
                     ]
                 )
     names = ["game, plan, G", "advantage", "K", "across the gradient", "noise, sampled tokens", "noise, updated tokens"]
-    return _rows([*names, "cosine", "less that of all groups"], rows)
+    return table([*names, "cosine", "less that of all groups"], rows)
 
 
 def _equal(seeds: Sequence[Row]) -> list[str]:
@@ -124,7 +125,7 @@ def _equal(seeds: Sequence[Row]) -> list[str]:
     law = lambda p, g: float(p) ** int(g) + (1 - float(p)) ** int(g)
     share = lambda p, g: shown(seeds, lambda row: row["equal"][f"{p} {g}"])
     rows = [[f"p = {p}", *(f"{share(p, g)} ({law(p, g):.3f})" for g in groups)] for p in chances]
-    return _rows(["groups without a variance (p^G + (1 - p)^G)", *(f"G = {g}" for g in groups)], rows)
+    return table(["groups without a variance (p^G + (1 - p)^G)", *(f"G = {g}" for g in groups)], rows)
 
 
 def _noisy(seeds: Sequence[Row]) -> list[str]:
@@ -138,7 +139,7 @@ def _noisy(seeds: Sequence[Row]) -> list[str]:
         found = (join(each("spearman")), join(each("precision")), join(each("captured")), join(each("captured", "std")))
         rows.append([cell.replace("/", ", "), noisy, *found, join(turn)])
     names = ["game, plan, G", "noisy verifiers", "rank correlation at σ = 0, 0.2, 0.8", "of the best third", "captured"]
-    return _rows([*names, "captured, A / std", "taken at turn 1"], rows)
+    return table([*names, "captured, A / std", "taken at turn 1"], rows)
 
 
 def draw(seeds: Sequence[Row], path: Path) -> None:

@@ -296,7 +296,7 @@ def test_evaluation_counts_whole_checks():
     got = coding.evaluate(coding.Config(), samples, ks=(1, 3))
     assert got["pass@1"] == pytest.approx((2 / 3 + 0) / 2) and got["pass@3"] == 0.5 == got["pass_or_not@1"]
     assert got["accuracy@1"] == pytest.approx((1 + 2 / 3) / 2)
-    assert got["max_coop@1"] == 0.75 and got["max_coop@3"] == 1.5
+    assert got["max_coop@1"] == 0.0 and got["max_coop@3"] == 0.75  # no bonus where a test fails
 
 
 # -- the real sandbox --------------------------------------------------------------------------------------------------

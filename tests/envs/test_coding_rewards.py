@@ -125,13 +125,14 @@ def test_strict_ladder(runner):
 
     share = 2 / 3
     assert total(AUX, "def sq(n):\n    return aux(n) + aux(0)\n", RIGHT) == 4.0
-    assert total(AUX, "def sq(n):\n    return aux(n) + aux(0)\n") == pytest.approx(3 + share)
-    assert total(AUX, WRAPPER) == total(AUX, GUARDED) == pytest.approx(2 + share)
-    assert total(AUX, UNUSED) == pytest.approx(1.5 + share)
+    assert total(AUX, WRAPPER, RIGHT) == total(AUX, GUARDED, RIGHT) == 3.0 and total(AUX, UNUSED, RIGHT) == 2.5
+    # one test in three fails, so there is no bonus
+    assert total(AUX, "def sq(n):\n    return aux(n) + aux(0)\n") == pytest.approx(1.5 + share)
+    assert total(AUX, WRAPPER) == total(AUX, GUARDED) == total(AUX, UNUSED) == pytest.approx(1.5 + share)
     assert total("", UNUSED) == pytest.approx(1.1 + share)
     assert total(AUX, "x = 1") == 0.4 and total("", "") == 0.0
     assert total(AUX, "def sq(n:\n    return aux(n)\n") == 1.0
-    assert total(AUX, "def sq(n):\n    return aux(n) + 'x'\n") == 1.5  # no test passes, so no bonus
+    assert total(AUX, "def sq(n):\n    return aux(n) + 'x'\n") == 1.5  # no test passes
 
 
 CALLS = {  # body of sq(n) -> cooperation

@@ -5,10 +5,11 @@ Both have MAGRPO's ladder, in four components that add up to at most 4.0:
     structure    0.4 the helper defines ``aux`` and returns something; 0.6 main defines the entry point; else stop
     syntax       0.5 the two together are a program; otherwise stop
     tests        the share of the tests that pass
-    cooperation  when a test passes and aux is there: 0.5 main calls aux, 1.0 main is more than a wrapper, -0.5 it
+    cooperation  when tests pass and aux is there: 0.5 main calls aux, 1.0 main is more than a wrapper, -0.5 it
                  throws results away
 
-``parity`` reads text as upstream does (`coding_parity` lists the faults). ``strict`` reads the syntax tree. Comments,
+``parity`` reads text as upstream does (`published_reward` lists the faults), and one test is enough for cooperation.
+``strict`` reads the syntax tree, and cooperation needs every test: a constant passes some, with any helper. Comments,
 strings, unreachable code and functions that main defines itself are no calls. A value must reach what main returns or
 decide it (`code_flow`); otherwise there is no cooperation at all. A wrapper is one however long. An aux that only gives
 back an argument or a constant is none. The tests of ``strict`` are all of ``check``, loops and long asserts included.
@@ -120,7 +121,7 @@ def grade_strict(helper: str, main: str, task: Task, report_fn: ReportFn) -> Gra
     found = _read(cooperation, main_code, entry)
     if found is None:
         notes.append("too complex to analyse")
-    elif report.passed and has_aux and found.used and _read(works, helper_code):
+    elif report.passed == len(tests) and has_aux and found.used and _read(works, helper_code):
         rewards["cooperation"] = 0.5 + (not found.wrapper) - 0.5 * (found.ignored > 0)
     return Graded(rewards, solved, tests, report, found, tuple(notes), copied)
 
