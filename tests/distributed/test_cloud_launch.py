@@ -216,13 +216,15 @@ def test_a_number_that_another_process_has_now_is_left_alone(host):
 
 
 def test_an_image_with_an_old_python_gets_one_from_uv(host):
-    """Every python3 here says that it is too old; then pip brings uv, and uv the environment."""
+    """Every python3 here is 3.10; then pip brings uv, and uv the environment."""
     cloud, folder, start = host
     venv = shutil.copytree(folder / ".venv", cloud.folder / "made")
     shutil.rmtree(folder / ".venv")
     for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        old = "import sys; sys.version_info = (3, 10, 12); exec(sys.argv[1])"
+        checks = f'[ "$1" != -c ] || exec {sys.executable} -c "{old}" "$2"'
         note = f'echo "{name} $*" >>"$CLOUD/calls"'
-        cloud.client(f"bin/{name}", f'{note}\n[ "$1" != -c ] || exit 1\n[ "$2" != uv ] || cp -r {venv} .venv')
+        cloud.client(f"bin/{name}", f'{note}\n{checks}\n[ "$2" != uv ] || cp -r {venv} .venv')
     cloud.answers(saved=[""])
     env = {"PATH": f"{cloud.folder / 'bin'}:{CLIENTS}:{os.environ['PATH']}", "CLOUD": str(cloud.folder)}
     script = folder / "experiments/launch/on_host.sh"
@@ -234,13 +236,17 @@ def test_an_image_with_an_old_python_gets_one_from_uv(host):
 
 
 def test_a_workload_that_is_told_to_end_saves_and_is_started_again(cloud):
-    """xpk gives SIGTERM to a shell around the command, and restarts after some codes only."""
+    """xpk gives SIGTERM to a shell around the command, and restarts after some codes only.
+
+    Shells before bash 5.1 stay there as a process, and end without telling the command, unless it begins with exec.
+    """
     cloud.answers(term=[""])
     code, calls, _ = cloud.run("xpk.sh", XPK, "--config.seed=1", quick=False)
     assert code == 0 and (cloud.folder / "saved").exists()
     assert (cloud.folder / "pods").read_text().split() == ["75", "0"]
     assert calls[0].startswith("xpk workload delete --workload=team ")
     assert calls[1].startswith("xpk workload create --workload=team ") and "--num-slices=1" in calls[1]
+    assert f"--command=exec {TRAINED} --config.seed=1" in calls[1]
     assert calls[2:] == [f"{TRAINED} --config.seed=1"] * 2
 
 
