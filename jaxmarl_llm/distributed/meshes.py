@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
@@ -56,7 +58,8 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     """Mesh with the axes (data, fsdp, tensor) over all ``devices``.
 
     cfg: sizes of the axes. devices: the devices to use; None means ``jax.devices()``. path: name of ``cfg`` in
-    messages. Raises ConfigError when the number of devices is not the product of the sizes.
+    messages. Raises ConfigError when the number of devices is not the product of the sizes, or when the data axis does
+    not divide over several TPU slices.
     """
     cfg.check(path)
     devices = jax.devices() if devices is None else devices
@@ -67,9 +70,29 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     if math.prod(sizes) != len(devices):
         asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in AXES)
         raise ConfigError(f"{path}: {len(devices)} devices cannot be {asked}; expected a product of {len(devices)}")
+    return Mesh(_grid(sizes, list(devices), path), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
+    """``devices`` as an array of shape ``sizes``. Neighbours along fsdp and tensor are in one TPU slice.
+
+    Slices are connected by the network of the hosts, which is slower than the links of a slice. So the slices divide
+    the data axis: only sums of gradients and tables of rows pass between them.
+    """
+    slices = Counter(device.slice_index for device in devices) if devices[0].platform == "tpu" else Counter()
     # A mesh axis may be a part of one axis of a TPU torus, such as tensor=2 on 8x8x8.
-    grid = mesh_utils.create_device_mesh(sizes, list(devices), allow_split_physical_axes=True)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if len(slices) < 2:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if len(set(slices.values())) > 1:
+        raise ConfigError(f"{path}: expected slices of one size, found slices of {sorted(slices.values())} devices")
+    count, (data, fsdp, tensor) = len(slices), sizes
+    if data % count:
+        raise ConfigError(
+            f"{path}.data: expected a multiple of {count}, the number of slices, got {data}: fsdp={fsdp} and "
+            f"tensor={tensor} stay within a slice of {len(devices) // count} devices"
+        )
+    inner, outer = (data // count, fsdp, tensor), (count, 1, 1)
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 class Split(NamedTuple):
