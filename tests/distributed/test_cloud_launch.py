@@ -142,7 +142,9 @@ def test_a_slice_is_made_where_there_is_none(cloud, node, done):
     assert all("--spot" in call for call in calls if "tpu-vm create" in call)
     if done:
         assert all("--worker=all" in call for call in calls if "scp" in call or "ssh" in call)
-        assert f"    exec bash jaxmarl_llm/experiments/launch/on_host.sh {TRAINED} --config.seed=1  --zone=zone" in calls
+        assert (
+            f"    exec bash jaxmarl_llm/experiments/launch/on_host.sh {TRAINED} --config.seed=1  --zone=zone" in calls
+        )
 
 
 @pytest.fixture

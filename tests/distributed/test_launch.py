@@ -109,7 +109,11 @@ def test_yaml_files_have_the_keys_their_clients_read():
     assert pod["restartPolicy"] == "Never"
     assert set(pod["nodeSelector"]) == {f"cloud.google.com/gke-tpu-{x}" for x in ("accelerator", "topology")}
     (container,) = pod["containers"]
-    assert container["command"] == ["bash", "-c", f"exec {COMMAND} $ARGS"]  # in bash's place, so that SIGTERM reaches it
+    assert container["command"] == [
+        "bash",
+        "-c",
+        f"exec {COMMAND} $ARGS",
+    ]  # in bash's place, so that SIGTERM reaches it
     assert spec["completionMode"] == "Indexed" and pod["terminationGracePeriodSeconds"] >= 120
     assert container["resources"]["limits"] == container["resources"]["requests"] == {"google.com/tpu": "$CHIPS"}
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())

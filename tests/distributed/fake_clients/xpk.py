@@ -5,6 +5,7 @@ code of every pod, $CLOUD/calls the arguments. Unknown flags end it, as they end
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -48,10 +49,8 @@ def pod(command, grace):
     try:
         return shell.wait(grace)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(shell.pid, signal.SIGKILL)  # a container ends with its first process
-        except ProcessLookupError:
-            pass
 
 
 def main():
