@@ -27,7 +27,7 @@ from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.runs.recorder import CHANGEABLE, Recorder
 from jaxmarl_llm.runs.trial import try_tasks
 from jaxmarl_llm.storage.checkpoint import Checkpointer
-from jaxmarl_llm.storage.digests import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.storage.workdir import Workdir
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.telemetry.report import episodes_markdown, report

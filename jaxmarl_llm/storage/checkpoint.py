@@ -1,7 +1,7 @@
 """Orbax checkpoints of the whole state of a run, restored bit-exactly.
 
 Orbax writes a step directory atomically but does not verify its contents. A flipped bit or an empty newest step would
-restore wrong values or fail. So every step stores digests of each leaf (`storage.digests`), and a restore verifies
+restore wrong values or fail. So every step stores digests of each leaf (`storage.checksums`), and a restore verifies
 them. A step that fails is moved to ``corrupt/``, and the previous step is tried. Errors that say nothing about the
 files move nothing: memory is full, a store does not answer, or the caller asks for another structure.
 """
@@ -22,7 +22,7 @@ from etils import epath
 
 from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.storage.digests import block_digests, damaged
+from jaxmarl_llm.storage.checksums import block_digests, damaged
 from jaxmarl_llm.types import PyTree
 
 

@@ -27,7 +27,7 @@ from jaxmarl_llm.distributed.processes import EXIT_RETRY
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.runs import loop
-from jaxmarl_llm.storage.digests import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.storage.workdir import Workdir
 
 ROOT = Path(__file__).parents[2]
