@@ -99,6 +99,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxmarl_llm.distributed import processes, sharding
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
+from jaxmarl_llm.storage import checksums
 from jaxmarl_llm.storage.checksums import block_digests, damaged, digests
 
 address, process = sys.argv[1], int(sys.argv[2])
@@ -112,8 +113,11 @@ saved, gather = cut(values, P("fsdp")), sharding._everywhere
 def refuse(arrays):
     raise AssertionError("an array is brought together")
 
-sharding._everywhere = refuse
-recorded = block_digests(saved)
+sharding._everywhere, hashed, original = refuse, [], checksums._digest
+checksums._digest = lambda *args: hashed.append(1) or original(*args)
+recorded = block_digests(saved | {"also": saved["n"]})
+assert sum(processes.all_gather(len(hashed))) == 4  # two blocks, and two leaves that both processes hold
+recorded.pop("['also']")
 assert set(recorded["['x']"]) == {"0:2,0:6", "2:4,0:6"}, recorded
 assert damaged(saved, recorded) == []
 spoilt = values.copy()
