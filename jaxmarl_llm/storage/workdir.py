@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxmarl_llm.data.remote import EXTRAS
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.storage import lock
 
@@ -64,7 +65,9 @@ def _open(url: str) -> epath.Path:
         store = epath.Path(url)
         store.mkdir(parents=True, exist_ok=True)
     except (ImportError, KeyError) as error:  # the scheme is unknown, or its client is not installed
-        raise ConfigError(f"--workdir: cannot open {url!r}: {' '.join(str(error).split())}") from error
+        extra = EXTRAS.get(url.partition("://")[0])
+        remedy = f"; pip install 'jaxmarl_llm[{extra}]'" if extra and isinstance(error, ImportError) else ""
+        raise ConfigError(f"--workdir: cannot open {url!r}: {' '.join(str(error).split())}{remedy}") from error
     except OSError as error:
         raise ConfigError(f"--workdir: cannot write to {url!r}: {error}") from error
     return store
