@@ -73,8 +73,6 @@ def test_commands_leave_no_caches_and_name_extras_that_exist(path):
     assert set(wanted.split(",")) <= extras()
     platform = {".cpu": set(), ".gpu": {"cuda"}, ".tpu": {"tpu"}}[path.suffix]
     assert {"cuda", "tpu"} & set(wanted.split(",")) == platform
-        path.suffix, []
-    )
 
 
 def test_the_image_for_tpus_has_what_the_launchers_run():

@@ -122,7 +122,8 @@ def _blocks(leaves: Mapping[str, Any]) -> Iterator[_Block]:
             count += 1
             continue
         holders: dict[str, set[int]] = {}
-        for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        places: Mapping[Any, Index | None] = leaf.sharding.devices_indices_map(leaf.shape)
+        for device, index in places.items():
             holders.setdefault(_position(index, leaf.shape), set()).add(device.process_index)
         here = {_position(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
         for position, who in sorted(holders.items()):
