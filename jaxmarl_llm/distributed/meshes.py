@@ -61,16 +61,25 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     messages. Raises ConfigError when the number of devices is not the product of the sizes, or when the data axis does
     not divide over several TPU slices.
     """
-    cfg.check(path)
     devices = jax.devices() if devices is None else devices
+    sizes = axis_sizes(cfg, len(devices), path)
+    return Mesh(_grid(sizes, list(devices), path), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_sizes(cfg: MeshConfig, count: int, path: str = "config.mesh") -> list[int]:
+    """Sizes of the axes (data, fsdp, tensor) over ``count`` devices. cfg, path: as for `make_mesh`.
+
+    Raises ConfigError when the number of devices is not the product of the sizes.
+    """
+    cfg.check(path)
     sizes = [getattr(cfg, name) for name in AXES]
     known = math.prod(s for s in sizes if s != -1)
-    if -1 in sizes and len(devices) % known == 0:
-        sizes[sizes.index(-1)] = len(devices) // known
-    if math.prod(sizes) != len(devices):
+    if -1 in sizes and count % known == 0:
+        sizes[sizes.index(-1)] = count // known
+    if math.prod(sizes) != count:
         asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in AXES)
-        raise ConfigError(f"{path}: {len(devices)} devices cannot be {asked}; expected a product of {len(devices)}")
-    return Mesh(_grid(sizes, list(devices), path), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        raise ConfigError(f"{path}: {count} devices cannot be {asked}; expected a product of {count}")
+    return sizes
 
 
 def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:

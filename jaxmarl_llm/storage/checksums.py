@@ -122,7 +122,7 @@ def _blocks(leaves: Mapping[str, Any]) -> Iterator[_Block]:
             count += 1
             continue
         holders: dict[str, set[int]] = {}
-        places: Mapping[Any, Index | None] = leaf.sharding.devices_indices_map(leaf.shape)
+        places: Mapping[Any, Index] = leaf.sharding.devices_indices_map(leaf.shape)
         for device, index in places.items():
             holders.setdefault(_position(index, leaf.shape), set()).add(device.process_index)
         here = {_position(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}

@@ -3,7 +3,10 @@
 `test_cloud_launch` has the clients of clouds.
 """
 
+import dataclasses
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +14,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.distributed import meshes
 
 LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"
 COMMAND = 'python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR"'
@@ -128,3 +134,39 @@ def test_no_launcher_has_secrets_or_places_of_its_own():
         text = file.read_text().replace("gs://BUCKET", "").lower()
         for word in ("token", "password", "secret", "api_key", "gs://", "http", "us-central", "europe-"):
             assert word not in text, f"{file.name}: {word}"
+
+
+def examples():
+    """(file, text, devices) of the examples in the heads of launchers and in the page, with lines joined."""
+    page = (LAUNCH.parents[1] / "docs/train_on_a_slice.md").read_text()
+    blocks = [(LAUNCH / "page", block) for block in re.findall(r"```\n(NAME=.*?|CONFIG=.*?)```", page, re.DOTALL)]
+    heads = [(f, "\n".join(x[2:] for x in f.read_text().splitlines() if x.startswith("#"))) for f in FILES]
+    for file, text in [*heads, *blocks]:
+        text = re.sub(r"\\\n\s*", "", text)
+        if (one := re.search(r"^.*CONFIG=experiments.*$", text, re.MULTILINE)) is None:
+            continue
+        line = one[0]
+        if chips := re.search(r"TYPE=v5litepod-(\d+)", line):
+            count = int(chips[1])
+        elif hosts := re.search(r"SLICES=(\d+) HOSTS=(\d+) CHIPS=(\d+)", line):
+            count = math.prod(map(int, hosts.groups()))
+        else:
+            nodes = re.search(r"--nodes=(\d+)", line)
+            count = 8 * int(nodes[1] if nodes else 1)
+        yield pytest.param(line, count, id=f"{file.name}-{count}")
+
+
+@pytest.mark.parametrize("line,devices", list(examples()))
+def test_the_mesh_of_an_example_has_the_devices_of_the_example(line, devices):
+    spec = re.search(r"CONFIG=(\S+)", line)[1]
+    changes = {key: int(size) for key, size in re.findall(r"--config\.mesh\.(\w+)=(-?\d+)", line)}
+    cfg = config_flags.load(spec)
+    sizes = meshes.axis_sizes(dataclasses.replace(cfg.mesh, **changes), devices)
+    assert math.prod(sizes) == devices and sizes[2] <= 2  # key/value heads of the 3B model
+
+
+def test_every_launcher_has_an_example():
+    shown = {case.id.rpartition("-")[0] for case in examples()}
+    assert (
+        shown >= {file.name for file in FILES if file.name not in (*PARTS, "queued_resources.sh")} and "page" in shown
+    )
