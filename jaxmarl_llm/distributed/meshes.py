@@ -58,8 +58,8 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     """Mesh with the axes (data, fsdp, tensor) over all ``devices``.
 
     cfg: sizes of the axes. devices: the devices to use; None means ``jax.devices()``. path: name of ``cfg`` in
-    messages. Raises ConfigError when the number of devices is not the product of the sizes, or when the data axis does
-    not divide over several TPU slices.
+    messages. Raises ConfigError when the number of devices is not the product of the sizes. Raises ConfigError when the
+    data axis does not divide over several TPU slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(cfg, len(devices), path)

@@ -114,8 +114,8 @@ def distributed_run(where: ClusterSpec | None, facts: Mapping[str, Any], timeout
     where: the cluster and this process's index in it; None for a run of one process. facts: name -> value that must be
     the same in all processes. timeout: seconds to wait for the other processes.
 
-    Raises ConfigError in every process when a process is missing after ``timeout`` seconds, when its facts differ, or
-    when the processes have different numbers of devices.
+    Raises ConfigError in every process when a process is missing after ``timeout`` seconds, or when its facts differ.
+    Raises ConfigError also when the processes have different numbers of devices.
     When the body raises, or when another process ends, this process ends immediately. Without that, the remaining
     processes would wait forever in a collective. Otherwise, all processes leave together.
     """

@@ -68,8 +68,8 @@ def _open(url: str) -> epath.Path:
         extra = EXTRAS.get(url.partition("://")[0])
         remedy = f"; pip install 'jaxmarl_llm[{extra}]'" if extra and isinstance(error, ImportError) else ""
         raise ConfigError(f"--workdir: cannot open {url!r}: {' '.join(str(error).split())}{remedy}") from error
-    except OSError as error:
-        raise ConfigError(f"--workdir: cannot write to {url!r}: {error}") from error
+    except Exception as error:  # the clients of stores have classes of their own for network and permissions
+        raise ConfigError(f"--workdir: cannot write to {url!r}: {' '.join(str(error).split())}") from error
     return store
 
 
