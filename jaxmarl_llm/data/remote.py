@@ -10,6 +10,7 @@ while names, sizes and times in the store are the same. A copy from a web server
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import json
 import os
@@ -181,7 +182,7 @@ def _on_server(url: str, key: str, patterns: Sequence[str]) -> dict[str, Write]:
             if error.code != 404 or name not in MODEL[1:]:
                 raise OSError(f"{base}/{name}: HTTP {error.code}") from None
 
-    return {name: (lambda path, name=name: write(name, path)) for name in wanted}
+    return {name: functools.partial(write, name) for name in wanted}
 
 
 def _weights(base: str, key: str) -> list[str]:
