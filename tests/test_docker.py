@@ -1,4 +1,4 @@
-"""The container files: instructions parse, copied files exist, extras exist, and nothing runs as root."""
+"""The container files: instructions parse, copied files exist, extras exist, and root runs on TPUs alone."""
 
 import configparser
 import fnmatch
@@ -33,8 +33,8 @@ def extras() -> set[str]:
     return set(setup["options.extras_require"])
 
 
-def test_there_is_one_file_for_cpus_and_one_for_gpus():
-    assert [path.suffix for path in FILES] == [".cpu", ".gpu"]
+def test_there_is_one_file_for_each_platform():
+    assert [path.suffix for path in FILES] == [".cpu", ".gpu", ".tpu"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -42,7 +42,10 @@ def test_instructions(path):
     names = [name for name, _ in instructions(path)]
     assert set(names) <= set(KNOWN) and names[0] == "FROM"
     assert re.fullmatch(r"[\w./-]+:[\w.-]+", of(path, "FROM")[0]) and "latest" not in of(path, "FROM")[0]
-    assert of(path, "USER") == ["user"] and names.index("USER") > max(i for i, n in enumerate(names) if n == "RUN")
+    if path.suffix == ".tpu":  # the devices of TPUs belong to root
+        assert "USER" not in names
+    else:
+        assert of(path, "USER") == ["user"] and names.index("USER") > max(i for i, n in enumerate(names) if n == "RUN")
     assert json.loads(of(path, "ENTRYPOINT")[0]) == ["jaxmarl-llm"]
     assert json.loads(of(path, "CMD")[0])[0] in COMMANDS
     assert all(re.fullmatch(r"\w+=\S+", pair) for line in of(path, "ENV") for pair in shlex.split(line))
@@ -68,7 +71,17 @@ def test_commands_leave_no_caches_and_name_extras_that_exist(path):
         assert words.count("install") == 0 or "-y" in words or "pip" in words
     (wanted,) = re.findall(r"/src\[([\w,]+)\]", " ".join(runs))
     assert set(wanted.split(",")) <= extras()
-    assert ("cuda" in wanted.split(",")) == path.name.endswith("gpu")
+    platform = {".cpu": set(), ".gpu": {"cuda"}, ".tpu": {"tpu"}}[path.suffix]
+    assert {"cuda", "tpu"} & set(wanted.split(",")) == platform
+
+
+def test_the_image_for_tpus_has_what_the_launchers_run():
+    """`python -m experiments.train --config=experiments/configs/...` in the working folder."""
+    path = ROOT / "docker/Dockerfile.tpu"
+    assert "experiments /work/experiments" in of(path, "COPY") and of(path, "WORKDIR") == ["/work"]
+    for launcher in ("xpk.sh", "kubernetes/jobset.yaml"):
+        text = (ROOT / "experiments/launch" / launcher).read_text()
+        assert "docker/Dockerfile.tpu" in text and "python -m experiments.train" in text
 
 
 def test_the_page_on_installation_has_every_extra():

@@ -2,7 +2,10 @@
 # Train on this machine's GPUs (or its CPU), starting again after a crash. Run it again to resume. `python`
 # is that of the environment that is active.
 #
-#   CONFIG=experiments/configs/joyagents_r1.py:qwen2_5_3b WORKDIR=runs/team experiments/launch/gpu_host.sh [flags]
+#   CONFIG=experiments/configs/joyagents_r1.py:qwen2_5_3b WORKDIR=runs/team experiments/launch/gpu_host.sh \
+#       --config.team.parameter_sharing=shared --config.mesh.fsdp=4
+#
+# These are the flags for 8 GPUs. The weights are those of the hub, or --config.team.backbone.path=FOLDER.
 #
 # On several machines without a scheduler: on each of them, with --coordinator=HOST:PORT --processes=N --process=I. When
 # one dies the others end with 75, start again here and wait for it, --init_timeout seconds.

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
 
 from jaxmarl_llm import json_files
-from jaxmarl_llm.data.loaders import FIXTURES, Row, Task, _json_list, _jsonl, _need
+from jaxmarl_llm.data.loaders import Row, Task, _json_list, _jsonl, _need, base_folder
 from jaxmarl_llm.data.loaders import _rows as _text_rows
 from jaxmarl_llm.errors import ConfigError
 
@@ -115,7 +115,7 @@ def _find(benchmark: str, data_dir: str | Path | None) -> Path:
             "benchmark coophumaneval: not in the package (its repository states no licence); "
             "give the directory that holds coophumaneval/che_raw.json"
         )
-    base = Path(data_dir) if data_dir is not None else FIXTURES
+    base = base_folder(data_dir)
     names = {
         "humaneval": ("HumanEval.jsonl.gz", "HumanEval.jsonl"),
         "coophumaneval": ("che_raw.json",),

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxmarl_llm import json_files
+from jaxmarl_llm.data import remote
 from jaxmarl_llm.errors import ConfigError
 
 Task = dict[str, Any]
@@ -105,9 +106,19 @@ def load_retail_db(data_dir: str | Path | None = None) -> tuple[dict[str, dict],
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+def base_folder(data_dir: str | Path | None) -> Path:
+    """Folder of data sets on this machine.
+
+    data_dir: folder, or URL of a folder in a store, which is copied here (`remote`); None for the package's samples.
+    """
+    if data_dir is None:
+        return FIXTURES
+    return remote.local(str(data_dir), "data_dir") if remote.is_url(str(data_dir)) else Path(data_dir)
+
+
 def _folder(name: str, data_dir: str | Path | None) -> Path:
     """Folder of the data set ``name`` in ``data_dir``, or in the package."""
-    base = Path(data_dir) if data_dir is not None else FIXTURES
+    base = base_folder(data_dir)
     # An upstream folder of SciTLDR is recognised by its subfolder.
     root = base if name == "scitldr" and (base / "SciTLDR-A").is_dir() else base / name
     if not root.is_dir():

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
@@ -56,20 +58,50 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     """Mesh with the axes (data, fsdp, tensor) over all ``devices``.
 
     cfg: sizes of the axes. devices: the devices to use; None means ``jax.devices()``. path: name of ``cfg`` in
-    messages. Raises ConfigError when the number of devices is not the product of the sizes.
+    messages. Raises ConfigError when the number of devices is not the product of the sizes. Raises ConfigError when the
+    data axis does not divide over several TPU slices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = axis_sizes(cfg, len(devices), path)
+    return Mesh(_grid(sizes, list(devices), path), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_sizes(cfg: MeshConfig, count: int, path: str = "config.mesh") -> list[int]:
+    """Sizes of the axes (data, fsdp, tensor) over ``count`` devices. cfg, path: as for `make_mesh`.
+
+    Raises ConfigError when the number of devices is not the product of the sizes.
     """
     cfg.check(path)
-    devices = jax.devices() if devices is None else devices
     sizes = [getattr(cfg, name) for name in AXES]
     known = math.prod(s for s in sizes if s != -1)
-    if -1 in sizes and len(devices) % known == 0:
-        sizes[sizes.index(-1)] = len(devices) // known
-    if math.prod(sizes) != len(devices):
+    if -1 in sizes and count % known == 0:
+        sizes[sizes.index(-1)] = count // known
+    if math.prod(sizes) != count:
         asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in AXES)
-        raise ConfigError(f"{path}: {len(devices)} devices cannot be {asked}; expected a product of {len(devices)}")
+        raise ConfigError(f"{path}: {count} devices cannot be {asked}; expected a product of {count}")
+    return sizes
+
+
+def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
+    """``devices`` as an array of shape ``sizes``. Neighbours along fsdp and tensor are in one TPU slice.
+
+    Slices are connected by the network of the hosts, which is slower than the links of a slice. So the slices divide
+    the data axis: only sums of gradients and tables of rows pass between them.
+    """
+    slices = Counter(device.slice_index for device in devices) if devices[0].platform == "tpu" else Counter()
     # A mesh axis may be a part of one axis of a TPU torus, such as tensor=2 on 8x8x8.
-    grid = mesh_utils.create_device_mesh(sizes, list(devices), allow_split_physical_axes=True)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if len(slices) < 2:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if len(set(slices.values())) > 1:
+        raise ConfigError(f"{path}: expected slices of one size, found slices of {sorted(slices.values())} devices")
+    count, (data, fsdp, tensor) = len(slices), sizes
+    if data % count:
+        raise ConfigError(
+            f"{path}.data: expected a multiple of {count}, the number of slices, got {data}: fsdp={fsdp} and "
+            f"tensor={tensor} stay within a slice of {len(devices) // count} devices"
+        )
+    inner, outer = (data // count, fsdp, tensor), (count, 1, 1)
+    return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
 class Split(NamedTuple):

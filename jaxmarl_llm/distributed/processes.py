@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 from jaxmarl_llm.distributed import signals
@@ -114,6 +115,7 @@ def distributed_run(where: ClusterSpec | None, facts: Mapping[str, Any], timeout
     the same in all processes. timeout: seconds to wait for the other processes.
 
     Raises ConfigError in every process when a process is missing after ``timeout`` seconds, or when its facts differ.
+    Raises ConfigError also when the processes have different numbers of devices.
     When the body raises, or when another process ends, this process ends immediately. Without that, the remaining
     processes would wait forever in a collective. Otherwise, all processes leave together.
     """
@@ -137,6 +139,7 @@ def distributed_run(where: ClusterSpec | None, facts: Mapping[str, Any], timeout
             coordinator_bind_address=alone,
         )
         listen_for_sigterm()
+        _check_devices(names)
         yield
     except SystemExit as stopped:
         if stopped.code not in (0, None, EXIT_RETRY, EXIT_INTERRUPTED):
@@ -147,6 +150,24 @@ def distributed_run(where: ClusterSpec | None, facts: Mapping[str, Any], timeout
         _fail(error)
     else:
         _leave()
+
+
+def _check_devices(names: Sequence[str]) -> None:
+    """Raise ConfigError when the processes of ``names`` have different numbers of devices: a mesh needs equal ones.
+
+    A host whose driver does not see one of its accelerators is such a case. JAX tells every process about the devices
+    of all processes, so each process finds the same answer without a collective.
+    """
+    import jax
+
+    held = Counter(device.process_index for device in jax.devices())
+    usual = Counter(held.values()).most_common(1)[0][0]
+    others = [f"{name} has {held[k]}" for k, name in enumerate(names) if held[k] != usual]
+    if others:
+        raise ConfigError(
+            f"devices: {'; '.join(others)}; the other processes have {usual} each; all need the same number: look at "
+            "the accelerators of that host, or leave it out"
+        )
 
 
 def _leave() -> None:

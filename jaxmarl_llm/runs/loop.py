@@ -26,7 +26,8 @@ from jaxmarl_llm.runs.health import Health
 from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.runs.recorder import CHANGEABLE, Recorder
 from jaxmarl_llm.runs.trial import try_tasks
-from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.storage.workdir import Workdir
 from jaxmarl_llm.telemetry.forecast import Schedule
 from jaxmarl_llm.telemetry.logger import Logger

@@ -1,9 +1,9 @@
 """Orbax checkpoints of the whole state of a run, restored bit-exactly.
 
 Orbax writes a step directory atomically but does not verify its contents. A flipped bit or an empty newest step would
-restore wrong values or fail. So every step stores the SHA-256 of each leaf, and a restore verifies them. A step that
-fails is moved to ``corrupt/``, and the previous step is tried. Errors that say nothing about the files move nothing:
-memory is full, a store does not answer, or the caller asks for another structure.
+restore wrong values or fail. So every step stores digests of each leaf (`storage.checksums`), and a restore verifies
+them. A step that fails is moved to ``corrupt/``, and the previous step is tried. Errors that say nothing about the
+files move nothing: memory is full, a store does not answer, or the caller asks for another structure.
 """
 
 from __future__ import annotations
@@ -21,31 +21,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmarl_llm.distributed import processes
-from jaxmarl_llm.distributed.sharding import pieces
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.storage.checksums import block_digests, damaged
 from jaxmarl_llm.types import PyTree
-
-
-def digests(tree: PyTree) -> dict[str, str]:
-    """SHA-256 of dtype, shape and bytes of every leaf, by path. A typed PRNG key counts as its key data.
-
-    tree: arrays or numbers. For a tree on devices of several processes this is a collective. Each process then computes
-    some digests, and arrays that are split over processes are gathered piece by piece.
-    """
-    out, leaves = {}, jax.tree_util.tree_leaves_with_path(tree)
-    together = any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for _, leaf in leaves)
-    own, others = (processes.index(), processes.count()) if together else (0, 1)
-    for i, (path, leaf) in enumerate(leaves):
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
-        found = hashlib.sha256(f"{dtype} {np.shape(leaf) or (1,)} ".encode())
-        for piece in pieces(leaf):
-            if i % others == own:
-                found.update(np.ascontiguousarray(piece).tobytes())
-        if i % others == own:
-            out[jax.tree_util.keystr(path)] = found.hexdigest()
-    return {path: digest for part in processes.all_gather(out) for path, digest in part.items()} if together else out
 
 
 def shapes(tree: PyTree) -> dict[str, str]:
@@ -122,7 +100,7 @@ class Checkpointer:
             floating = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
             if floating and bool(jax.numpy.isnan(leaf).any()):
                 raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
-        meta = {**meta, "step": step, "sha256": digests(state), "shapes": shapes(state)}
+        meta = {**meta, "step": step, "sha256": block_digests(state), "shapes": shapes(state)}
         meta["seal"] = meta_checksum(meta)
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
@@ -188,7 +166,8 @@ class Checkpointer:
         try:
             wanted = some if part else ocp.args.StandardRestore(like)
             state = self._manager.restore(step, args=ocp.args.Composite(state=wanted)).state
-            wrong = [k for k, v in digests(state).items() if meta["sha256"].get(_saved_as(k, part)) != v]
+            kept = {path: meta["sha256"].get(_saved_as(path, part)) for path in shapes(state)}
+            wrong = damaged(state, kept)
             problem = f"checksum of {wrong[0]} differs" if wrong else None
         except Exception as error:  # Orbax raises a bare Exception for a truncated array
             if is_transient(error):

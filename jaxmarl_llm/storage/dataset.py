@@ -23,7 +23,8 @@ import numpy as np
 from jaxmarl_llm import json_files
 from jaxmarl_llm.config import diff
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.storage.checkpoint import digests, meta_checksum
+from jaxmarl_llm.storage.checkpoint import meta_checksum
+from jaxmarl_llm.storage.checksums import digests
 
 Tables = dict[str, dict[str, np.ndarray]]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxmarl_llm.data.remote import EXTRAS
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.storage import lock
 
@@ -64,9 +65,11 @@ def _open(url: str) -> epath.Path:
         store = epath.Path(url)
         store.mkdir(parents=True, exist_ok=True)
     except (ImportError, KeyError) as error:  # the scheme is unknown, or its client is not installed
-        raise ConfigError(f"--workdir: cannot open {url!r}: {' '.join(str(error).split())}") from error
-    except OSError as error:
-        raise ConfigError(f"--workdir: cannot write to {url!r}: {error}") from error
+        extra = EXTRAS.get(url.partition("://")[0])
+        remedy = f"; pip install 'jaxmarl_llm[{extra}]'" if extra and isinstance(error, ImportError) else ""
+        raise ConfigError(f"--workdir: cannot open {url!r}: {' '.join(str(error).split())}{remedy}") from error
+    except Exception as error:  # the clients of stores have classes of their own for network and permissions
+        raise ConfigError(f"--workdir: cannot write to {url!r}: {' '.join(str(error).split())}") from error
     return store
 
 

@@ -21,7 +21,7 @@ from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.host import HostSettings, play
 from jaxmarl_llm.rollout.plans import flat
 from jaxmarl_llm.runs import loop
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.types import FROZEN, POLICY
 from tests import toys

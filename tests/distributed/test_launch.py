@@ -1,6 +1,12 @@
-"""Launchers, with clients that only note what they are asked: one training command everywhere, and again to resume."""
+"""Launchers, with clients that only note what they are asked: one training command everywhere, and again to resume.
 
+`test_cloud_launch` has the clients of clouds.
+"""
+
+import dataclasses
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,14 +15,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.distributed import meshes
+
 LAUNCH = Path(__file__).parents[2] / "experiments" / "launch"
 COMMAND = 'python -m experiments.train --config="$CONFIG" --workdir="$WORKDIR"'
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 FILES = sorted([*SCRIPTS, *LAUNCH.rglob("*.yaml")])
 SEARCH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 RUN = {"CONFIG": "experiments/configs/joyagents_r1.py:tiny", "WORKDIR": "/nowhere/team"}
-CLOUD = {"NAME": "team", "ZONE": "zone", "TYPE": "v5litepod-16"}
-XPK = CLOUD | {"CLUSTER": "cluster", "PROJECT": "project", "IMAGE": "image"}
+PARTS = ("gcloud_state.sh", "on_host.sh")  # of other launchers
 
 
 def test_every_launcher_is_there_and_has_the_same_command():
@@ -29,9 +37,9 @@ def test_every_launcher_is_there_and_has_the_same_command():
         "tpu_vm.sh",
         "xpk.sh",
     ]
-    assert sorted(f.name for f in FILES) == names
+    assert sorted(f.name for f in FILES) == sorted([*names, *PARTS])
     for file in FILES:
-        assert COMMAND in file.read_text(), file.name
+        assert file.name in PARTS or COMMAND in file.read_text(), file.name
     for file in SCRIPTS:
         subprocess.run(["bash", "-n", file], check=True)
 
@@ -46,7 +54,7 @@ def clients(tmp_path):
     """Fake clients on PATH. run(script, env, *args, fail=...) -> (return code, calls, stderr)."""
     folder, log = tmp_path / "bin", tmp_path / "calls"
     folder.mkdir()
-    for name in ("gcloud", "xpk", "python", "git", "srun", "scontrol", "sleep"):
+    for name in ("python", "srun", "scontrol"):
         client = folder / name
         client.write_text(
             f'#!/bin/bash\nprintf "%s" {name} >>{log}\nprintf " %s" "$@" >>{log}\necho >>{log}\n'
@@ -67,40 +75,6 @@ def clients(tmp_path):
 
 
 TRAINED = "python -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=/nowhere/team"
-
-
-def test_a_tpu_slice_is_made_once(clients):
-    code, calls, _ = clients("tpu_vm.sh", CLOUD | RUN, "--config.seed=1")
-    assert code == 0 and not [c for c in calls if " create " in c]  # describe found it
-    assert any("scp" in c and "--worker=all" in c for c in calls)
-    assert any(c.strip() == f"exec {TRAINED} --config.seed=1  --zone=zone" for c in calls), calls
-    code, calls, _ = clients("tpu_vm.sh", CLOUD | RUN | {"SPOT": "1"}, when="*describe*", reply="exit 1")
-    assert code == 0 and any(" create team --accelerator-type=v5litepod-16 " in c and "--spot" in c for c in calls)
-
-
-def test_a_queued_slice_is_waited_for_and_a_failed_run_is_not_repeated_for_ever(clients):
-    code, calls, _ = clients("queued_resources.sh", CLOUD | RUN, when="*describe*", reply="echo ACTIVE")
-    assert code == 0 and any(TRAINED in c for c in calls)
-    assert not [c for c in calls if "queued-resources create" in c]
-    reply = 'case "$*" in *describe*) echo ACTIVE;; *ssh*) exit 1;; esac'
-    code, calls, error = clients("queued_resources.sh", CLOUD | RUN, when="gcloud*", reply=reply)
-    assert code == 1 and "a slice that is well" in error
-    reply = 'case "$*" in *describe*) echo ACTIVE;; *ssh*) exit 75;; esac'  # asks to be run again
-    code, calls, error = clients("queued_resources.sh", CLOUD | RUN | {"ROUNDS": "3"}, when="gcloud*", reply=reply)
-    assert code == 1 and "gave up after 3 rounds" in error and len([c for c in calls if TRAINED in c]) == 3
-    reply = "echo SUSPENDED"
-    code, calls, error = clients("queued_resources.sh", CLOUD | RUN | {"ROUNDS": "2"}, when="*describe*", reply=reply)
-    assert code == 1 and "gave up after 2 rounds" in error
-    assert (
-        len([c for c in calls if "queued-resources delete team --zone=zone --force" in c or " delete team" in c]) == 2
-    )
-
-
-def test_an_xpk_workload_replaces_the_one_before(clients):
-    code, calls, _ = clients("xpk.sh", XPK | RUN, "--config.seed=1", when="*delete*", reply="exit 1")
-    assert code == 0 and " workload delete --workload=team " in calls[0]
-    assert " workload create --workload=team " in calls[1] and f"--command={TRAINED} --config.seed=1" in calls[1]
-    assert "--max-restarts=20" in calls[1]
 
 
 def test_a_gpu_host_tries_again_but_not_what_is_wrong(clients):
@@ -141,19 +115,58 @@ def test_yaml_files_have_the_keys_their_clients_read():
     assert pod["restartPolicy"] == "Never"
     assert set(pod["nodeSelector"]) == {f"cloud.google.com/gke-tpu-{x}" for x in ("accelerator", "topology")}
     (container,) = pod["containers"]
-    assert container["command"] == ["bash", "-c", f"exec {COMMAND}"]  # in bash's place, so that SIGTERM reaches it
+    assert container["command"] == [
+        "bash",
+        "-c",
+        f"exec {COMMAND} $ARGS",
+    ]  # in bash's place, so that SIGTERM reaches it
     assert spec["completionMode"] == "Indexed" and pod["terminationGracePeriodSeconds"] >= 120
     assert container["resources"]["limits"] == container["resources"]["requests"] == {"google.com/tpu": "$CHIPS"}
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert set(sky) == {"name", "resources", "num_nodes", "workdir", "envs", "setup", "run"}
     assert sky["run"].strip().endswith(f"{COMMAND} $ARGS")
-    assert sky["resources"]["job_recovery"]["max_restarts_on_errors"] > 0
     for text in (sky["setup"], sky["run"]):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 def test_no_launcher_has_secrets_or_places_of_its_own():
     for file in FILES:
-        text = file.read_text().lower()
+        text = file.read_text().replace("gs://BUCKET", "").lower()
         for word in ("token", "password", "secret", "api_key", "gs://", "http", "us-central", "europe-"):
             assert word not in text, f"{file.name}: {word}"
+
+
+def examples():
+    """(file, text, devices) of the examples in the heads of launchers and in the page, with lines joined."""
+    page = (LAUNCH.parents[1] / "docs/train_on_a_slice.md").read_text()
+    blocks = [(LAUNCH / "page", block) for block in re.findall(r"```\n(NAME=.*?|CONFIG=.*?)```", page, re.DOTALL)]
+    heads = [(f, "\n".join(x[2:] for x in f.read_text().splitlines() if x.startswith("#"))) for f in FILES]
+    for file, text in [*heads, *blocks]:
+        text = re.sub(r"\\\n\s*", "", text)
+        if (one := re.search(r"^.*CONFIG=experiments.*$", text, re.MULTILINE)) is None:
+            continue
+        line = one[0]
+        if chips := re.search(r"TYPE=v5litepod-(\d+)", line):
+            count = int(chips[1])
+        elif hosts := re.search(r"SLICES=(\d+) HOSTS=(\d+) CHIPS=(\d+)", line):
+            count = math.prod(map(int, hosts.groups()))
+        else:
+            nodes = re.search(r"--nodes=(\d+)", line)
+            count = 8 * int(nodes[1] if nodes else 1)
+        yield pytest.param(line, count, id=f"{file.name}-{count}")
+
+
+@pytest.mark.parametrize("line,devices", list(examples()))
+def test_the_mesh_of_an_example_has_the_devices_of_the_example(line, devices):
+    spec = re.search(r"CONFIG=(\S+)", line)[1]
+    changes = {key: int(size) for key, size in re.findall(r"--config\.mesh\.(\w+)=(-?\d+)", line)}
+    cfg = config_flags.load(spec)
+    sizes = meshes.axis_sizes(dataclasses.replace(cfg.mesh, **changes), devices)
+    assert math.prod(sizes) == devices and sizes[2] <= 2  # key/value heads of the 3B model
+
+
+def test_every_launcher_has_an_example():
+    shown = {case.id.rpartition("-")[0] for case in examples()}
+    assert (
+        shown >= {file.name for file in FILES if file.name not in (*PARTS, "queued_resources.sh")} and "page" in shown
+    )

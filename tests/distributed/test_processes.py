@@ -27,7 +27,7 @@ from jaxmarl_llm.distributed.processes import EXIT_RETRY
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.runs import loop
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.storage.workdir import Workdir
 
 ROOT = Path(__file__).parents[2]
@@ -127,20 +127,18 @@ class Started:
     every: ClassVar[list[subprocess.Popen]] = []
 
     def __init__(self, folder, commands, devices, **env):
+        """``devices``: of every process, or of each."""
         self.logs = [folder / f"log{time.monotonic_ns()}.{i}" for i in range(len(commands))]
         flags = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {flags}",
-            **env,
-        }
+        each = devices if isinstance(devices, list) else [devices] * len(commands)
         self.all: list[subprocess.Popen] = []
-        for command, log in zip(commands, self.logs):
+        for command, log, own in zip(commands, self.logs, each):
+            own_flags = f"--xla_force_host_platform_device_count={own} {flags}"
+            its = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": own_flags, **env}
             with open(log, "w") as out:
                 self.all.append(
                     subprocess.Popen(
-                        [sys.executable, *command], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT
+                        [sys.executable, *command], cwd=ROOT, env=its, stdout=out, stderr=subprocess.STDOUT
                     )
                 )
         self.every.extend(self.all)
@@ -308,11 +306,11 @@ def test_a_run_that_hangs_ends_and_says_where(folder, alone):
     assert steps(folder / "hangs") == 7
 
 
-def talk(folder, count, present=None, facts=None, timeout=60, wrong=""):
+def talk(folder, count, present=None, facts=None, timeout=60, wrong="", devices=1):
     at = address()
     facts = facts or [{"seed": 0}] * count
     command = lambda i: [folder / "talk.py", at, str(count), str(i), str(timeout), json.dumps(facts[i]), wrong]
-    return Started(folder, [command(i) for i in present or range(count)], 1)
+    return Started(folder, [command(i) for i in present or range(count)], devices)
 
 
 @pytest.mark.parametrize("count,victim", [(4, 2), (3, 0)])
@@ -375,6 +373,17 @@ def test_processes_that_differ_do_not_start(folder):
         assert said.count("\n") == 1 and said.startswith(
             "error: config.optimizer.learning_rate: 0.5 in process 1 of 2 ("
         )
+
+
+def test_a_host_with_fewer_devices_is_named_by_all(folder):
+    """Process 1 of three has one device, the others have two."""
+    run = talk(folder, 3, devices=[2, 1, 2])
+    assert run.codes(60) == [2] * 3, run.said()
+    who = f"process 1 of 3 ({socket.gethostname()}, pid {run.all[1].pid})"
+    for said in run.said():
+        (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert line.startswith(f"error: devices: {who} has 1; the other processes have 2 each; ")
+        assert "Traceback" not in said
 
 
 def test_a_workdir_that_one_cannot_write_is_named(folder):

@@ -28,7 +28,8 @@ from jaxmarl_llm.rollout.launches import RolloutWeights
 from jaxmarl_llm.rollout.plans import flat
 from jaxmarl_llm.runs import loop, phases
 from jaxmarl_llm.runs.compiled import make_program
-from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.learner import Batch, make_learner, pad_rows, update
 from jaxmarl_llm.training.losses import Loss

@@ -32,7 +32,7 @@ from jaxmarl_llm.rollout.host import HostSettings, play
 from jaxmarl_llm.rollout.plans import flat
 from jaxmarl_llm.runs import loop
 from jaxmarl_llm.runs.phases import make_recipe
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.types import FROZEN, POLICY

@@ -24,7 +24,7 @@ from jaxmarl_llm.recipes import malt
 from jaxmarl_llm.rollout.env_runner import RolloutResult
 from jaxmarl_llm.runs import loop
 from jaxmarl_llm.storage import dataset as offline
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import evaluation as diagnose
 from jaxmarl_llm.training import step_metrics

@@ -22,7 +22,7 @@ from jaxmarl_llm.recipes import rema
 from jaxmarl_llm.rollout.array import make_rollout
 from jaxmarl_llm.rollout.plans import flat
 from jaxmarl_llm.runs.compiled import make_evaluation, make_program
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import losses
 from jaxmarl_llm.training.config import SFT

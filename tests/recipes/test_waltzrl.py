@@ -20,7 +20,7 @@ from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.recipes import waltzrl
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_program
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import SFT
 from jaxmarl_llm.training.drivers import HostDriver

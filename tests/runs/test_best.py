@@ -11,7 +11,8 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.runs import loop
 from jaxmarl_llm.runs.best import BestStep
-from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
 RUN = {"checkpoint_every": 2, "keep": 3, "eval_every": 1, "log_every": 100, "tensorboard": False}

@@ -22,7 +22,8 @@ from jaxmarl_llm.distributed import deadlines, processes
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import grpo, joyagents_r1, magrpo
 from jaxmarl_llm.runs import loop
-from jaxmarl_llm.storage.checkpoint import digests, meta_checksum
+from jaxmarl_llm.storage.checkpoint import meta_checksum
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.keys import is_documented
 from jaxmarl_llm.telemetry.logger import Logger
 from tests.toys import Compiles

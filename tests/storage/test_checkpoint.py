@@ -24,7 +24,8 @@ from jaxmarl_llm.agents import memory
 from jaxmarl_llm.agents.memory import MemoryConfig
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.storage.checkpoint import Checkpointer, digests, meta_checksum
+from jaxmarl_llm.storage.checkpoint import Checkpointer, meta_checksum
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.types import TrainState
 
 # When a read fails Orbax closes its event loop under the other reads, which then complain from their own threads.

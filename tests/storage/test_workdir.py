@@ -88,3 +88,13 @@ def test_a_folder_is_itself(tmp_path):
 def test_a_store_that_cannot_be_opened_says_so():
     with pytest.raises(ConfigError, match=r"--workdir: cannot open 'nowhere://bucket/run': "):
         Workdir("nowhere://bucket/run")
+
+
+@pytest.mark.parametrize("scheme,extra", [("gs", "gcs"), ("s3", "s3")])
+def test_a_store_without_its_client_names_the_extra(scheme, extra, monkeypatch):
+    def missing(*_, **__):
+        raise ImportError("Please install its client")
+
+    monkeypatch.setattr(workdir.epath, "Path", missing)
+    with pytest.raises(ConfigError, match=rf"Please install its client; pip install 'jaxmarl_llm\[{extra}\]'$"):
+        Workdir(f"{scheme}://bucket/run")

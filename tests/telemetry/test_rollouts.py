@@ -25,7 +25,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import grpo, magrpo
 from jaxmarl_llm.rollout.plans import product
 from jaxmarl_llm.runs import loop, phases, recorder
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, encode, shortest

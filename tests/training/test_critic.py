@@ -20,7 +20,8 @@ from jaxmarl_llm.models import value_head
 from jaxmarl_llm.recipes import iac, maac
 from jaxmarl_llm.rollout.plans import flat
 from jaxmarl_llm.runs import loop
-from jaxmarl_llm.storage.checkpoint import Checkpointer, digests
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import losses
 from jaxmarl_llm.training.actor_critic import CriticAdvantage, CriticTargets

@@ -18,7 +18,7 @@ from jaxmarl_llm.rollout.merge import merge_tasks
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.keys import is_documented
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import SFT, RunConfig

@@ -13,7 +13,7 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.recipes import grpo
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_program
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import finite
 from jaxmarl_llm.training.config import SFT, RunConfig

@@ -15,7 +15,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling, score
 from jaxmarl_llm.rollout.array import make_rollout
 from jaxmarl_llm.rollout.plans import flat
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.training import learner as learner_module
 from jaxmarl_llm.training.learner import make_learner, update, update_models
 from jaxmarl_llm.training.losses import Loss

@@ -51,7 +51,7 @@ class Config:
 
     domains: tuple[str, ...] = DOMAINS  # kinds of queries
     mixture: tuple[float, ...] = ()  # empty: equal
-    data_dir: str | None = None  # None: the samples in the package
+    data_dir: str | None = None  # folder of the data sets, or its URL; None: the samples in the package
     split: str = "train"  # train or test
     count: int = 0  # tasks in all; 0: all there are
     seed: int = 0  # of the order of tasks

@@ -75,7 +75,7 @@ class Config:
     """
 
     benchmark: Literal["humaneval", "coophumaneval", "mbpp"] = "humaneval"  # data set of the tasks
-    data: str | None = None  # folder of the data sets; None: the samples in the package
+    data: str | None = None  # folder of the data sets, or its URL; None: the samples in the package
     split: str = "train"  # train, dev, test or all
     count: int = 0  # tasks; 0: all
     seed: int = 0  # of their order

@@ -36,7 +36,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxmarl_llm.data import loaders
+from jaxmarl_llm.data import loaders, remote
 from jaxmarl_llm.envs import checks
 from jaxmarl_llm.envs.chat import asked, entry, reply_message, with_memory
 from jaxmarl_llm.envs.writing import prose, rewards, rouge, word_lists
@@ -87,7 +87,7 @@ class Config:
     reward: Literal["strict", "parity"] = "strict"  # parity: the paper's
     word_lists: str | None = None  # a JSON or text file; None: the lists of this project
     band: Literal["paper", "2026"] = "paper"  # of the length ratio in arxiv
-    data: str | None = None  # folder, or hub name org/name; None: the sample in the package
+    data: str | None = None  # folder, URL or hub name org/name; None: the sample in the package
     split: str = "train"  # train or test
     count: int = 0  # tasks; 0: all there are
     seed: int = 0  # of the order of tasks
@@ -343,10 +343,10 @@ def tasks(config: Config) -> list[Task]:
 
 def _rows(config: Config) -> tuple[list[Task], str]:
     data = config.data
-    if data is None or Path(data).is_dir():
+    if data is None or remote.is_url(data) or Path(data).is_dir():
         return loaders.load("scitldr", data_dir=data, split=config.split, seed=config.seed)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", data):
-        expected = "a folder with SciTLDR or a hub name org/name"
+        expected = "a folder with SciTLDR, its URL or a hub name org/name"
         raise ConfigError(f"{checks.ARGS}.data: expected {expected}, got {data!r}: no such folder")
     try:
         rows, source = loaders.load(data, split=config.split, seed=config.seed)
