@@ -62,6 +62,7 @@ PART_FORM = {
     "seeds": list, "curve": list, "area": list, "tokens": list, "hit": list, "steps": int, "minutes": float,
     "settings": str, "claims": (str, type(None)), "date": str, "commit": str,
 }  # fmt: skip
+BY_SEED = ("seeds", "curve", "area", "tokens", "hit")  # the lists of a part
 Parts = list[dict[str, Any]]  # of one arm
 
 
@@ -106,6 +107,8 @@ def check_parts(
             if not isinstance(part, dict):
                 raise ConfigError(f"{place}: expected an object, found {json_files.shown(part)}")
             json_files.check(part, PART_FORM, place)
+            if len({len(part[key]) for key in BY_SEED}) > 1:
+                raise ConfigError(f"{place}: expected one value a seed in each of {', '.join(BY_SEED)}")
             for key, what in (("settings", "configuration"), ("claims", "version of the claims")):
                 if part[key] != now[key]:
                     raise ConfigError(
@@ -321,8 +324,9 @@ def write(file: Path, text: str) -> None:
 def checked(file: Path) -> dict[str, Any]:
     """The records of ``file``, empty without it. ConfigError for parts of another configuration or other claims."""
     records = read_record(file, {"arms?": dict, "pilot?": dict})
-    check_parts(records.get("arms") or {}, ARMS, base(), claims_version(), str(file))
-    check_parts(records.get("pilot") or {}, pilot_arms(), budget(), None, str(file))
+    records = {key: value for key, value in records.items() if value is not None}
+    check_parts(records.get("arms", {}), ARMS, base(), claims_version(), str(file))
+    check_parts(records.get("pilot", {}), pilot_arms(), budget(), None, str(file))
     return records
 
 

@@ -349,22 +349,24 @@ def test_the_pilot_has_seeds_of_its_own_and_is_no_part_of_the_study(runs, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("group", "name", "key", "words"),
+    ("group", "name", "key", "value", "words"),
     [
+        ("arms", "reference", "settings", "old", r"part 0: recorded with another configuration \(old, now \w{12}\)"),
         (
             "arms",
             "reference",
-            "settings",
-            r"reference, part 0: recorded with another configuration \(old, now \w{12}\)",
+            "claims",
+            "old",
+            r"part 0: recorded with another version of the claims \(old, now \w{12}\)",
         ),
-        ("arms", "reference", "claims", r"reference, part 0: recorded with another version of the claims \(old, now"),
-        ("pilot", "flat, G = 8", "settings", "flat, G = 8, part 0: recorded with another configuration"),
-        ("arms", "reference", "area", "reference, part 0: key 'area': expected a list, found \"old\""),
+        ("pilot", "flat, G = 8", "settings", "old", "flat, G = 8, part 0: recorded with another configuration"),
+        ("arms", "reference", "hit", [0.5], "reference, part 0: expected one value a seed in each of seeds, curve"),
+        ("arms", "reference", "area", "old", "reference, part 0: key 'area': expected a list, found \"old\""),
     ],
 )
-def test_a_part_of_another_configuration_or_of_other_claims_is_refused(runs, tmp_path, group, name, key, words):
+def test_a_part_of_another_configuration_or_of_other_claims_is_refused(runs, tmp_path, group, name, key, value, words):
     done = command(tmp_path, "pilot", "reference", seeds=2)
-    done[group][name][0][key] = "old"
+    done[group][name][0][key] = value
     (tmp_path / "records.json").write_text(json.dumps(done))
     before = len(runs.ran)
     for asked in (["all"], []):  # the page is not written either
