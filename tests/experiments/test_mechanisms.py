@@ -243,9 +243,10 @@ def decided(**effects):
 
 
 def test_contrasts_are_decided_after_the_correction():
-    found = decided(memory_off=0.1 + NOISE, std=-0.05 + NOISE, selection_all=arms.DELTA + NOISE)
+    effects = {"memory_off": 0.1, "std": -0.05, "selection_random": 0.005, "selection_all": arms.DELTA}
+    found = decided(**{name: effect + NOISE for name, effect in effects.items()})
     assert {name: d["verdict"] for name, d in found.items()} == {
-        "memory, off": HOLDS, "std": FAILS, "selection, all": OPEN,
+        "memory, off": HOLDS, "std": FAILS, "selection, random": FAILS, "selection, all": OPEN,
     }  # fmt: skip
     for d in found.values():
         assert d["holm"] >= d["p"] and 0 < d["detectable"] < 0.02 and d["seeds"] == study.SEEDS
