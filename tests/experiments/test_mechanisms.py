@@ -215,7 +215,7 @@ def test_shuffled_memories_have_other_keys_and_the_same_entries():
 
 
 @pytest.mark.slow
-def test_stage_0_is_run_once_a_seed(played, tmp_path, monkeypatch):
+def test_stage_0_is_run_once_a_seed(tmp_path, monkeypatch):
     """Parameters are those of a run of stage 0 alone, come from the folder, and are of one configuration."""
     cfg = small(sft=replace(small().sft, steps=3))
     recipe = joyagents_r1.make(replace(cfg, steps=0))
