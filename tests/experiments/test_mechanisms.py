@@ -35,7 +35,17 @@ def small(**settings):
     sft = replace(cfg.sft, steps=80, batch=8, samples=64)  # some completions end
     team = replace(cfg.team, backbone=Backbone(**WIDTH))
     store = replace(cfg.memory, capacity=6, warmup=4)
-    few = {"steps": 10, "batch": 2, "group": 2, "optimizer": sgd, "sft": sft, "team": team, "memory": store}
+    costly = {**cfg.reward, "efficiency": -1.0}  # tiny models are hardly ever paid: only the cost tells samples apart
+    few = {
+        "reward": costly,
+        "steps": 10,
+        "batch": 2,
+        "group": 2,
+        "optimizer": sgd,
+        "sft": sft,
+        "team": team,
+        "memory": store,
+    }
     return replace(cfg, env=env, **{**few, **settings})
 
 
