@@ -222,7 +222,7 @@ The environment is `relay_dispatch` in the form of `experiments/configs/joyagent
 
 - A master routes a query of 4 or 5 hops to eight specialists. Each specialist reads the last answer.
 - Queries have no operation `add`.
-- The settings come from a pilot whose record is lost. That RL learns with them is not recorded yet.
+- The settings come from a pilot whose record is lost. Whether RL learns with them is open.
 - An episode has 9 or 11 turns. Accuracy is paid at the end alone.
 - A node is a group. A task has at least 9 groups, so a selection of K = 5 leaves groups out.
 - The reward is pay and form. The paper also charges for tokens, which is an arm here.
