@@ -25,7 +25,7 @@ from absl import flags
 
 from experiments import claims
 from experiments.claims import HOLDS, Claim, Finding, decide
-from experiments.studies.common import interval, origin, read_record
+from experiments.studies.common import interval, origin, read_record, stated_in
 from jaxmarl_llm import json_files
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.errors import ConfigError
@@ -62,22 +62,13 @@ def known() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(claims.__path__))
 
 
-CODE = ("experiments", "jaxmarl_llm", "kernels", "tests")  # what decides the figures of a record
-
-
 def claimed_in(name: str) -> str:
     """The commit that last changed the claims of a system, or the configurations with their budgets.
 
     Raises:
         ConfigError: Code or claims have changes that are not committed.
     """
-    git = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
-    if changed := git("status", "--porcelain", "--untracked-files=all", "--", *CODE):
-        file = changed.splitlines()[0].split(maxsplit=1)[1]
-        raise ConfigError(
-            f"--run: {file} has changes that are not committed; claims and code are committed before a run"
-        )
-    return git("log", "-1", "--format=%h", "--", f"experiments/claims/{name}.py", "jaxmarl_llm/configs")
+    return stated_in(f"experiments/claims/{name}.py", "jaxmarl_llm/configs")
 
 
 def checked(name: str, module: Any, findings: list[Finding]) -> list[dict[str, Any]]:

@@ -33,6 +33,26 @@ def origin() -> dict[str, str]:
     }
 
 
+CODE = ("experiments", "jaxmarl_llm", "kernels", "tests")  # what decides the figures of a record
+
+
+def stated_in(*paths: str) -> str:
+    """The commit that last changed any of ``paths``, which state claims and budgets.
+
+    Raises:
+        ConfigError: Code or claims have changes that are not committed.
+    """
+    from jaxmarl_llm.errors import ConfigError
+
+    git = lambda *words: subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
+    if changed := git("status", "--porcelain", "--untracked-files=all", "--", *CODE):
+        file = changed.splitlines()[0].split(maxsplit=1)[1]
+        raise ConfigError(
+            f"--run: {file} has changes that are not committed; claims and code are committed before a run"
+        )
+    return git("log", "-1", "--format=%h", "--", *paths)
+
+
 def processor() -> str:
     """Model name of this machine's processor, from Linux."""
     listed = Path("/proc/cpuinfo")
