@@ -46,7 +46,7 @@ def learner(loss=Loss(), optimizer=OPTIMIZER):
 def gradient(batches, own, loss=Loss()):
     total = None
     for batch in batches:
-        total, metrics, gap = learner(loss).accumulate(own, None, batch, total)
+        total, *_ = learner(loss).accumulate(own, None, batch, total)
     return total
 
 
