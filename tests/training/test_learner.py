@@ -108,6 +108,18 @@ def test_ratio_is_exactly_one_at_the_first_inner_step(played):
         assert got.metrics["logprob_diff"] <= 1e-5
 
 
+def test_log_probs_of_an_update_are_those_before_its_first_epoch(played):
+    loss, own = Loss(epochs=2), jax.tree.map(jnp.copy, played[1]["agents"]["a"])
+    kit, batches = learner(loss, Optimizer(learning_rate=0.1)), batches_of(played, loss=loss)
+    before = [np.asarray(kit.score(own, None, batch)) for batch in batches]
+    got = update(kit, loss, own, None, kit.init(own), batches)
+    after = [np.asarray(kit.score(got.own, None, batch)) for batch in batches]
+    for batch, first, later, handed in zip(batches, before, after, got.logprobs, strict=True):
+        trained = batch.weights > 0
+        np.testing.assert_allclose(np.asarray(handed)[trained], first[trained], atol=1e-5)
+        assert np.abs(later - first)[trained].max() > 1e-2
+
+
 def test_models_without_a_trained_step_stay_byte_equal(played):
     team, params, tree, credited = played
     kits = {m.name: learner() for m in team.models}

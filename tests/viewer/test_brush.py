@@ -89,6 +89,13 @@ def test_a_link_with_a_range_restricts_steps_tasks_and_figures(browser, file, ru
     browser.wait("location.hash.startsWith('#run=0&step=40&task=')")
 
 
+@pytest.mark.parametrize("place", ["from=x&to=30", "from=20", "to=-3&from=1", "from=1e9&to=2"])
+def test_a_range_that_is_none_is_left_out(place, browser, file):
+    browser.open(file, place)
+    assert browser.js(LINKS) == list(reversed(STEPS)) and browser.js("document.getElementById('chosen')") is None
+    assert "60" in legend(browser) and "mean" not in legend(browser)
+
+
 def test_a_range_is_dragged_over_a_curve_and_cleared_by_escape(browser, file):
     browser.open(file)
     everything = (browser.js(LINKS), legend(browser))

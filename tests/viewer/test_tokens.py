@@ -13,6 +13,7 @@ from experiments.viewer.samples import tree_rows, written
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer.data import open_run
 from jaxmarl_llm.viewer.page import write_page
+from tests.telemetry.test_rollouts import GOLDEN
 
 pytestmark = [
     pytest.mark.slow,
@@ -101,6 +102,16 @@ def test_the_switch_tints_tokens_by_the_difference_to_the_sampler(browser, file)
     assert browser.js(PRESSED) == [["logprob", "true", False], ["gap", "false", True]]
     assert "not trained" in browser.js("document.getElementById('nogap').innerText")
     browser.key("]")
+    assert "The file has no log-probs" in browser.js("document.getElementById('nogap').innerText")
+    assert browser.problems == []
+
+
+def test_a_run_of_the_first_schema_is_opened(browser, tmp_path):
+    write_page([open_run(GOLDEN)], page := tmp_path / "view.html", 8)
+    rollout = rollouts.read_file(GOLDEN / "rollouts" / "step-00000041.jsonl.zst")
+    one = next(row for row in rollout.steps if row.trained)
+    browser.open(page, f"run=0&step=41&sample={one.step}&tint=gap")
+    assert browser.js(PRESSED) == [["logprob", "true", False], ["gap", "false", True]]
     assert "The file has no log-probs" in browser.js("document.getElementById('nogap').innerText")
     assert browser.problems == []
 

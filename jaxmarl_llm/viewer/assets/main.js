@@ -12,7 +12,7 @@ async function route() {
       if (!index.runs[where.run]) throw new Error(`There is no run ${where.run}.`);
       return await (where.view === "memory" ? memoryView(where) : compareView(where));
     }
-    if (where.step === undefined) return runsView(where);
+    if (where.step === undefined) return await runsView(where);
     const step = await load(where.run, where.step);
     if (mine !== turn) return;
     if (where.task === undefined && where.node !== undefined && step.node.has(where.node))

@@ -102,7 +102,7 @@ function runsView(where) {
   $("main").replaceChildren(page);
   const again = focused && page.querySelector(`[data-panel="${focused}"]`);
   if (again) again.focus({ preventScroll: true });
-  if (chosen) boxes.forEach((box) => rangeTasks(...box));
+  return Promise.all(chosen ? boxes.map((box) => rangeTasks(...box)) : []);
 }
 function stepLinks(steps, r) {
   const box = el("div", { class: "steps" }),
