@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,12 @@ def twice(files: Mapping[int, Path]) -> str:
     return f"view=compare&run=0&step={one[1]}&task={one[2]}&run2=0&step2={two[1]}&task2={two[2]}"
 
 
-def places(rollout: rollouts.Rollout, compared: str, steps: Sequence[int]) -> dict[str, tuple[str, tuple[int, int]]]:
+def places(rollout: rollouts.Rollout, compared: str) -> dict[str, tuple[str, tuple[int, int]]]:
     """Picture -> place in the page, and size of the page: of the completion that was farthest from its group.
 
     Args:
         rollout: The step of the pictures.
         compared: Place of the comparison.
-        steps: Steps of the page, of which one picture has the middle two.
     """
     known = [step for step in rollout.steps if step.advantage is not None]
     if not known:
@@ -53,8 +52,7 @@ def places(rollout: rollouts.Rollout, compared: str, steps: Sequence[int]) -> di
     return {
         "tree": (at, (900, 940)),
         "group": (f"{at}&node={node.node}", (1240, 560)),
-        "transcript": (f"{at}&node={node.node}&sample={best.step}&tint=gap", (1240, 1000)),
-        "range": (f"from={steps[(len(steps) - 1) // 2]}&to={steps[len(steps) // 2]}", (1240, 1000)),
+        "transcript": (f"{at}&node={node.node}&sample={best.step}", (1240, 1000)),
         "memory": ("run=0&view=memory", (1100, 700)),
         "compare": (compared, (1240, 700)),
     }
@@ -68,7 +66,7 @@ def main(given: Any) -> None:
     with tempfile.TemporaryDirectory() as folder, Browser() as tab:
         page = Path(folder) / "view.html"
         write_page([run], page, 64)
-        for name, (place, size) in places(rollouts.read_file(files[step]), twice(files), list(files)).items():
+        for name, (place, size) in places(rollouts.read_file(files[step]), twice(files)).items():
             tab.resize(*size)
             tab.open(page, place)
             tab.js("document.activeElement.blur()")
