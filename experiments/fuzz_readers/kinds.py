@@ -202,10 +202,27 @@ def rollout() -> Files:
     from jaxmarl_llm.telemetry.rollouts_writer import encode
 
     header = r.Header(
-        1, 3, 3, "f", "grpo", 0, "toy", "flat(2)", ("a", "b"), ("m",), ("pay",), {"pay": 1.0}, ("m",), 4, 1, {}, {}
+        r.SCHEMA,
+        3,
+        3,
+        "f",
+        "grpo",
+        0,
+        "toy",
+        "flat(2)",
+        ("a", "b"),
+        ("m",),
+        ("pay",),
+        {"pay": 1.0},
+        ("m",),
+        4,
+        1,
+        {},
+        {},
     )
     node = r.Node(0, 0, 0, "a", "m", -1, (1, 2), "é", (3,), (0.5,))
     said = r.Completion(0, 0, (5, 6), "x", (-1.5, None), False, "policy", 0, 1.0, 0.5, 0, True, True, True, "trained")
+    said = said._replace(learner_logprobs=(-1.25, None))
     rows: list[r.Row] = [
         r.Task(0, 7), node, node._replace(node=1, parent=0, role="b"), said, said._replace(step=1, node=1),
         r.Transition(0, 0, 0, -1, (0, -1), {"pay": (1.0, 0.1)}, False, True),

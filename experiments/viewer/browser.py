@@ -161,17 +161,32 @@ class Browser(contextlib.AbstractContextManager):
         """Wait until two frames have been drawn."""
         self.js("new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(f))))")
 
-    def key(self, name: str) -> None:
+    def key(self, name: str, shift: bool = False) -> None:
         """Press and release a key.
 
         Args:
             name: Its name, or its character.
+            shift: Shift is held.
         """
         text = {"text": name} if len(name) == 1 else {"text": "\r"} if name == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             code = KEYS.get(name, 0)
             more = text if kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=code, **more)
+            held = 8 if shift else 0
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, modifiers=held, windowsVirtualKeyCode=code, **more)
+        self.settle()
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press the left button of the mouse, move and release it.
+
+        Args:
+            start: Place in pixels where it is pressed.
+            end: Place where it is released; the same place: a click.
+        """
+        middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+        moves = [("mousePressed", start), ("mouseMoved", middle), ("mouseMoved", end), ("mouseReleased", end)]
+        for kind, (x, y) in moves:
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
         self.settle()
 
     def resize(self, width: int, height: int) -> None:

@@ -22,7 +22,8 @@ HOSTILE = (
 def header(step: int = 31, **more: Any) -> rollouts.Header:
     """The header of a file. ``step``: its number. ``more``: other fields."""
     return rollouts.Header(
-        1, step, 11, "f" * 64, "grpo", 0, "toy </script>", "product(2)", ROLES, ("m", "other"), ("pay", "form"),
+        rollouts.SCHEMA, step, 11, "f" * 64, "grpo", 0, "toy </script>", "product(2)", ROLES, ("m", "other"),
+        ("pay", "form"),
         {"pay": 1.0, "form": 0.5}, ("m",), 4, 2, {}, {},
     )._replace(**more)  # fmt: skip
 

@@ -35,6 +35,7 @@ from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate
 from jaxmarl_llm.training.finite import check_parameters
 from jaxmarl_llm.training.learner import Learner, make_learner
+from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.optimizers import Optimizer, to_memory
 from jaxmarl_llm.training.step_metrics import diagnose
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
@@ -165,13 +166,15 @@ class Recipe:
         with meshes.use_mesh(self.mesh):
             if now and now == self.starts[k]:
                 state = self.begin(self.phases[k], state)
-            driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug)
+            logprobs = None if self.recorder is None else LearnerLogprobs()
+            driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug, logprobs)
             before, step = state.memory, self.phases[k].step
             state, result = step(driver, state, now - self.starts[k])
             if driver.debug:
                 check_parameters(state.params["agents"], now + 1)
             if self.recorder is not None and isinstance(step, TrainStep):
-                self.recorder(step, now + 1, now - self.starts[k], before, state.memory, result)
+                seen = result._replace(logprobs=logprobs)
+                self.recorder(step, now + 1, now - self.starts[k], before, state.memory, seen)
             state = meshes.place_state(self.mesh, state)
             return state.replace(step=state.step + 1), self.phases[k].metrics(result)
 

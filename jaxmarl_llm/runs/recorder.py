@@ -35,17 +35,19 @@ class Recorder:
         """Write a step, if it is one of those that are written.
 
         step: Parts of the step. number: Its number, as in metrics.jsonl. rl_step: Its number in its phase, from 0.
-        before, after: Memories. result: Of the step, on the host. A collective where memories are on other processes.
+        before, after: Memories. result: Of the step, on the host. A collective where memories or log-probs are on other
+        processes.
         """
         if rl_step % self._settings.every:
             return
         before, after = to_host((before, after))
+        logprobs = {} if result.logprobs is None else result.logprobs.by_row()
         if self._folder is None or self._folder.full:
             return
         with deadlines.stage("save"):
             tasks = self._settings.tasks
             header = rollout_rows.header(step, result, number, rl_step, tasks)._replace(fingerprint=self._fingerprint)
-            self._folder.write(header, rollout_rows.rows(step, result, rl_step, tasks, before, after))
+            self._folder.write(header, rollout_rows.rows(step, result, rl_step, tasks, before, after, logprobs))
 
 
 def fingerprint(cfg: Any) -> str:

@@ -28,7 +28,9 @@ from jaxmarl_llm import json_files
 from jaxmarl_llm.config import ROW_LIMIT, at_least, positive
 from jaxmarl_llm.errors import ConfigError
 
-SCHEMA = 1  # changes when a column is added, renamed or given another meaning
+SCHEMA = 2  # changes when a column is added, renamed or given another meaning
+# Columns that a later schema than the first one added. Rows of older files have the column's default.
+ADDED: Mapping[str, int] = {"learner_logprobs": 2}
 FOLDER = "rollouts"
 FULL = "full.json"  # in the folder: the first step that found no room
 NAME = re.compile(r"step-(\d{8,18})\.jsonl\.zst")
@@ -137,6 +139,7 @@ class Completion(NamedTuple):
     selected: bool
     trained: bool
     why: str
+    learner_logprobs: tuple[float | None, ...] = ()
 
 
 class Transition(NamedTuple):
@@ -338,7 +341,7 @@ def _parsed(path: Path, lines: Iterator[bytes]) -> Rollout:
             raise ConfigError(f"{where}: key 'kind': expected {', '.join(KINDS)}, found {json_files.shown(kind)}")
         if len(tables[kind]) == header.rows[kind]:
             raise ConfigError(f"{where}: more rows of kind {kind!r} than the {header.rows[kind]} of the header")
-        tables[kind].append(_typed(KINDS[kind], row, where))
+        tables[kind].append(_typed(KINDS[kind], row, where, header.schema))
         _check_row(header, tables[kind][-1], where)
     if header is None:
         raise ConfigError(f"{path}: truncated: there is no header")
@@ -358,9 +361,9 @@ def _header(row: Mapping[str, Any], where: str) -> Header:
         raise ConfigError(
             f"{where}: schema {json_files.shown(schema)} is newer than {SCHEMA}, which this version reads"
         )
-    header = _typed(Header, row, where)
-    if header.schema != SCHEMA:
-        raise ConfigError(f"{where}: key 'schema': expected {SCHEMA}, found {header.schema}")
+    header = _typed(Header, row, where, SCHEMA)
+    if header.schema < 1:
+        raise ConfigError(f"{where}: key 'schema': expected 1 to {SCHEMA}, found {header.schema}")
     if set(header.rows) != set(KINDS) or min(header.rows.values()) < 0:
         raise ConfigError(f"{where}: key 'rows': expected a count of {', '.join(KINDS)}")
     if not header.roles or len(set(header.roles)) < len(header.roles):
@@ -368,10 +371,12 @@ def _header(row: Mapping[str, Any], where: str) -> Header:
     return header
 
 
-def _typed(cls: type, row: Mapping[str, Any], where: str) -> Any:
-    """``row`` as the named tuple ``cls``. ConfigError for a missing key or a value of another type."""
+def _typed(cls: type, row: Mapping[str, Any], where: str, schema: int) -> Any:
+    """``row`` of a file of ``schema`` as the named tuple ``cls``. ConfigError for a missing key or another type."""
     values = {}
     for name, (convert, expected) in _converters(cls).items():
+        if schema < ADDED.get(name, 1):
+            continue
         if name not in row:
             raise ConfigError(f"{where}: key {name!r} is missing; expected {expected}")
         try:
@@ -444,6 +449,8 @@ def _check_row(header: Header, row: Any, where: str) -> None:
     if isinstance(row, Completion):
         if len(row.token_ids) != len(row.logprobs):
             raise ConfigError(f"{where}: keys 'token_ids' and 'logprobs': expected lists of one length")
+        if row.learner_logprobs and len(row.token_ids) != len(row.learner_logprobs):
+            raise ConfigError(f"{where}: key 'learner_logprobs': expected an empty list, or a number for each token")
         known("source", row.source, SOURCES)
     if isinstance(row, Transition):
         sizes = {len(values) for values in row.rewards.values()} - {len(header.roles)}

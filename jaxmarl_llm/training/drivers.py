@@ -23,7 +23,8 @@ from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, Rollo
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.critic import stacks_of_rows
 from jaxmarl_llm.training.finite import number_of, update_check
-from jaxmarl_llm.training.learner import Batch, Learner, optimize, update_models
+from jaxmarl_llm.training.learner import Batch, Learner, Scored, optimize, update_models
+from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
 from jaxmarl_llm.training.packing import pack
 from jaxmarl_llm.training.train_step import TrainStep
@@ -42,11 +43,13 @@ class HostDriver:
         seed: Seed of the run.
         logger: Times the stages.
         debug: See `train_step.Driver`.
+        logprobs: Takes the log-probs that the update computes; None: nobody reads them.
     """
 
     seed: int
     logger: Logger
     debug: bool = False
+    logprobs: LearnerLogprobs | None = None
 
     @contextlib.contextmanager
     def stage(self, name: str, first: str | None = None) -> Any:
@@ -125,8 +128,9 @@ class HostDriver:
     ) -> tuple[TrainState, dict[str, dict[str, Any]]]:
         reference = state.params.get("reference")
         inspect = update_check(number_of(state)) if self.debug else None
+        keep = None if self.logprobs is None else self.logprobs.add
         params, opt_state, metrics = update_models(
-            models, learners, loss, state.params, state.opt_state, batches, reference, inspect
+            models, learners, loss, state.params, state.opt_state, batches, reference, inspect, keep
         )
         return state.replace(params=params, opt_state=opt_state), metrics
 
@@ -259,11 +263,11 @@ class TracedDriver:
             before, stacks = (agents[name], states[name]), stacked(batches[name])
             report = update_check(number_of(state))(name) if self.debug else None
             learner = scanned(learners[name])
-            own, opt_state, seen = optimize(learner, loss, *_between(before, shared), stacks, reference, report)
+            done = optimize(learner, loss, *_between(before, shared), stacks, reference, report)
             # A model without a trained token stays as it is, optimizer state included.
             learns = functools.reduce(jnp.logical_or, [_weighs(b) for b in stacks])
-            agents[name], states[name] = _where(learns, (own, opt_state), before)
-            metrics[name] = seen
+            agents[name], states[name] = _where(learns, (done.own, done.opt_state), before)
+            metrics[name] = done.metrics
         return state.replace(params={**params, "agents": agents}, opt_state=states), metrics
 
     def remember(
@@ -312,7 +316,7 @@ def scanned(learner: Learner) -> Learner:
     """Make from ``learner`` one whose functions take stacks of micro-batches, as `stacked` makes them.
 
     A stack is one loop of the program. So the size of a program does not depend on the number of micro-batches. Metrics
-    are sums over a stack, and gaps are its largest, as for one micro-batch.
+    are sums over a stack, and gaps are its largest, as for one micro-batch. Log-probs are not kept.
     """
 
     def score(own: Params, shared: Params | None, stack: Batch) -> jax.Array:
@@ -323,11 +327,11 @@ def scanned(learner: Learner) -> Learner:
             gradient = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), own)
 
         def add(gradient: PyTree, batch: Batch) -> tuple[PyTree, tuple]:
-            gradient, seen, gap = learner.accumulate(own, shared, batch, gradient)
-            return gradient, (seen, gap)
+            gradient, seen, scored = learner.accumulate(own, shared, batch, gradient)
+            return gradient, (seen, scored.gap)
 
         gradient, (seen, gaps) = jax.lax.scan(add, gradient, stack)
-        return gradient, jax.tree.map(lambda x: x.sum(0), seen), gaps.max()
+        return gradient, jax.tree.map(lambda x: x.sum(0), seen), Scored(gaps.max(), None)
 
     return learner._replace(score=score, accumulate=accumulate)
 

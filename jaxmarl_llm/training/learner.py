@@ -66,6 +66,7 @@ class Batch(struct.PyTreeNode):
     reference: Float[Array, "N G R"] | None = None
     values: NodeTargets | None = None
     forest: Forest | None = None  # in place of tokens and length, which are then empty
+    rows: Int[Array, "N G"] | None = None  # of the tree's table of steps; read on the host alone, where weights are
 
 
 def trunk_tokens(batch: Batch) -> int:
@@ -98,14 +99,26 @@ def pad_rows(batch: Batch, multiple: int) -> Batch:
 token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "loss_length"))
 
 
+class Scored(NamedTuple):
+    """Log-probs of the completions of a micro-batch, as its loss had them.
+
+    Attributes:
+        gap: Largest difference to those of the sampler, over the trained tokens.
+        logprobs: The log-probs [N G R]; None inside a compiled run, which keeps none.
+    """
+
+    gap: Float[jax.Array, ""]
+    logprobs: Float[jax.Array, "N G R"] | None
+
+
 class Learner(NamedTuple):
     """Jitted functions of one architecture.
 
     init(own) -> optimizer state
     score(own, shared, batch) -> log-probs [N G R]
     value(own, shared, tokens [N P], length [N]) -> values [N] of the head ``own["value"]`` at the last prompt token
-    accumulate(own, shared, batch, gradient or None) -> (gradient, metrics, max |log-prob gap| to the sampler): adds the
-        batch's gradient to ``gradient``; metrics are sums, to be added over micro-batches
+    accumulate(own, shared, batch, gradient or None) -> (gradient, metrics, `Scored`): adds the batch's gradient to
+        ``gradient``; metrics are sums, to be added over micro-batches
     apply(own, opt_state, gradient, loss) -> (own, opt_state, gradient norm, ok): donates own and opt_state. Both come
         back unchanged unless loss and norm are finite.
     """
@@ -113,7 +126,7 @@ class Learner(NamedTuple):
     init: Callable[[Params], PyTree]
     score: Callable[..., jax.Array]
     value: Callable[..., jax.Array]
-    accumulate: Callable[..., tuple[PyTree, dict[str, jax.Array], jax.Array]]
+    accumulate: Callable[..., tuple[PyTree, dict[str, jax.Array], Scored]]
     apply: Callable[..., tuple[Params, PyTree, jax.Array, jax.Array]]
     offload: bool = False  # the optimizer state is in host memory between updates
 
@@ -253,8 +266,8 @@ def _batch_loss(
 
 def objective(
     setup: _Setup, own: Params, shared: Params | None, batch: Batch
-) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-    """Compute the loss of a micro-batch, the value loss included, and (metrics, max |log-prob gap| to the sampler).
+) -> tuple[jax.Array, tuple[dict[str, jax.Array], Scored]]:
+    """Compute the loss of a micro-batch, the value loss included, and its metrics and log-probs.
 
     Args:
         setup: policy, loss and sampling.
@@ -270,20 +283,20 @@ def objective(
         estimate, wanted = head_value(own["value"], hidden[:, 0, 0]), batch.values
         metrics["value_loss"] = value_loss(estimate, wanted.target, wanted.weight, wanted.old, loss.value_clip)
         value = value + loss.value_coef * metrics["value_loss"]
-    return value, ({**metrics, "loss": value}, gap)
+    return value, ({**metrics, "loss": value}, Scored(gap, logprobs))
 
 
 def accumulate(
     setup: _Setup, own: Params, shared: Params | None, batch: Batch, gradient: PyTree | None
-) -> tuple[PyTree, dict[str, jax.Array], jax.Array]:
+) -> tuple[PyTree, dict[str, jax.Array], Scored]:
     """Add the gradient of a micro-batch to ``gradient``, in float32; see `Learner`.
 
     ``setup``: settings of the learner. ``own``, ``shared``: parameters of the model and of its base. ``batch``: the
     micro-batch.
     """
-    new, (metrics, gap) = jax.grad(functools.partial(objective, setup), has_aux=True)(own, shared, batch)
+    new, (metrics, scored) = jax.grad(functools.partial(objective, setup), has_aux=True)(own, shared, batch)
     new = sharding.constrain(jax.tree.map(lambda g: g.astype(jnp.float32), new))
-    return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, gap
+    return new if gradient is None else jax.tree.map(jnp.add, gradient, new), metrics, scored
 
 
 def apply_gradient(
@@ -338,11 +351,13 @@ class Updated(NamedTuple):
         opt_state: Optimizer state.
         metrics: Means over the trained tokens (dpo: pairs); ``grad_norm``; ``logprob_diff``; ``ok``, 1.0, or 0.0 when
             an optimizer step was skipped. Of the first epoch, but ratio, clip_fraction and approx_kl of the last.
+        logprobs: Of the completions of each micro-batch, as the loss of the first epoch had them, see `Scored`.
     """
 
     own: Params
     opt_state: PyTree
     metrics: dict[str, Any]
+    logprobs: Sequence[jax.Array | None]
 
 
 def optimize(
@@ -376,13 +391,16 @@ def optimize(
     if loss.epochs > 1:
         batches = [b.replace(old=sharding.settle(learner.score(own, shared, b))) for b in batches]
     metrics: dict[str, Any] = {}
+    logprobs: list[jax.Array | None] = []
     ok: Any = 1.0
     for epoch in range(loss.epochs):
         gradient, totals, gaps = None, [], []
         for batch in batches:
-            gradient, seen, gap = sharding.settle(learner.accumulate(own, shared, batch, gradient))
+            gradient, seen, scored = sharding.settle(learner.accumulate(own, shared, batch, gradient))
             totals.append(seen)
-            gaps.append(gap)
+            gaps.append(scored.gap)
+            if epoch == 0:
+                logprobs.append(scored.logprobs)
         total = {k: sum(m[k] for m in totals) for k in totals[0]}
         own, opt_state, norm, fine = sharding.settle(learner.apply(own, opt_state, gradient, total["loss"]))
         ok = ok * fine
@@ -394,7 +412,7 @@ def optimize(
         if epoch == 0:
             metrics = mean | {"grad_norm": norm, "logprob_diff": functools.reduce(jnp.maximum, gaps)}
         metrics |= {k: mean[k] for k in ("ratio", "clip_fraction", "approx_kl") if k in mean}
-    return Updated(own, opt_state, {**metrics, "ok": ok})
+    return Updated(own, opt_state, {**metrics, "ok": ok}, logprobs)
 
 
 def update(
@@ -436,11 +454,10 @@ def update(
             culprit = first_not_finite(totals, gaps, gradient) or "gradient norm"
             logging.warning("model %s: optimizer step skipped, first not finite: %s", name, culprit)
 
-    own, opt_state, metrics = optimize(learner, loss, own, shared, opt_state, batches, reference, report)
-    if learner.offload:
-        opt_state = to_memory(opt_state, "pinned_host")
-    numbers = {k: float(v) for k, v in jax.device_get(metrics).items()}
-    return Updated(own, opt_state, {**numbers, "trunk_tokens": trunk})
+    done = optimize(learner, loss, own, shared, opt_state, batches, reference, report)
+    numbers = {k: float(v) for k, v in jax.device_get(done.metrics).items()}
+    opt_state = to_memory(done.opt_state, "pinned_host") if learner.offload else done.opt_state
+    return done._replace(opt_state=opt_state, metrics={**numbers, "trunk_tokens": trunk})
 
 
 def update_models(
@@ -452,6 +469,7 @@ def update_models(
     batches: Mapping[str, list[Batch]],
     reference: Params | None = None,
     inspect: Callable[[str], Report] | None = None,
+    keep: Callable[[str, Sequence[Batch], Sequence[Any]], None] | None = None,
 ) -> tuple[Params, PyTree, dict[str, dict[str, float]]]:
     """Update each model that has batches. Parameters and optimizer states of the others stay the same arrays.
 
@@ -464,6 +482,8 @@ def update_models(
         batches: micro-batches of each model that has any.
         reference: parameters of each model's reference policy, where `Loss.needs_reference`.
         inspect: model -> what is called after each of its optimizer steps, see ``report`` of `optimize`.
+        keep: called with each updated model, its micro-batches and `Updated.logprobs`, in the order of ``models``. On a
+            mesh log-probs are on its devices, and may have more rows than their batch.
 
     Returns:
         Parameters, optimizer states, and the metrics of each updated model.
@@ -479,5 +499,7 @@ def update_models(
 
     learning = [m.name for m in models if batches.get(m.name)]
     for name, result in zip(learning, meshes.map_models(learning, learn), strict=True):
-        agents[name], states[name], metrics[name] = result
+        agents[name], states[name], metrics[name], logprobs = result
+        if keep is not None:
+            keep(name, batches[name], logprobs)
     return {**params, "agents": agents}, states, metrics

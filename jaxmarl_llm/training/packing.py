@@ -136,6 +136,7 @@ class _Samples(NamedTuple):
         tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
         completions = np.zeros((size, g, r), np.int32)
         weights, advantages, behaviour = (np.zeros((size, g, r), np.float32) for _ in range(3))
+        rows = np.zeros((size, g), np.int32)
         for k, n in enumerate(part):
             own = np.array(self.of_node[n])
             tokens[k], length[k] = nodes.tokens[n, :p], nodes.length[n]
@@ -143,8 +144,9 @@ class _Samples(NamedTuple):
             weights[k, : len(own)] = self.weights[own, :r]
             advantages[k, : len(own)] = self.advantages[own, :r]
             behaviour[k, : len(own)] = steps.logprobs[self.rows[own], :r]
+            rows[k, : len(own)] = self.rows[own]
         values = None if self.values is None else jax.tree.map(lambda x: _pad(x[part], size), self.values)
-        return Batch(tokens, length, completions, weights, advantages, behaviour, values=values)
+        return Batch(tokens, length, completions, weights, advantages, behaviour, values=values, rows=rows)
 
     def group_tokens(self) -> int:
         """Tokens that the groups send through the trunk, without padding."""
@@ -188,6 +190,7 @@ class _Samples(NamedTuple):
             sampler_logprobs=grid(steps.logprobs[rows]),
             values=values,
             forest=Forest(fill(packed.tokens), fill(packed.position), fill(packed.end), at),
+            rows=_pad(rows[:, None].astype(np.int32), n),
         )
 
 

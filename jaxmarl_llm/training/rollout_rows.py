@@ -48,7 +48,13 @@ def header(step: TrainStep, result: StepResult, number: int, rl_step: int, tasks
 
 
 def rows(
-    step: TrainStep, result: StepResult, rl_step: int, tasks: int, before: PyTree, after: PyTree
+    step: TrainStep,
+    result: StepResult,
+    rl_step: int,
+    tasks: int,
+    before: PyTree,
+    after: PyTree,
+    logprobs: Mapping[int, np.ndarray],
 ) -> Iterator[rollouts.Row]:
     """Yield the rows of the first tasks of a step, and of all that the step wrote into memories.
 
@@ -59,6 +65,7 @@ def rows(
         tasks: Tasks that are kept, at most.
         before: Memory of each role before the step, on the host.
         after: Memory of each role after it.
+        logprobs: Row of a completion -> log-probs of its tokens that the update computed, see `LearnerLogprobs.by_row`.
     """
     tree = result.tree
     nodes, steps, moves = tree.nodes, tree.steps, tree.transitions
@@ -68,7 +75,7 @@ def rows(
     indices = [int(index) for index in result.tasks[:tasks]]
     yield from (rollouts.Task(task, index) for task, index in enumerate(indices))
     yield from _nodes(step.players, result, kept_nodes)
-    yield from _completions(step, result, rl_step, kept_steps)
+    yield from _completions(step, result, rl_step, kept_steps, logprobs)
     yield from _transitions(result, kept_moves)
     yield from _groups(step.team, result, kept_steps)
     yield from _memory(step.team, result, kept_nodes, before, after)
@@ -97,7 +104,9 @@ def _nodes(team: Team, result: StepResult, kept: np.ndarray) -> Iterator[rollout
         )
 
 
-def _completions(step: TrainStep, result: StepResult, rl_step: int, kept: np.ndarray) -> Iterator[rollouts.Completion]:
+def _completions(
+    step: TrainStep, result: StepResult, rl_step: int, kept: np.ndarray, logprobs: Mapping[int, np.ndarray]
+) -> Iterator[rollouts.Completion]:
     nodes, steps, credited = result.tree.nodes, result.tree.steps, result.credited
     selected = np.asarray(credited.valid & result.selected[credited.group])
     learns = np.ones(len(step.team.roles), bool)
@@ -125,6 +134,7 @@ def _completions(step: TrainStep, result: StepResult, rl_step: int, kept: np.nda
             selected=bool(selected[s]),
             trained=why == rollouts.TRAINED,
             why=why,
+            learner_logprobs=shortest(logprobs[s][:length]) if s in logprobs else (),
         )
 
 

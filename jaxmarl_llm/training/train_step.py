@@ -32,6 +32,7 @@ from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.training import finite
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.learner import Batch, Learner
+from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.order import shuffled
 from jaxmarl_llm.types import Array, Model, Params, PyTree, Team, TrainState, Tree
@@ -289,6 +290,7 @@ class StepResult(NamedTuple):
     tasks: Int[Array, " B"]  # that were played: numbers of training tasks
     weights: Mapping[str, Any]  # of reward components, in this step
     trained: Bool[Array, " C"]  # completions in the update
+    logprobs: LearnerLogprobs | None = None  # that the update computed; None where no recorder reads them
 
 
 class Driver(Protocol):

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
-from jaxmarl_llm.telemetry.rollouts import Rollout, Transition
+from jaxmarl_llm.telemetry.rollouts import Completion, Rollout, Transition
 
 POINTS = 400  # of a curve, at most: each is the mean of steps that follow each other
 DIGITS = 4  # decimals of a log-prob and of a similarity
+FIGURES = 3  # significant figures of a difference of log-probs
 # Title, unit and pattern of the keys of metrics.jsonl; the pattern's group is the name of the line.
 CURVES = (
     ("Reward by role", "mean return", r"agent/([^/]+)/reward"),
@@ -126,7 +127,8 @@ def step_data(rollout: Rollout) -> dict[str, Any]:
 
     Returns:
         ``header``, ``tasks`` (see `task_rows`), and ``tables``: kind -> column -> values. Prompts have their text and
-        number of tokens, without ids. Log-probs and similarities have `DIGITS` decimals. All else is as in the file.
+        number of tokens, without ids. Log-probs and similarities have `DIGITS` decimals. In place of the learner's
+        log-probs a completion has ``gaps``, see `gaps`. All else is as in the file.
     """
     tables: dict[str, dict[str, list[Any]]] = {}
     for kind, rows in rollout.tables.items():
@@ -136,6 +138,8 @@ def step_data(rollout: Rollout) -> dict[str, Any]:
     nodes["prompt_tokens"] = [len(ids) for ids in nodes.pop("prompt_ids")]
     nodes["memory_similarity"] = [_rounded(values) for values in nodes["memory_similarity"]]
     steps["logprobs"] = [_rounded(values) for values in steps["logprobs"]]
+    del steps["learner_logprobs"]
+    steps["gaps"] = [gaps(step) for step in rollout.steps]
     header = rollout.header._asdict()
     del header["columns"], header["rows"]
     return {"header": header, "tasks": task_rows(rollout), "tables": tables}
@@ -143,6 +147,19 @@ def step_data(rollout: Rollout) -> dict[str, Any]:
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None else round(value, DIGITS) for value in values]
+
+
+def gaps(step: Completion) -> list[float | None]:
+    """Log-prob of each token by the update, minus that by the sampler, with `FIGURES` significant figures.
+
+    Args:
+        step: The completion.
+
+    Returns:
+        A number for each token, None where one of the two is unknown; empty where the update computed none.
+    """
+    pairs = zip(step.learner_logprobs, step.logprobs)
+    return [None if a is None or b is None else float(f"{a - b:.{FIGURES}g}") for a, b in pairs]
 
 
 def task_rows(rollout: Rollout) -> list[dict[str, Any]]:

@@ -23,7 +23,8 @@ from jaxmarl_llm.viewer.data import Run
 
 # The scripts in the order of their use. They share one function scope.
 SCRIPTS = (
-    *("core", "model", "charts", "runs", "step", "layout", "draw", "tree", "group", "sample", "task"),
+    *("core", "model", "brush", "charts", "runs", "tasks", "step", "layout", "draw", "tree", "group"),
+    *("tokens", "sample", "task"),
     *("memory", "compare", "search", "main"),
 )
 MARK = "<!-- data -->"

@@ -226,14 +226,14 @@ def test_stacks_of_micro_batches_add_up_to_the_micro_batches():
     learner, own = step.learners[model.name], state.params["agents"][model.name]
     gradient, totals, gaps = None, [], []
     for batch in batches:
-        gradient, seen, gap = learner.accumulate(own, None, batch, gradient)
+        gradient, seen, scored = learner.accumulate(own, None, batch, gradient)
         totals.append(seen)
-        gaps.append(gap)
+        gaps.append(scored.gap)
     scan, after, sums, most = scanned(learner), None, [], []
     for stack in stacks:
-        after, seen, gap = scan.accumulate(own, None, stack, after)
+        after, seen, scored = scan.accumulate(own, None, stack, after)
         sums.append(seen)
-        most.append(gap)
+        most.append(scored.gap)
     assert apart(gradient, after) < 1e-6 and float(optax.tree.norm(gradient)) > 1e-2
     for key in totals[0]:
         assert abs(float(sum(t[key] for t in totals)) - float(sum(s[key] for s in sums))) < 1e-5, key

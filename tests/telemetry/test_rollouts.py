@@ -27,13 +27,15 @@ from jaxmarl_llm.rollout.plans import product
 from jaxmarl_llm.runs import loop, phases, recorder
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry import rollouts
+from jaxmarl_llm.telemetry.metrics_file import read_metrics
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, encode, shortest
 from jaxmarl_llm.training import rollout_rows
-from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
+from jaxmarl_llm.training.train_step import Algorithm, Played, unequal_groups
 from tests.faulty import TASKS, Make
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden" / "schema-1"
 TEAM = {"max_new_tokens": 2, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}}
 STAGE_0 = 40  # enough that completions are moves, whose rewards differ
 RUN = {"checkpoint_every": STAGE_0 + 2, "eval_every": 0, "log_every": 100, "tensorboard": False, "max_logprob_gap": 0}
@@ -192,6 +194,48 @@ def test_advantages_are_those_of_the_credit_rule(straight, host):
         assert {g.group for g in rollout.groups} == set(credited.group[credited.valid])
 
 
+def test_the_update_hands_over_its_log_probs_of_what_it_trained(straight, host):
+    """The sampler is the witness: nothing was trained in between, so both computed the same numbers."""
+    for workdir, calls in ((straight[0], straight[2]), host):
+        logged = {row["step"]: row["logprob_diff"] for row in read_metrics(workdir) if "logprob_diff" in row}
+        for rollout, (_, number, *_) in zip(rollouts.read(workdir), calls, strict=True):
+            gaps = []
+            for row in rollout.steps:
+                assert len(row.learner_logprobs) == (len(row.token_ids) if row.trained else 0)
+                gaps.extend(np.float32(a) - np.float32(b) for a, b in zip(row.learner_logprobs, row.logprobs))
+            largest = np.abs(gaps).max()
+            assert largest < 1e-5 and largest == np.float32(logged[number])  # every task is in the file
+
+
+def test_a_sampler_that_reports_other_log_probs_is_seen_token_by_token(made, straight, tmp_path):
+    step = made.phases[-1].step
+
+    def play(step, once, tasks, key, rl_step):
+        """Log-probs that are too low by 0.001 for each token before, and by 0.01 for each completion before."""
+        tree, played = once(tasks, key)
+        seen = np.asarray(tree.steps.logprobs)
+        off = 1e-3 * np.arange(seen.shape[1]) + 1e-2 * np.arange(len(seen))[:, None]
+        steps = tree.steps.replace(logprobs=(seen - off).astype(np.float32))
+        return Played(tree.replace(steps=steps), played, tasks, {})
+
+    algorithm = dataclasses.replace(step.algorithm, play=play)
+    phase = made.phases[-1]._replace(step=dataclasses.replace(step, algorithm=algorithm))
+    fit(dataclasses.replace(made, phases=(made.phases[0], phase)), array_config(), tmp_path)
+    first, honest = next(rollouts.read(tmp_path)), next(rollouts.read(straight[0]))
+    seen = 0
+    for row, right in zip(first.steps, honest.steps, strict=True):
+        assert row.token_ids == right.token_ids
+        if row.trained:
+            gap = np.float64(row.learner_logprobs) - np.float64(row.logprobs)
+            assert gap == pytest.approx(1e-3 * np.arange(len(gap)) + 1e-2 * row.step, abs=1e-5)
+            assert row.learner_logprobs == right.learner_logprobs  # what the sampler says changes no pass
+            seen += 1
+    assert seen > 5
+    logged = {row["step"]: row["logprob_diff"] for row in read_metrics(tmp_path) if "logprob_diff" in row}
+    gaps = [x - y for row in first.steps for x, y in zip(row.learner_logprobs, row.logprobs)]
+    assert logged[first.header.step] == pytest.approx(max(gaps), abs=1e-6)
+
+
 def test_rewards_are_by_role_and_component_and_unknown_where_they_are_invalid(straight, host):
     unknown = 0
     for rollout, (*_, result) in runs(straight, host):
@@ -266,8 +310,9 @@ def test_failures_of_a_host_environment(host):
 def test_kept_tasks_are_the_first_ones_and_whole(made, straight, tmp_path):
     _, _, calls = straight
     step, number, rl_step, before, after, result = calls[-1]
-    kept = list(rollout_rows.rows(step, result, rl_step, 2, before, after))
-    whole = list(rollout_rows.rows(step, result, rl_step, 3, before, after))
+    logprobs = result.logprobs.by_row()
+    kept = list(rollout_rows.rows(step, result, rl_step, 2, before, after, logprobs))
+    whole = list(rollout_rows.rows(step, result, rl_step, 3, before, after, logprobs))
     nodes = {row.node for row in whole if isinstance(row, rollouts.Node) and row.task < 2}
     for kind in (rollouts.Task, rollouts.Node, rollouts.Transition):
         assert [r for r in kept if isinstance(r, kind)] == [r for r in whole if isinstance(r, kind) and r.task < 2]
@@ -329,8 +374,8 @@ def test_the_fingerprint_is_that_of_what_is_computed(straight):
 def example(step=1, texts=("a", "ß\ud800\n")):
     """A small rollout: two nodes of one task, three completions, a number that is not finite."""
     header = rollouts.Header(
-        1, step, step, "f" * 64, "grpo", 0, "toy", "flat(2)", ("a", "b"), ("m", "n"), ("pay",), {"pay": 1.0}, ("m",),
-        4, 1, {}, {},
+        rollouts.SCHEMA, step, step, "f" * 64, "grpo", 0, "toy", "flat(2)", ("a", "b"), ("m", "n"), ("pay",),
+        {"pay": 1.0}, ("m",), 4, 1, {}, {},
     )  # fmt: skip
     node = rollouts.Node(0, 0, 0, "a", "m", -1, (1, 2), "hi", (3,), (0.5,))
     said = rollouts.Completion(
@@ -372,6 +417,25 @@ def test_what_is_written_is_read(tmp_path):
         assert read.header.columns["step"][:2] == ("step", "node")
     lines = zstandard.ZstdDecompressor().decompressobj().decompress(path.read_bytes()).splitlines()
     assert json.loads(lines[4])["logprobs"] == [-1.5, None] and len(lines) == 1 + len(rows)
+
+
+def test_files_of_the_first_schema_are_read(tmp_path):
+    """A file of a run of the last commit that wrote schema 1, 602f749, with `array_config()` of this module."""
+    rollout = rollouts.read_file(GOLDEN / "rollouts" / "step-00000041.jsonl.zst")
+    assert rollout.header.schema == 1 and "learner_logprobs" not in rollout.header.columns["step"]
+    assert (len(rollout.steps), sum(row.trained for row in rollout.steps)) == (72, 48)
+    assert {row.learner_logprobs for row in rollout.steps} == {()}
+    assert [len(column) for column in rollout.to_numpy()["step"]["learner_logprobs"]] == [0] * 72
+    rows = [row for table in rollout.tables.values() for row in table]
+    path = tmp_path / "step-00000041.jsonl.zst"
+    path.write_bytes(encode(rollout.header, rows))  # the same rows as a file of today
+    again = rollouts.read_file(path)
+    assert again.header.schema == rollouts.SCHEMA and again.tables == rollout.tables
+    copy = tmp_path / "step-00000001.jsonl.zst"
+    copy.write_bytes((GOLDEN / "rollouts" / "step-00000041.jsonl.zst").read_bytes())
+    rewritten(copy, put(0, schema=2))
+    with pytest.raises(ConfigError, match="key 'learner_logprobs' is missing"):
+        rollouts.read_file(copy)
 
 
 def test_half_of_a_surrogate_pair_ends_no_run(tmp_path):
@@ -435,7 +499,8 @@ def put(line, **values):
 
 
 WRONG = {
-    "a newer schema": (put(0, schema=2), "schema 2 is newer than 1"),
+    "a newer schema": (put(0, schema=3), "schema 3 is newer than 2"),
+    "a schema of no version": (put(0, schema=0), "key 'schema': expected 1 to 2, found 0"),
     "a schema of text": (put(0, schema="1"), "key 'schema': expected an integer, found \"1\""),
     "no header": (lambda rows: rows[1:], "expected the header"),
     "an empty object": (lambda rows: [{}], "expected the header"),
@@ -448,6 +513,10 @@ WRONG = {
     "a huge integer": (put(2, node=2**63), "key 'node': expected an integer"),
     "a number for a flag": (put(4, valid=1), "key 'valid': expected true or false, found 1"),
     "lists of two lengths": (put(4, logprobs=[]), "'token_ids' and 'logprobs'"),
+    "learner log-probs of another length": (
+        put(4, learner_logprobs=[-1.0]),
+        "key 'learner_logprobs': expected an empty",
+    ),
     "an unknown role": (put(2, role="c"), "key 'role': expected one of"),
     "an unknown model": (put(2, model="c"), "key 'model': expected one of"),
     "rewards of one role": (put(7, rewards={"pay": [1.0]}), "key 'rewards'"),

@@ -46,7 +46,7 @@ def learner(loss=Loss(), optimizer=OPTIMIZER):
 def gradient(batches, own, loss=Loss()):
     total = None
     for batch in batches:
-        total, metrics, gap = learner(loss).accumulate(own, None, batch, total)
+        total, *_ = learner(loss).accumulate(own, None, batch, total)
     return total
 
 
@@ -106,6 +106,18 @@ def test_ratio_is_exactly_one_at_the_first_inner_step(played):
         assert got.metrics["ratio"] == pytest.approx(1.0, abs=1e-6) and got.metrics["clip_fraction"] == 0.0
         assert got.metrics["approx_kl"] == pytest.approx(0.0, abs=1e-12)  # two programs, two roundings
         assert got.metrics["logprob_diff"] <= 1e-5
+
+
+def test_log_probs_of_an_update_are_those_before_its_first_epoch(played):
+    loss, own = Loss(epochs=2), jax.tree.map(jnp.copy, played[1]["agents"]["a"])
+    kit, batches = learner(loss, Optimizer(learning_rate=0.1)), batches_of(played, loss=loss)
+    before = [np.asarray(kit.score(own, None, batch)) for batch in batches]
+    got = update(kit, loss, own, None, kit.init(own), batches)
+    after = [np.asarray(kit.score(got.own, None, batch)) for batch in batches]
+    for batch, first, later, handed in zip(batches, before, after, got.logprobs, strict=True):
+        trained = batch.weights > 0
+        np.testing.assert_allclose(np.asarray(handed)[trained], first[trained], atol=1e-5)
+        assert np.abs(later - first)[trained].max() > 1e-2
 
 
 def test_models_without_a_trained_step_stay_byte_equal(played):

@@ -99,7 +99,7 @@ def learn(optimizer, steps=3, mesh=None):
         own = own if mesh is None else sharding.place(mesh, own)
         state = learner.init(own)
         for _ in range(steps):
-            own, state, metrics = update(learner, Loss(clip_low=None), own, None, state, [batch])
+            own, state, metrics, _ = update(learner, Loss(clip_low=None), own, None, state, [batch])
             state = state if mesh is None else sharding.place(mesh, state)
             assert metrics["ok"]
     return own, state

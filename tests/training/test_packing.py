@@ -118,7 +118,7 @@ def test_a_token_sees_its_own_sequence_and_stands_once(lines, most):
 def test_batches_hold_the_trained_steps(name, micro_tokens):
     """Walks the mask of every batch: what a target's token sees is the step's prompt and what was said before it."""
     tree, advantages, trained = rollout(name)
-    batches, found = packed(name, trees=True, micro_tokens=micro_tokens), []
+    batches, found, rows = packed(name, trees=True, micro_tokens=micro_tokens), [], []
     assert len(batches) == 1 or micro_tokens == 300
     for batch in batches:
         f = batch.forest
@@ -131,9 +131,14 @@ def test_batches_hold_the_trained_steps(name, micro_tokens):
             assert context[len(context) - size + 1 :] == words[:-1] and f.position[seen].tolist() == [*range(len(seen))]
             for t in range(size):
                 assert f.predictor[row, 0, t] == seen[len(seen) - size + t]
+            step = batch.rows[row, 0]
+            assert trained[step] and tree.steps.tokens[step, :size].tolist() == words
+            assert np.array_equal(batch.sampler_logprobs[row, 0], tree.steps.logprobs[step, : batch.weights.shape[2]])
+            rows.append(step)
             found.append((context[: len(context) - size + 1], words, float(batch.advantages[row, 0, 0])))
     want = [(prompt, words, float(advantages[c])) for c, (_, prompt, words) in trained_lines(name).items()]
     assert sorted(found) == sorted(want) and len(found) > 10
+    assert sorted(rows) == sorted(trained_lines(name))
 
 
 # --- the update ------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer import data
 from jaxmarl_llm.viewer.data import curves, index, open_run, step_data
-from tests.telemetry.test_rollouts import made, straight, without_a_figure  # noqa: F401 fixtures
+from tests.telemetry.test_rollouts import GOLDEN, made, straight, without_a_figure  # noqa: F401 fixtures
 
 
 def test_a_real_run_is_in_the_page_whole_and_its_advantages_are_those_of_the_credit_rule(straight):  # noqa: F811
@@ -105,3 +105,19 @@ def test_equal_rows_give_equal_bytes_and_log_probs_are_rounded(tmp_path):
     close = rollout.steps[0]._replace(logprobs=(-0.123456789, None))
     shown = step_data(rollout._replace(steps=[close, *rollout.steps[1:]]))
     assert shown["tables"]["step"]["logprobs"][0] == [-0.1235, None]
+
+
+def test_the_page_has_differences_to_the_sampler_in_place_of_the_learners_log_probs(tmp_path):
+    said = {"logprobs": (-1.0, None, -2.0, -0.5), "token_ids": (1, 2, 3, 4)}
+    rows = tree_rows(2, group=2)
+    (at,) = (i for i, row in enumerate(rows) if isinstance(row, rollouts.Completion) and row.step == 0)
+    rows[at] = rows[at]._replace(**said, learner_logprobs=(-1.0000012, -1.0, None, 0.0123456))
+    shown = step_data(rollouts.read_file(written(tmp_path, rows) / "rollouts" / "step-00000031.jsonl.zst"))
+    assert shown["tables"]["step"]["gaps"] == [[-1.2e-6, None, None, 0.512], [], [], []]
+    assert "learner_logprobs" not in shown["tables"]["step"]
+
+
+def test_a_run_of_the_first_schema_is_shown_without_differences():
+    run = open_run(GOLDEN)
+    shown = json.loads(gzip.decompress(data.read_step(run, 41)))
+    assert len(shown["tables"]["step"]["step"]) == 72 and not any(shown["tables"]["step"]["gaps"])

@@ -163,7 +163,7 @@ def test_the_command(tmp_path):
 BAD = {
     "no run": (["none"], "is this the workdir of a run"),
     "truncated": (["cut"], "step-00000031.jsonl.zst: "),
-    "newer": (["newer"], "newer than 1"),
+    "newer": (["newer"], "newer than 2"),
     "small": (["run", "--max-mb=0.0001"], "--max-mb: step 31 of run needs"),
     "no size": (["run", "--max-mb=0"], "--max-mb: expected a number above 0"),
     "out": (["run", "--out=none/there.html"], "none/there.html: cannot be written (No such file or directory)"),
@@ -184,9 +184,7 @@ def bad(tmp_path_factory):
     (folder / "cut" / "rollouts" / file.name).write_bytes(file.read_bytes()[:-200])
     newer = written(folder / "newer", hostile_rows()) / "rollouts" / file.name
     raw = zstandard.ZstdDecompressor().decompressobj().decompress(newer.read_bytes())
-    newer.write_bytes(
-        zstandard.compress(raw.replace(b'"schema":1', b'"schema":2').replace(b'"schema": 1', b'"schema": 2'))
-    )
+    newer.write_bytes(zstandard.compress(raw.replace(b'"schema":2', b'"schema":3')))
     (written(folder / "metrics", hostile_rows()) / "metrics.jsonl").write_text("[]\n")
     return folder
 

@@ -10,7 +10,8 @@ function ticks(low, high, count = 4) {
   return out;
 }
 // lines: [{name, colour, steps, values}]; marks: steps that are recorded; pick(step): called for the nearest one.
-function curve({ title, unit, lines, marks, pick, range }) {
+// range: steps of the axis; chosen: steps that are not shaded, or null; panel: name of the curve on the page.
+function curve({ title, unit, lines, marks, pick, range, chosen, panel }) {
   const W = 360,
     H = 178,
     left = 42,
@@ -40,7 +41,7 @@ function curve({ title, unit, lines, marks, pick, range }) {
     Y = (v) => H - bottom - ((v - y0) / (y1 - y0)) * (H - top - bottom);
   const svg = sv("svg", {
     viewBox: `0 0 ${W} ${H}`,
-    role: "img",
+    role: marks.length ? "group" : "img",
     "aria-label": `${title}: ${lines.map((l) => `${l.name} ends at ${num(l.values[l.values.length - 1])}`).join(", ")}`,
   });
   for (const v of ticks(y0, y1))
@@ -77,42 +78,9 @@ function curve({ title, unit, lines, marks, pick, range }) {
     if (l.steps.length < 30)
       l.steps.forEach((s, i) => svg.append(sv("circle", { cx: X(s), cy: Y(l.values[i]), r: 2.4, fill: l.colour })));
   }
-  if (pick && marks.length) {
-    const hover = sv("line", {
-      y1: top,
-      y2: H - bottom,
-      stroke: p.accent,
-      "stroke-dasharray": "3 3",
-      visibility: "hidden",
-    });
-    const label = sv("text", { y: top + 10, "font-size": 11, fill: p.accent, visibility: "hidden" });
-    const nearest = (event) => {
-      const box = svg.getBoundingClientRect(),
-        at = x0 + ((((event.clientX - box.left) / box.width) * W - left) / (W - left - right)) * (x1 - x0);
-      return marks.reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
-    };
-    svg.append(hover, label);
-    svg.style.cursor = "pointer";
-    svg.addEventListener("mousemove", (event) => {
-      const m = nearest(event),
-        right = X(m) > W * 0.7;
-      for (const [k, v] of [
-        ["x1", X(m)],
-        ["x2", X(m)],
-        ["visibility", "visible"],
-      ])
-        hover.setAttribute(k, v);
-      label.setAttribute("x", X(m) + (right ? -5 : 5));
-      label.setAttribute("text-anchor", right ? "end" : "start");
-      label.setAttribute("visibility", "visible");
-      label.textContent = `open step ${m}`;
-    });
-    svg.addEventListener("mouseleave", () => {
-      hover.setAttribute("visibility", "hidden");
-      label.setAttribute("visibility", "hidden");
-    });
-    svg.addEventListener("click", (event) => pick(nearest(event)));
-  }
+  const frame = { X, left, right: W - right, top, bottom: H - bottom, x0, x1, W };
+  if (chosen) shadeOutside(svg, frame, chosen);
+  if (marks.length) brush(svg, frame, { panel, marks, pick });
   return svg;
 }
 const swatch = (colour, text) => el("span", {}, el("span", { class: "swatch", style: `background:${colour}` }), text);

@@ -98,7 +98,7 @@ function diverging(value, most, colours = palette()) {
 const roleColour = (roles, role) => (dark ? BRIGHT : ROLES)[Math.max(0, roles.indexOf(role)) % ROLES.length];
 
 // ---------------------------------------------------------------------------------------------------------- the place
-const NUMBERS = ["run", "step", "task", "node", "sample", "run2", "step2", "task2"];
+const NUMBERS = ["run", "step", "task", "node", "sample", "run2", "step2", "task2", "from", "to"];
 function place() {
   const found = {};
   for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {

@@ -12,7 +12,7 @@ async function route() {
       if (!index.runs[where.run]) throw new Error(`There is no run ${where.run}.`);
       return await (where.view === "memory" ? memoryView(where) : compareView(where));
     }
-    if (where.step === undefined) return runsView();
+    if (where.step === undefined) return await runsView(where);
     const step = await load(where.run, where.step);
     if (mine !== turn) return;
     if (where.task === undefined && where.node !== undefined && step.node.has(where.node))
@@ -136,7 +136,8 @@ function help() {
       "in a tree: parent, child, the prompts of a turn; in a step: earlier, later; in a table: rows",
     ],
     ["Enter", "open"],
-    ["Esc", "one level up"],
+    ["Esc", "one level up; among the runs: all steps again"],
+    ["Shift \u2190 \u2192", "on a curve: a range of steps, as by dragging; without Shift: recorded steps"],
     ["[ ]", "sibling before, sibling after"],
     ["+ \u2212 0", "size of a tree, and fit"],
     ["/", "search"],
@@ -182,14 +183,14 @@ async function news() {
     const gone = before.runs.some(
       (run, r) => !fresh.runs[r] || run.steps.some((s) => !fresh.runs[r].steps.includes(s)),
     );
-    if (gone) cached.clear(); // a resumed run writes steps again
+    if (gone) for (const kept of [cached, figures]) kept.clear(); // a resumed run writes steps again
     index = fresh;
     const where = place(),
       added = fresh.runs.flatMap((run, r) =>
         run.steps.filter((s) => !before.runs[r] || !before.runs[r].steps.includes(s)).map((s) => [r, s]),
       );
     if (where.step === undefined && !where.view) {
-      if (JSON.stringify(before) !== JSON.stringify(fresh)) runsView();
+      if (JSON.stringify(before) !== JSON.stringify(fresh)) runsView(where);
       notice();
     } else if (added.length) {
       const [r, s] = added[added.length - 1];

@@ -124,66 +124,6 @@ function rewardTable(where, step, s, role) {
       : null,
   );
 }
-// Log-prob 0 is pale; -5 and below is strong. The file names tokens by id: where one ends in the text is not known.
-const surprise = (v) => (v === null ? "#c9ccd0" : mixed([246, 246, 240], [204, 76, 142], clamp(-v / 5, 0, 1)));
-function tokenStrip(s) {
-  const box = el("div", { class: "tokens mono", id: "tokens" }),
-    most = 400;
-  const more = (from) => {
-    s.token_ids.slice(from, from + most).forEach((id, k) =>
-      box.append(
-        el(
-          "span",
-          {
-            style: `background:${surprise(s.logprobs[from + k])}`,
-            title: `token ${from + k}: id ${id}, log-prob ${num(s.logprobs[from + k], 4)}`,
-          },
-          id,
-        ),
-      ),
-    );
-    if (from + most < s.token_ids.length) {
-      const b = el(
-        "button",
-        {
-          type: "button",
-          onclick: () => {
-            b.remove();
-            more(from + most);
-          },
-        },
-        `${s.token_ids.length - from - most} more`,
-      );
-      box.append(b);
-    }
-  };
-  more(0);
-  const known = s.logprobs.filter((v) => v !== null);
-  return el(
-    "div",
-    {},
-    el(
-      "h3",
-      {},
-      `Tokens: ${s.token_ids.length}`,
-      el(
-        "span",
-        { class: "soft small" },
-        `${s.truncated ? ", cut off by the length limit" : ""} \u00b7 sum of log-probs ` +
-          `${num(known.reduce((a, b) => a + b, 0))} \u00b7 mean ${num(mean(known))}`,
-      ),
-    ),
-    box,
-    el(
-      "div",
-      { class: "legend" },
-      "log-prob 0 ",
-      el("span", { class: "ramp", style: `background:linear-gradient(90deg,${surprise(0)},${surprise(-5)})` }),
-      " \u22125 and less",
-      el("span", {}, "ids of tokens, under the distribution that they were sampled from"),
-    ),
-  );
-}
 function samplePanel(where, step, node, s) {
   const at = step.samples(node.node),
     i = at.indexOf(s),
@@ -239,7 +179,7 @@ function samplePanel(where, step, node, s) {
     rewardTable(where, step, s, node.role),
     el("h3", {}, `${node.role} wrote`),
     el("pre", { class: "text own", id: "wrote" }, plain(s.text) || "(no text)"),
-    tokenStrip(s),
+    tokenStrip(where, s),
     transcript(where, step, node, played),
   );
 }

@@ -1,17 +1,4 @@
 // View 2: the tasks of a step as a table, and the variance of its groups by role and turn.
-const COLUMNS = [
-  ["task", "task", "Position in the batch"],
-  ["number", "no.", "Number among the training tasks"],
-  ["reward", "reward", "Weighted, undiscounted reward of an episode: mean over roles and continuations"],
-  ["variance", "group variance", "Mean variance of the returns in a group"],
-  ["invalid", "invalid", "Joint actions without a reward, and failures"],
-  ["advantage", "|advantage|", "Mean of the absolute advantage"],
-  ["equal", "all equal", "Groups whose returns are all equal, of the groups of two or more"],
-  ["trained", "trained", "Completions in the update, of all"],
-  ["cut", "cut", "Completions that the length limit ended"],
-  ["longest", "longest", "Tokens of the longest completion"],
-  ["nodes", "prompts", "Nodes of the tree"],
-];
 let order = ["task", 1];
 
 function stepView(where, step) {
@@ -35,77 +22,13 @@ function stepView(where, step) {
     ),
     stepTools(where),
   );
-  const rows = step.tasks.slice().sort((a, b) => {
-    const [x, y] = [a[order[0]], b[order[0]]];
-    return x === y ? a.task - b.task : x === null ? 1 : y === null ? -1 : (x - y) * order[1];
-  });
-  const body = el("tbody"),
-    most = 300;
-  const more = (from) => {
-    for (const row of rows.slice(from, from + most)) {
-      const open = () => go({ run: where.run, step: h.step, task: row.task });
-      body.append(
-        el(
-          "tr",
-          {
-            class: "link",
-            tabindex: 0,
-            "data-task": row.task,
-            onclick: open,
-            onkeydown: (e) => {
-              if (e.key === "Enter") open();
-            },
-          },
-          COLUMNS.map(([key]) =>
-            el(
-              "td",
-              { class: "num" },
-              key === "equal"
-                ? `${row.equal} of ${row.groups}`
-                : key === "trained"
-                  ? `${row.trained} of ${row.completions}`
-                  : num(row[key]),
-            ),
-          ),
-        ),
-      );
-    }
-    if (from + most < rows.length) {
-      body.append(moreRow(COLUMNS.length, `${rows.length - from - most} more tasks`, () => more(from + most)));
-    }
-  };
-  more(0);
   const sort = (key) => {
-    order = [key, order[0] === key ? -order[1] : key === "task" || key === "number" ? 1 : -1];
+    order = turned(order, key);
     stepView(where, step);
     $("main").querySelector(`th button[data-key="${key}"]`).focus();
   };
-  page.append(
-    el(
-      "div",
-      { class: "scroll" },
-      el(
-        "table",
-        { id: "tasks" },
-        head(COLUMNS.map(([key, name, about]) =>
-              el(
-                "th",
-                {
-                  class: "num",
-                  title: about,
-                  "aria-sort": order[0] === key ? (order[1] > 0 ? "ascending" : "descending") : null,
-                },
-                el(
-                  "button",
-                  { type: "button", "data-key": key, onclick: () => sort(key) },
-                  name + (order[0] === key ? (order[1] > 0 ? " \u2191" : " \u2193") : ""),
-                ),
-              ),
-            )),
-        body,
-      ),
-    ),
-  );
+  const open = (row) => go({ run: where.run, step: h.step, task: row.task });
+  page.append(taskTable({ id: "tasks", rows: step.tasks, columns: COLUMNS, order, sort, open, foot: null }));
   page.append(
     el("h2", {}, "Variance of groups, by role and turn"),
     variances(where, step),
