@@ -18,7 +18,7 @@ from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation import prefix_cache
-from jaxmarl_llm.generation.generate import Completions
+from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
 from jaxmarl_llm.models.decoder import Config, make_policy

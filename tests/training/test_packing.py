@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmarl_llm.generation import prefix_cache
-from jaxmarl_llm.generation.generate import Completions
+from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.value_head import init_head
 from jaxmarl_llm.rollout import host, launches, plans
