@@ -74,6 +74,7 @@ def measure(
 
     from experiments.tpu import compile_ahead
     from jaxmarl_llm.costs import model as costs
+    from jaxmarl_llm.costs.counts import LaunchPart
     from jaxmarl_llm.costs.workload import memory_options
 
     bare, plan, work, notes = prepare(cfg)
@@ -108,7 +109,8 @@ def measure(
     }
     peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": resident(bare, held)}
     launch = compile_ahead.largest(plan, work)
-    cache = costs.cache_bytes(launch._replace(rows=shape.nodes, group=shape.group), team.policy.config)
+    compiled = launch._replace(parts=tuple(LaunchPart(g, n, n, ()) for n, g in shape.parts))
+    cache = costs.cache_bytes(compiled, team.policy.config)
     row: dict[str, Any] = {
         "config": name,
         "topology": topology,
@@ -168,8 +170,8 @@ def step_seconds(
         lanes = sum(n for n, _ in launch.samples)
         if not lanes:
             continue
-        of_lanes = lanes / (shape.nodes * shape.group)
-        of_nodes = lanes / launch.group / shape.nodes
+        of_lanes = lanes / sum(n * g for n, g in shape.parts)
+        of_nodes = sum(member.nodes for _, member in launch.members) / sum(n for n, _ in shape.parts)
         for name, part, times in (
             ("prefill", of_nodes, 1.0),
             ("decode", of_lanes, complexity.longest(launch.samples)),
@@ -287,7 +289,7 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
     held = costs.memory(plan, work, **memory_options(cfg))
     whole = costs.base_bytes([weights]) + costs.own_bytes(weights) if weights.rank else costs.own_bytes(weights)
     team = held.base + held.own + held.copies
-    group = max(launch.group for launch in started(plan, work))
+    group = max(part.group for launch in started(plan, work) for part in launch.parts)
     tokens = top.prompt + group * top.response
     nodes = trained_nodes(cfg, plan, work) / len(work.models)
     d, f = arch.hidden_size, arch.intermediate_size
@@ -303,11 +305,12 @@ def proposals(cfg: Any, plan: Any, work: Any, topology: str) -> list[dict[str, A
                     layers = costs.saved_bytes(arch, rows, top.prompt, group, top.response, remat)
                     kept_scores = rows * costs.saved_scores(arch, top.prompt, group, top.response, remat)
                     update = held.gradient / (fsdp * tensor) + layers / (1 if remat else tensor) + kept_scores / tensor
-                    lanes = compile_ahead.up_to(top.rows, parts) / parts
+                    of_parts = [(compile_ahead.up_to(x.rows, parts) / parts, x.group) for x in top.parts]
+                    rows_here, lanes = sum(n for n, _ in of_parts), sum(n * g for n, g in of_parts)
                     prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
                     playing = whole if work.engine == "host" else team
                     play = (playing / tensor if fsdp > 1 else 0) + held.cache / n
-                    play += max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor
+                    play += max(rows_here * prompt, 3 * 4 * lanes * arch.vocab_size) / tensor
                     moments = held.optimizer / (fsdp * tensor)
                     memory = team / (fsdp * tensor)
                     memory += max(play + (0 if held.offload else moments), update + moments)
@@ -344,13 +347,14 @@ def gb(x: float) -> str:
 def show(row: dict[str, Any]) -> None:
     d, f, t = row["mesh"]
     shape = row["shape"]
+    prompts = " and ".join(f"{nodes} prompts x {group}" for nodes, group in shape["parts"])
     print(
         f"{row['config']} on {row['topology']}: {row['chips']} chips as data={d} fsdp={f} tensor={t}; {row['models']} "
         f"model(s) of {row['parameters'] / 1e9:.2f}B, {row['share']}, batch {row['batch']}"
     )
     print(
-        f"compiled: a launch of {shape['nodes']} prompts of {shape['prompt']} x {shape['group']} completions of "
-        f"{shape['response']}; a micro-batch of {shape['micro']} x {shape['micro_group']}"
+        f"compiled: a launch of {prompts} completions of {shape['response']}, prompts of {shape['prompt']}; "
+        f"a micro-batch of {shape['micro']} x {shape['micro_group']}"
     )
     held = ", ".join(f"{k} {gb(v)}" for k, v in row["held"].items())
     print(f"GB a chip, all models: {held}; cache {gb(row['cache'])}; the chip has {row['capacity'] / 1e9:.0f}")

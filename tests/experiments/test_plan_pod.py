@@ -147,7 +147,7 @@ def test_what_the_compiler_says_of_too_little_memory_is_read():
 
 GB = 10**9
 HELD = {"parameters": 2 * GB, "optimizer": GB, "rollout copy": 3 * GB}
-SHAPE = {"nodes": 8, "group": 1, "prompt": 2048, "response": 512, "micro": 8, "micro_group": 8}
+SHAPE = {"parts": ((8, 1),), "prompt": 2048, "response": 512, "micro": 8, "micro_group": 8}
 
 
 def judged(peaks, *, held=None, mesh=(1, 4, 1), room=16 * GB, micro=8, **team):
@@ -252,12 +252,14 @@ def test_a_team_on_four_chips(tiny):
     stages = row["stages"]
     assert set(stages) == {"prefill", "decode", "accumulate"} and row["fits"]
     # Of the prompts' products a chip does a quarter: half of the rows, half of the heads and units.
-    n, p, r = (row["shape"][k] for k in ("nodes", "prompt", "response"))
+    parts, p, r = (row["shape"][k] for k in ("parts", "prompt", "response"))
+    n, lanes = sum(nodes for nodes, _ in parts), sum(nodes * group for nodes, group in parts)
+    assert [group for _, group in parts] == [1, 2]  # alternatives and the base in one launch
     dense = 2 * (kernels - 512 * 64)
     assert stages["prefill"]["flops"] == n * p * (dense + 4 * 64 * p) / 4
-    token = n * (dense + 4 * 64 * (p + r - 1) + 2 * 512 * 64) / 4
+    token = lanes * (dense + 4 * 64 * (p + r - 1) + 2 * 512 * 64) / 4
     # Beside it the running sum inside a block of the inverse CDF, a triangular product, on each half of the rows.
-    assert stages["decode"]["flops"] == token + n / 2 * 2 * 256**2
+    assert stages["decode"]["flops"] == token + lanes / 2 * 2 * 256**2
     # Generation sends no parameters, the update gathers and reduces them: the embedding alone is 512 x 64 of them.
     assert stages["decode"]["collectives"].get("all-gather", 0) < 512 * 64 / 2
     assert sum(stages["accumulate"]["collectives"].values()) > 512 * 64
@@ -342,7 +344,9 @@ def test_a_chip_does_and_holds_the_same_on_a_larger_slice(tiny):
     small, large = (
         plan_pod.measure(tiny, "", t, "-1,2,2", 1, ("rollout", "accumulate")) for t in ("v5e:2x2", "v5e:4x4")
     )
-    assert large["mesh"] == [4, 2, 2] and large["shape"]["nodes"] == 4 * small["shape"]["nodes"]
+    assert large["mesh"] == [4, 2, 2] and large["shape"]["parts"] == tuple(
+        (4 * n, g) for n, g in small["shape"]["parts"]
+    )
     sent = lambda row: sum(row["stages"]["accumulate"]["collectives"].values())
     for name in ("prefill", "decode", "accumulate"):
         a, b = small["stages"][name], large["stages"][name]
