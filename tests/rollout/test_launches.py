@@ -23,7 +23,7 @@ from jaxmarl_llm.types import Model, Retrieval, Role, Team
 from tests import toys
 from tests.generation.test_generate import random_params
 
-ROLES = ("a", "b", "c")
+ROLES = ("a", "b")
 TASKS = 2
 EOS = toys.TOKENIZER.EOS
 
@@ -46,19 +46,19 @@ class WidthByWidth(TeamSampler):
 
 def policy_of():
     """A random model that ends about a third of its completions before five tokens."""
-    base, extra = toys.policy(layers=2), np.zeros(264, np.float32)
+    base, extra = toys.policy(), np.zeros(264, np.float32)
     extra[EOS] = 3.0
     return base._replace(unembed=lambda variables, hidden: base.unembed(variables, hidden) + extra)
 
 
 def team_of(how, limits):
-    """Three roles: of one model (shared), of models of their own (separate) or of adapters over one base (lora).
+    """Two roles: of one model (shared), of models of their own (separate) or of adapters over one base (lora).
 
-    pair: the first two share a model. head: one model, whose tokens are drawn from hidden states. invariant: likewise,
-    with generation whose bits depend on nothing else.
+    head: one model, whose tokens are drawn from hidden states. invariant: likewise, with generation whose bits depend
+    on nothing else.
     """
-    names = {"separate": ROLES, "lora": ROLES, "pair": ("m", "m", "c")}.get(how, ("m",) * 3)
-    drawn = {"head": toys.policy(layers=2), "invariant": invariant(toys.policy(layers=2))}
+    names = ROLES if how in ("separate", "lora") else ("m", "m")
+    drawn = {"head": toys.policy(), "invariant": invariant(toys.policy())}
     policy = drawn[how] if how in drawn else policy_of()
     base = "base" if how == "lora" else None
     models = tuple(Model(name, policy, toys.TOKENIZER, base) for name in dict.fromkeys(names))
@@ -74,7 +74,7 @@ def team_of(how, limits):
     }
 
 
-def chat(turns=3, ends=False):
+def chat(turns, ends=False):
     """All roles act in every turn; a prompt shows its role's name and all tokens so far. ``ends``: by the words."""
 
     def observe(state):
@@ -88,12 +88,13 @@ def chat(turns=3, ends=False):
         done = len(state[1]) == turns or (ends and sum(map(sum, said)) % 3 == 0)
         return state, {r: {"accuracy": float(len(a.ids))} for r, a in actions.items()}, done
 
-    return HostEnv("chat", ROLES, turns, ("accuracy",), lambda seed, task: (task, ()), observe, step)
+    verify = lambda state: {r: {"accuracy": float(len(state[1]))} for r in ROLES}
+    return HostEnv("chat", ROLES, turns, ("accuracy",), lambda seed, task: (task, ()), observe, step, verify)
 
 
 def remembered(roles, prompts):
     """Stands for a memory: some prompts begin with an entry, whose length depends on the role."""
-    entry = lambda role: Message("raw", "", tuple(b"remember this. "[: 4 * role]))
+    entry = lambda role: Message("raw", "", tuple(b"remember this. "[: 7 * role]))
     n = len(prompts)
     return [(entry(role), *prompt) if role else prompt for role, prompt in zip(roles, prompts)], Retrieval.empty(n)
 
@@ -101,32 +102,32 @@ def remembered(roles, prompts):
 RAGGED = Plan("ragged", lambda b: (2, 3, 4)[b.turn] if b.trunk else 1, lambda b, j: Branch(b.turn + 1, j < 2))
 
 
-def both(monkeypatch, plan, how, *, limits=(5, 5, 5), sampling=Sampling(), ends=False, recall=None):
+def both(monkeypatch, plan, how, *, turns=2, limits=(5, 5), sampling=Sampling(), ends=False, recall=None):
     """The rollout of this engine and that of the earlier one."""
     team, params = team_of(how, limits)
     settings = HostSettings(plan, sampling, max_prompt=256, recall=recall)
     out = []
     for sampler in (TeamSampler, WidthByWidth):
         monkeypatch.setattr(host, "TeamSampler", sampler)
-        with EnvPool(lambda: chat(ends=ends), workers=0) as pool:
+        with EnvPool(lambda: chat(turns, ends), workers=0) as pool:
             out.append(play(team, params, pool, list(range(TASKS)), jax.random.key(1), settings).tree)
     return out
 
 
 CASES = {
-    "node-wise": (node_wise(4), "separate", {}),
-    "pair, limits": (node_wise(3), "pair", {"limits": (2, 5, 4)}),
-    "long": (node_wise(6), "shared", {"limits": (40, 3, 20)}),  # unfinished samples go on alone
-    "ends": (RAGGED, "shared", {"ends": True}),
+    "node-wise": (node_wise(3), "separate", {"turns": 3}),
+    "limits": (node_wise(4), "shared", {"limits": (2, 5)}),
+    "long": (node_wise(6), "shared", {"limits": (40, 3)}),  # unfinished samples go on alone
+    "ends": (RAGGED, "shared", {"ends": True, "turns": 3}),
     "local": (node_wise((2, 3), "local"), "shared", {}),
-    "flat": (flat(3), "pair", {}),
+    "flat": (flat(3), "shared", {}),
     "product": (product(2), "shared", {}),
-    "crossed": (product(2, "cross"), "pair", {}),
-    "adapters": (node_wise(3), "lora", {"limits": (3, 5, 5)}),
-    "memory": (RAGGED, "pair", {"recall": remembered, "limits": (6, 2, 5)}),
-    "colder": (node_wise(4), "shared", {"sampling": Sampling(temperature=0.7, top_k=20)}),
-    "from hidden states": (RAGGED, "head", {}),
-    "invariant": (RAGGED, "invariant", {}),
+    "crossed": (product(2, "cross"), "separate", {}),
+    "adapters": (node_wise(3), "lora", {"limits": (3, 5)}),
+    "memory": (node_wise(3), "shared", {"recall": remembered, "limits": (6, 2)}),
+    "colder": (node_wise(2), "shared", {"sampling": Sampling(temperature=0.7, top_k=20)}),
+    "from hidden states": (node_wise((2, 3)), "head", {}),
+    "invariant": (node_wise(3), "invariant", {}),
 }
 
 
@@ -140,13 +141,13 @@ def test_a_launch_of_a_turn_samples_what_launches_by_width_sample(monkeypatch, c
             jax.tree.map(np.testing.assert_array_equal, mine[name], theirs[name])
     exact = {"atol": 0} if how == "invariant" else {"atol": 1e-5}
     np.testing.assert_allclose(one.steps.logprobs, other.steps.logprobs, rtol=0, **exact)
+    nodes, valid = one.nodes, one.nodes.valid
     width = np.bincount(one.steps.node[one.steps.valid])
-    mixed = any(len(set(width[one.nodes.turn[: len(width)] == t])) > 1 for t in range(3))
-    assert mixed == (plan.name.startswith(("ragged", "node_wise")) and not plan.local)
-    launches = int(one.counts.launches), int(other.counts.launches)
-    assert launches[0] < launches[1] if mixed else launches[0] == launches[1]
-    if mixed and not options.get("ends"):
-        assert launches == (3 * len({*one.nodes.model[one.nodes.valid]}), launches[0] // 3 * 5)
+    by_width = set(zip(nodes.turn[valid], nodes.model[valid], width[: valid.sum()], strict=True))
+    assert int(other.counts.launches) == len(by_width)
+    assert int(one.counts.launches) == len({(turn, model) for turn, model, _ in by_width})
+    mixed = plan.name.startswith(("ragged", "node_wise")) and not plan.local
+    assert (int(one.counts.launches) < int(other.counts.launches)) == mixed
     read = one.nodes.length[one.nodes.valid].sum()
     assert int(one.counts.prompt_tokens) < read  # prefixes are reused
     assert (one.steps.truncated[one.steps.valid]).any() and not one.steps.truncated[one.steps.valid].all()
