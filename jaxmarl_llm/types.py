@@ -136,8 +136,8 @@ class Policy(NamedTuple):
     init(key) -> params
     prefill(variables, tokens [N P], length [N]) -> (hidden [N D] at the last prompt token, prefix cache)
     decode(variables, tokens, prefix, length, suffix, t) -> (hidden, suffix): one token for every sample of a launch, at
-        the shared scalar position t behind its node's prompt. All but t are sequences with one entry for each part of
-        the launch: tokens [N G], a prefix cache, length [N], a suffix cache, and hidden [N G D]
+        the shared scalar position t behind its node's prompt. All but variables and t have one entry for each part of
+        the launch. An entry is tokens [N G], a prefix cache, length [N], a suffix cache, or hidden [N G D]
     init_suffix(prefix, G, R) -> suffix cache
     hidden(variables, tokens [N P], length [N], completions [N G R]) -> [N G R D]: hidden state that predicts each
         completion token; the prompt of a group goes through the trunk once
