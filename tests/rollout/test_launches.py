@@ -183,6 +183,7 @@ def assert_alike(got, want):
     np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [6, 48])
 @pytest.mark.parametrize("shapes", [[(3, 1), (2, 8)], [(1, 8), (20, 1), (4, 3)]], ids=str)
 def test_parts_sample_what_each_samples_alone(model, shapes, most):
