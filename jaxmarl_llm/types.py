@@ -19,7 +19,7 @@ Tables are padded to a bucket; ``valid`` is False on padding and on everything t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,8 +135,9 @@ class Policy(NamedTuple):
 
     init(key) -> params
     prefill(variables, tokens [N P], length [N]) -> (hidden [N D] at the last prompt token, prefix cache)
-    decode(variables, tokens [N G], prefix, length [N], suffix, t) -> (hidden [N G D], suffix): one token for every
-        sample at the shared scalar position t behind its node's prompt
+    decode(variables, tokens, prefix, length, suffix, t) -> (hidden, suffix): one token for every sample of a launch, at
+        the shared scalar position t behind its node's prompt. All but variables and t have one entry for each part of
+        the launch. An entry is tokens [N G], a prefix cache, length [N], a suffix cache, or hidden [N G D]
     init_suffix(prefix, G, R) -> suffix cache
     hidden(variables, tokens [N P], length [N], completions [N G R]) -> [N G R D]: hidden state that predicts each
         completion token; the prompt of a group goes through the trunk once
@@ -154,7 +155,7 @@ class Policy(NamedTuple):
     config: Any
     init: Callable[[jax.Array], Params]
     prefill: Callable[..., tuple[jax.Array, PyTree]]
-    decode: Callable[..., tuple[jax.Array, PyTree]]
+    decode: Callable[..., tuple[Sequence[jax.Array], PyTree]]
     init_suffix: Callable[..., PyTree]
     hidden: Callable[..., jax.Array]
     unembed: Callable[..., jax.Array]

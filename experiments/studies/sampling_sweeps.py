@@ -352,7 +352,7 @@ def calibrate_generation(weights: cx.ModelSize, repeats: int = 5) -> costs.Calib
         params["lora"] = init_lora(jax.random.key(1), params["params"], weights.rank, weights.targets)
     parts, seconds = [], []
     for n, g, p, r in ((1, 1, 16, 2), (4, 1, 16, 8), (4, 8, 16, 8), (4, 2, 64, 4), (16, 4, 32, 8), (2, 4, 128, 16)):
-        launch = cx.Launch(0, 0, n, g, p, r, (cx.LaunchRows(n, n, {p: 1.0}, {r: 1.0}, n),), n)
+        launch = cx.Launch(0, 0, p, r, (cx.LaunchPart(g, n, n, (cx.LaunchRows(n, n, {p: 1.0}, {r: 1.0}, n),)),))
         w = costs.launch_work(launch, weights)
         parts.append([1.0, w.steps, n * g, w.prefill, w.decode])
         keys = jax.random.split(jax.random.key(2), (n, g))

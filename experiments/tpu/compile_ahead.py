@@ -31,7 +31,7 @@ from jaxmarl_llm.costs.meshes import largest_launch
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import up_to
-from jaxmarl_llm.generation.generate import sample_completions
+from jaxmarl_llm.generation.generate import PromptRows, sample_launch
 from jaxmarl_llm.models.decoder import make_policy
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.rollout.plans import Plan
@@ -80,8 +80,7 @@ def devices(topology: str) -> Sequence[Any]:
 class Shape(NamedTuple):
     """What is compiled: the launch of a rollout with the largest cache, and one micro-batch."""
 
-    nodes: int  # rows of the launch, a multiple of the mesh's rows
-    group: int
+    parts: tuple[tuple[int, int], ...]  # of the launch: (nodes, group); nodes are a multiple of the mesh's rows
     prompt: int
     response: int
     micro: int  # nodes of a micro-batch, likewise
@@ -96,8 +95,9 @@ def shape_of(cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int 
     tokens = top.prompt + group * top.response
     micro = 1 << max(0, (cfg.micro_tokens // tokens).bit_length() - 1)
     if rows is not None:
-        return Shape(rows * parts, group, top.prompt, top.response, rows * parts, group)
-    return Shape(up_to(top.rows, parts), top.group, top.prompt, top.response, micro * parts, group)
+        return Shape(((rows * parts, group),), top.prompt, top.response, rows * parts, group)
+    widths = tuple((up_to(part.rows, parts), part.group) for part in top.parts)
+    return Shape(widths, top.prompt, top.response, micro * parts, group)
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------
@@ -223,18 +223,14 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
     def rows(shape: tuple[int, ...], dtype: Any) -> Any:  # shapes stand for the arrays of a batch
         return spec(shape, dtype, sharding=place)
 
-    n, g, p, r = shape.nodes, shape.group, shape.prompt, shape.response
+    p, r = shape.prompt, shape.response
     learner = make_learner(team.policy, cfg.loss, cfg.optimizer, cfg.sampling)
 
-    def rollout(variables: Params, tokens: Any, length: Any, keys: Any, active: Any) -> Any:
-        key = jax.random.wrap_key_data(keys)
-        return sample_completions(
+    def rollout(variables: Params, parts: Sequence[PromptRows]) -> Any:
+        return sample_launch(
             team.policy,
             variables,
-            tokens,
-            length,
-            key,
-            active,
+            [part._replace(keys=jax.random.wrap_key_data(part.keys)) for part in parts],
             max_new_tokens=r,
             stop_ids=(1,),
             pad_id=0,
@@ -242,7 +238,12 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         )
 
     width = jax.random.key_data(jax.random.key(0)).shape
-    prompts = rows((n, p), jnp.int32), rows((n,), jnp.int32), rows((n, g, *width), jnp.uint32), rows((n,), jnp.bool_)
+    prompts = [
+        PromptRows(
+            rows((n, p), jnp.int32), rows((n,), jnp.int32), rows((n, g, *width), jnp.uint32), rows((n,), jnp.bool_)
+        )
+        for n, g in shape.parts
+    ]
     m, mg = shape.micro, shape.micro_group
     f32 = lambda: rows((m, mg, r), jnp.float32)
     batch = Batch(rows((m, p), jnp.int32), rows((m,), jnp.int32), rows((m, mg, r), jnp.int32), f32(), f32(), f32())
@@ -251,7 +252,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
     )
     gradient = jax.tree.map(lambda x: spec(x.shape, jnp.float32, sharding=x.sharding), team.own)
     programs: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "rollout": (jax.jit(rollout), (team.playing, *prompts)),
+        "rollout": (jax.jit(rollout), (team.playing, prompts)),
         "accumulate": (learner.accumulate, (team.own, team.shared, batch, gradient)),
         "apply": (
             learner.apply,

@@ -77,6 +77,7 @@ def measure(
     from jaxmarl_llm.costs import hlo
     from jaxmarl_llm.costs import model as costs
     from jaxmarl_llm.costs.chips import CHIPS
+    from jaxmarl_llm.costs.counts import LaunchPart
     from jaxmarl_llm.costs.meshes import largest_launch
     from jaxmarl_llm.costs.workload import memory_options
 
@@ -113,7 +114,8 @@ def measure(
     }
     peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": resident(bare, held)}
     launch = largest_launch(plan, work)
-    cache = costs.cache_bytes(launch._replace(rows=shape.nodes, group=shape.group), team.policy.config)
+    shaped = launch._replace(parts=tuple(LaunchPart(g, n, n, ()) for n, g in shape.parts))
+    cache = costs.cache_bytes(shaped, team.policy.config)
     row: dict[str, Any] = {
         "config": name,
         "topology": topology,
@@ -140,9 +142,11 @@ def measure(
     }
     if any(s.compiled for s in stages.values()):
         weights = max(work.models, key=lambda w: costs.parameters(w.config))
-        nodes = shape.nodes if rows is not None else min(shape.nodes, launch.rows)
+        real = shape.parts
+        if rows is None:
+            real = tuple((min(n, part.rows), g) for (n, g), part in zip(shape.parts, launch.parts, strict=True))
         compiled = {k: s for k, s in stages.items() if s.compiled}
-        row["ratios"] = ratios(weights, nodes, shape, mesh, row["cache"], compiled)
+        row["ratios"] = ratios(weights, real, shape, mesh, row["cache"], compiled)
     row["advice"] = "" if row["fits"] else advice(bare, row, team.policy.config)
     if row["fits"] and set(stages) > {"prefill", "accumulate", "apply"}:
         row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages)
@@ -182,8 +186,8 @@ def step_seconds(
         if not lanes:
             continue
         steps += complexity.longest(launch.samples)
-        of_lanes = lanes / (shape.nodes * shape.group)
-        of_nodes = lanes / launch.group / shape.nodes
+        of_lanes = lanes / sum(n * g for n, g in shape.parts)
+        of_nodes = sum(member.nodes for _, member in launch.members) / sum(n for n, _ in shape.parts)
         for name, part, times in (
             ("prefill", of_nodes, 1.0),
             ("decode", of_lanes, complexity.longest(launch.samples)),
@@ -276,13 +280,14 @@ def gb(x: float) -> str:
 def show(row: dict[str, Any]) -> None:
     d, f, t = row["mesh"]
     shape = row["shape"]
+    prompts = " and ".join(f"{nodes} prompts x {group}" for nodes, group in shape["parts"])
     print(
         f"{row['config']} on {row['topology']}: {row['chips']} chips as data={d} fsdp={f} tensor={t}; {row['models']} "
         f"model(s) of {row['parameters'] / 1e9:.2f}B, {row['share']}, batch {row['batch']}"
     )
     print(
-        f"compiled: a launch of {shape['nodes']} prompts of {shape['prompt']} x {shape['group']} completions of "
-        f"{shape['response']}; a micro-batch of {shape['micro']} x {shape['micro_group']}"
+        f"compiled: a launch of {prompts} completions of {shape['response']}, prompts of {shape['prompt']}; "
+        f"a micro-batch of {shape['micro']} x {shape['micro_group']}"
     )
     held = ", ".join(f"{k} {gb(v)}" for k, v in row["held"].items())
     print(f"GB a chip, all models: {held}; cache {gb(row['cache'])}; the chip has {row['capacity'] / 1e9:.0f}")

@@ -6,6 +6,7 @@ reads the weights and the cache once, except for what the compiler keeps in VMEM
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxmarl_llm.costs import model as costs
@@ -13,17 +14,17 @@ from jaxmarl_llm.costs.counts import ModelSize, RoleLengths
 
 
 def ratios(
-    weights: ModelSize, nodes: int, shape: Any, mesh: Any, cache: float, stages: dict[str, Any]
+    weights: ModelSize, parts: Sequence[tuple[int, int]], shape: Any, mesh: Any, cache: float, stages: dict[str, Any]
 ) -> dict[str, Any]:
     """Useful by compiled FLOPs of the programs in ``stages``, and bytes of a decoded token: all, and the least.
 
-    weights: the model that was compiled. nodes: real rows of the launch. shape: what was compiled, a
-    `compile_ahead.Shape`. cache: bytes of a chip's part of the cache. All figures are of one chip.
+    weights: the model that was compiled. parts: (real rows, samples of each) of the launch. shape: what was
+    compiled, a `compile_ahead.Shape`. cache: bytes of a chip's part of the cache. All figures are of one chip.
     """
     chips, tensor = mesh.size, mesh.shape["tensor"]
     useful = {
-        "prefill": prefill_flops(weights, nodes, shape.prompt) / chips,
-        "decode": decode_flops(weights, nodes * shape.group, shape.prompt, shape.response) / chips,
+        "prefill": prefill_flops(weights, sum(n for n, _ in parts), shape.prompt) / chips,
+        "decode": decode_flops(weights, sum(n * g for n, g in parts), shape.prompt, shape.response) / chips,
         "accumulate": update_flops(weights, shape) / chips,
     }
     found = {name: flops / stages[name].flops for name, flops in useful.items() if name in stages}

@@ -248,7 +248,7 @@ class Counts(NamedTuple):
 
 
 class LaunchRows(NamedTuple):
-    """Nodes of one role in one seat and one branch of a launch.
+    """Nodes of one role in one seat and one branch, in a part of a launch.
 
     nodes: expected number, live and played by this launch's model. most: largest possible number. prompt, response:
     length distributions. fresh: expected number of nodes whose whole prompt certainly goes through the model. Of the
@@ -262,27 +262,47 @@ class LaunchRows(NamedTuple):
     fresh: float
 
 
+class LaunchPart(NamedTuple):
+    """Prompts of a launch that have equally many samples.
+
+    group: G samples of a prompt. rows: N allocated prompts. computed: expected number of rows that the program
+    computes, padding included: all of an array rollout, and the live ones of a host rollout. members: expected rows,
+    for each role, seat and branch.
+    """
+
+    group: int
+    rows: int
+    computed: float
+    members: tuple[LaunchRows, ...]
+
+
 class Launch(NamedTuple):
     """One execution of a generation program.
 
-    turn, model: indices. rows: N allocated prompts. group: G samples of a prompt. prompt: P prompt columns. response:
-    R, the limit of new tokens. parts: expected rows, for each role, seat and branch. computed: expected number of rows
-    that the program computes, padding included: all of an array rollout, and the live ones of a host rollout.
+    turn, model: indices. prompt: P prompt columns. response: R, the limit of new tokens. parts: its prompts, in parts
+    with equally many samples. All parts decode together.
     """
 
     turn: int
     model: int
-    rows: int
-    group: int
     prompt: int
     response: int
-    parts: tuple[LaunchRows, ...]
-    computed: float
+    parts: tuple[LaunchPart, ...]
+
+    @property
+    def rows(self) -> int:
+        """Allocated prompts of all parts."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def members(self) -> tuple[tuple[int, LaunchRows], ...]:
+        """G and the expected rows, for each role, seat and branch of all parts."""
+        return tuple((part.group, member) for part in self.parts for member in part.members)
 
     @property
     def samples(self) -> tuple[tuple[float, Lengths], ...]:
-        """Expected number of completions and their length distribution, for each of ``parts``."""
-        return tuple((part.nodes * self.group, part.response) for part in self.parts)
+        """Expected number of completions and their length distribution, for each of ``members``."""
+        return tuple((member.nodes * group, member.response) for group, member in self.members)
 
 
 def counts(plan: Plan, work: Workload) -> Counts:
@@ -340,10 +360,10 @@ def launches(plan: Plan, work: Workload) -> list[Launch]:
     """Executions of generation programs in one rollout of ``plan`` on ``work``.
 
     Engine "array": at each branch, one launch for each model that may act in this turn, with the seats it may take.
-    Engine "host": at each turn, one launch for each model and each number of samples that occurs. The rows of a launch
-    are padded to ``bucket(rows, 4)`` and its prompts to ``bucket(longest, 32)``. Every node is in the ``parts`` of the
-    launch of the model that plays it, and in no other. So the nodes of all launches add up to `Counts.nodes`. R is the
-    largest limit of the roles that a launch may have.
+    Engine "host": at each turn, one launch for each model, with a part for each number of samples that occurs. The rows
+    of a part are padded to ``bucket(rows, 4)`` and all prompts to ``bucket(longest, 32)``. Every node is in the
+    ``members`` of the launch of the model that plays it, and in no other. So the nodes of all launches add up to
+    `Counts.nodes`. R is the largest limit of the roles that a launch may have.
     """
     levels = turn_states(plan, work)
     return _array_launches(levels, work) if work.engine == "array" else _host_launches(levels, work)
@@ -377,32 +397,33 @@ def _array_launches(levels: Sequence[TurnStates], work: Workload) -> list[Launch
             able, taken = [first], {first: work.seats}
         for m in able:
             rows = level.slots * taken[m]
-            out.append(Launch(t, m, rows, level.group, work.width, limit[m], parts[m], rows))
+            out.append(Launch(t, m, work.width, limit[m], (LaunchPart(level.group, rows, rows, parts[m]),)))
     return out
 
 
 def _host_launches(levels: Sequence[TurnStates], work: Workload) -> list[Launch]:
     """`launches` of a host rollout."""
-    found: dict[tuple[int, int, int], list[tuple[TurnStates, list[int], Mapping[int, float]]]] = {}
-    first: dict[int, int] = {}  # model -> its first turn
+    # (turn, model) -> group -> where roles of the model may act
+    found: dict[tuple[int, int], dict[int, list[tuple[TurnStates, list[int], Mapping[int, float]]]]] = {}
     for level in levels:
         t, seats = level.branch.turn, work.turns[level.branch.turn].seats
         for seat in seats if level.states else ():
             for m in sorted({work.roles[r].model for r in seat if seat[r] > 0}):
                 roles = [r for r in _roles_of(seat, m, work) if seat[r] > 0]
-                found.setdefault((t, m, level.group), []).append((level, roles, seat))
-                first[m] = min(first.get(m, t), t)
+                found.setdefault((t, m), {}).setdefault(level.group, []).append((level, roles, seat))
     out: list[Launch] = []
-    for (t, m, group), members in sorted(found.items()):
-        present = {r for _, mine, _ in members for r in mine}
+    for (t, m), by_group in sorted(found.items()):
+        present = {r for places in by_group.values() for _, mine, _ in places for r in mine}
         prompt = max(n for r in present for n, p in work.roles[r].prompt_at(t).items() if p > 0)
-        parts = tuple(x for level, mine, seat in members for x in _rows(level, seat, mine, work))
-        most = sum(level.slots for level, _, _ in members)
-        rows, live = bucket(most, 4), sum(part.nodes for part in parts)
-        computed = rows if live == most else rows * (live / most)
-        out.append(Launch(t, m, rows, group, bucket(prompt, 32), _limit(present, work), parts, computed))
-    for m, t in first.items():
-        _mark_fresh(out, t, m, work.tasks)
+        parts = []
+        for group, places in sorted(by_group.items()):
+            members = tuple(x for level, mine, seat in places for x in _rows(level, seat, mine, work))
+            most = sum(level.slots for level, _, _ in places)
+            rows, live = bucket(most, 4), sum(member.nodes for member in members)
+            parts.append(LaunchPart(group, rows, rows if live == most else rows * (live / most), members))
+        if all(launch.model != m for launch in out):
+            parts = _mark_fresh(parts, work.tasks)
+        out.append(Launch(t, m, bucket(prompt, 32), _limit(present, work), tuple(parts)))
     return out
 
 
@@ -417,21 +438,21 @@ def _rows(level: TurnStates, seat: Mapping[int, float], roles: Sequence[int], wo
     return out
 
 
-def _mark_fresh(started: list[Launch], turn: int, model: int, tasks: int) -> None:
-    """Write into ``started`` how many prompts of a model's first turn no prefix cache can hold.
+def _mark_fresh(parts: Sequence[LaunchPart], tasks: int) -> list[LaunchPart]:
+    """The parts of a model's first launch, with the number of prompts that no prefix cache can hold.
 
     Nothing of a task is cached before the model's first turn, so at least one prompt of each task goes through the
-    model. A task has a node of a part with a probability of nodes / most or more. Only one part is counted, the one
-    with the most tokens, because the prompts of several parts may begin alike.
+    model. A task has a node of a member with a probability of nodes / most or more. Only one member is counted, the one
+    with the most tokens, because the prompts of several members may begin alike.
     """
-    of_turn = [i for i, x in enumerate(started) if (x.turn, x.model) == (turn, model)]
-    places = [(i, j) for i in of_turn for j in range(len(started[i].parts))]
-    chance = lambda part: part.nodes / part.most
-    tokens = lambda part: chance(part) * mean(part.prompt)
-    i, j = max(places, key=lambda place: tokens(started[place[0]].parts[place[1]]))
-    parts = list(started[i].parts)
-    parts[j] = parts[j]._replace(fresh=min(tasks * chance(parts[j]), parts[j].nodes))
-    started[i] = started[i]._replace(parts=tuple(parts))
+    out, chance = list(parts), lambda member: member.nodes / member.most
+    places = [(i, j) for i, part in enumerate(parts) for j in range(len(part.members))]
+    tokens = {(i, j): chance(parts[i].members[j]) * mean(parts[i].members[j].prompt) for i, j in places}
+    i, j = max(places, key=lambda place: tokens[place])
+    members = list(parts[i].members)
+    members[j] = members[j]._replace(fresh=min(tasks * chance(members[j]), members[j].nodes))
+    out[i] = parts[i]._replace(members=tuple(members))
+    return out
 
 
 # ---- closed forms ---------------------------------------------------------------------------------------------------

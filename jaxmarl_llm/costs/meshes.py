@@ -145,7 +145,7 @@ def _step(cfg: Any, plan: Plan, work: Workload) -> _Step:
     return _Step(
         work=work,
         top=largest_launch(plan, work),
-        group=max(launch.group for launch in launches(plan, work)),
+        group=max(part.group for launch in launches(plan, work) for part in launch.parts),
         nodes=trained_nodes(cfg, plan, work) / len(work.models),
         held=costs.memory(plan, work, **memory_options(cfg)),
         sequences=float(seen.sequences / seen.launches),
@@ -161,7 +161,8 @@ def _memory(step: _Step, mesh: Sequence[int], rows: int, remat: bool) -> ChipMem
     team = held.base + held.own + held.copies
     # A host rollout gathers the weights of one model at a time, an array rollout those of all.
     playing = step.whole if step.work.engine == "host" else team
-    lanes = up_to(top.rows, parts) // parts
+    here = top._replace(parts=tuple(part._replace(rows=up_to(part.rows, parts) // parts) for part in top.parts))
+    lanes = sum(part.rows * part.group for part in here.parts)
     d, f, size = arch.hidden_size, arch.intermediate_size, costs.ITEMSIZE[arch.dtype]
     prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
     layers = costs.saved_bytes(arch, rows, top.prompt, step.group, top.response, remat)
@@ -170,8 +171,8 @@ def _memory(step: _Step, mesh: Sequence[int], rows: int, remat: bool) -> ChipMem
         parameters=team / (fsdp * tensor),
         optimizer=held.optimizer / (fsdp * tensor),
         rollout_copy=playing / tensor if fsdp > 1 else 0.0,
-        cache=costs.cache_bytes(top._replace(rows=lanes), arch) / tensor,
-        generation=max(lanes * prompt, 3 * 4 * lanes * top.group * arch.vocab_size) / tensor,
+        cache=costs.cache_bytes(here, arch) / tensor,
+        generation=max(here.rows * prompt, 3 * 4 * lanes * arch.vocab_size) / tensor,
         gradient=held.gradient / (fsdp * tensor),
         activations=layers / (1 if remat else tensor) + scores / tensor,
         offload=held.offload,

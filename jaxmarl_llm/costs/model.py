@@ -96,8 +96,8 @@ def cache_bytes(launch: Launch, cfg: Config, *, shared: bool = True) -> int:
     because the last token is not read again. launch: the allocated shape. cfg: architecture. shared: False counts N G
     (P + S) slots, as if every sample had a prompt of its own.
     """
-    own = launch.group * max(launch.response - 1, 1)
-    slots = launch.rows * ((launch.prompt if shared else launch.group * launch.prompt) + own)
+    own = max(launch.response - 1, 1)
+    slots = sum(part.rows * ((1 if shared else part.group) * launch.prompt + part.group * own) for part in launch.parts)
     return slots * cache_slot_bytes(cfg)
 
 
@@ -116,7 +116,7 @@ def layer_bytes(weights: ModelSize) -> int:
 
 def logits_bytes(launch: Launch, cfg: Config) -> int:
     """Bytes of the float32 logits of one decoding step of ``launch``."""
-    return 4 * launch.rows * launch.group * cfg.vocab_size
+    return 4 * sum(part.rows * part.group for part in launch.parts) * cfg.vocab_size
 
 
 class Work(NamedTuple):
@@ -136,7 +136,8 @@ def launch_work(launch: Launch, weights: ModelSize) -> Work:
     launch: the allocated shape and the rows that are computed. weights: the model. T decoding steps compute the head T
     times for N G samples, and the layers T - 1 times.
     """
-    c, n, lanes = weights.config, launch.computed, launch.computed * launch.group
+    c, n = weights.config, sum(part.computed for part in launch.parts)
+    lanes = sum(part.computed * part.group for part in launch.parts)
     steps, own = longest(launch.samples), max(launch.response - 1, 1)
     per, pair = token_flops(weights), attention_flops(c)
     prefill = n * launch.prompt * (per + pair * launch.prompt)
@@ -174,48 +175,44 @@ class LeastWork(NamedTuple):
 
 
 def least_work(launch: Launch, weights: ModelSize) -> LeastWork:
-    """Lower bounds of one launch, from the expected nodes of its ``parts`` and their lengths.
+    """Lower bounds of one launch, from the expected nodes of its ``members`` and their lengths.
 
-    launch: its parts count every node once, in the launch of the model that plays it. weights: the model.
+    launch: its members count every node once, in the launch of the model that plays it. weights: the model.
 
     A prompt of p tokens takes p tokens and p (p + 1) / 2 pairs of attention. Where all but its last token may be
     cached, it takes one token and p pairs. A completion of r tokens takes the head r times and the layers r - 1 times.
     Its pairs are (r - 1) p + r (r - 1) / 2. Weights are read at least once, and once in each step until the last
     completion ends (`least_steps`).
     """
-    c, g = weights.config, launch.group
+    c = weights.config
     per, pair, head = token_flops(weights), attention_flops(c), head_flops(c)
-    prefill = decode = uncached = written = read = 0.0
-    for part in launch.parts:
+    prefill = decode = uncached = unshared = written = read = 0.0
+    for g, part in launch.members:
         p, r = mean(part.prompt), mean(part.response)
         whole = per * p + pair * triangle(part.prompt)
         prefill += part.fresh * whole + (part.nodes - part.fresh) * (per + pair * p)
         uncached += part.nodes * whole
+        unshared += part.nodes * whole * g
         own = triangle(part.response) - r  # r (r - 1) / 2
         decode += part.nodes * g * (r * head + (r - 1) * per + pair * ((r - 1) * p + own))
         written += part.fresh * p
         read += part.nodes * ((r - 1) * p + g * max(own - (r - 1), 0.0))
-    steps, started = least_steps(launch), max((part.nodes / part.most for part in launch.parts), default=0.0)
+    steps, started = least_steps(launch), max((x.nodes / x.most for _, x in launch.members), default=0.0)
     slot = cache_slot_bytes(c)
     layers, table = layer_bytes(weights), ITEMSIZE[c.dtype] * c.vocab_size * c.hidden_size
     decode_bytes = steps * table + max(steps - started, 0.0) * layers + read * slot
-    return LeastWork(prefill, decode, started * layers + written * slot, decode_bytes, uncached * g, uncached)
+    return LeastWork(prefill, decode, started * layers + written * slot, decode_bytes, unshared, uncached)
 
 
 def least_steps(launch: Launch) -> float:
     """Lower bound of the expected number of decoding steps of a launch: the tokens of its longest completion.
 
-    Parts whose number of nodes is certain count together. For a part that has n of at most N nodes in expectation, the
-    bound is n / N times the longest of N G completions. The reason: the longest is concave in the number of
+    Members whose number of nodes is certain count together. For a member that has n of at most N nodes in expectation,
+    the bound is n / N times the longest of N G completions. The reason: the longest is concave in the number of
     completions.
     """
-    g = launch.group
-    certain = [(part.nodes * g, part.response) for part in launch.parts if part.nodes == part.most]
-    uncertain = [
-        part.nodes / part.most * longest([(part.most * g, part.response)])
-        for part in launch.parts
-        if part.nodes != part.most
-    ]
+    certain = [(x.nodes * g, x.response) for g, x in launch.members if x.nodes == x.most]
+    uncertain = [x.nodes / x.most * longest([(x.most * g, x.response)]) for g, x in launch.members if x.nodes != x.most]
     return max([longest(certain), *uncertain])
 
 

@@ -9,14 +9,15 @@ from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxmarl_llm.generation import generate
-    from jaxmarl_llm.generation.generate import Completions, by_row, sample_completions
+    from jaxmarl_llm.generation.decoding import Completions
+    from jaxmarl_llm.generation.generate import by_row, sample_completions
     from jaxmarl_llm.generation.prefix_cache import Prefixes
     from jaxmarl_llm.generation.sampling import Sampling, kept, sample, score
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         objects={
-            "Completions": f"{__name__}.generate",
+            "Completions": f"{__name__}.decoding",
             "Prefixes": f"{__name__}.prefix_cache",
             "Sampling": f"{__name__}.sampling",
             "by_row": f"{__name__}.generate",

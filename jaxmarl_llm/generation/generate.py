@@ -1,68 +1,47 @@
 """Generation: prefill each node's prompt once, or extend its cached prefix, then decode its G samples in lock step.
 
-A *lane* is one sample of one node in the decoding loop.
+A launch may have several parts: nodes with equally many samples each. All parts are decoded in one loop, in which a
+token of every sample takes one pass over the weights.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmarl_llm.distributed.sharding import by_device, cut_rows, meshed
+from jaxmarl_llm.generation.decoding import (
+    LOOP_STATE,
+    Decoding,
+    gather_lanes,
+    join,
+    launch_sizes,
+    scatter_back,
+    select_fields,
+    split,
+    unfinished,
+)
 from jaxmarl_llm.generation.sampling import Sampling, sample, sample_hidden
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
-
-class Completions(struct.PyTreeNode):
-    """G completions for each of N nodes. The sampled tokens are those at ``arange(R) < length``, whatever their ids."""
-
-    tokens: Int[Array, "N G R"]  # pad_id behind the end
-    length: Int[Array, "N G"]  # number of sampled tokens, the stop id included
-    logprobs: Float[Array, "N G R"]  # 0 behind the end
-    truncated: Bool[Array, "N G"]  # ended by the length limit of its row, not by a stop id
-
-
-class Decoding(struct.PyTreeNode):
-    """State of generation between two tokens. R is the largest number of tokens of a completion."""
-
-    done: Bool[Array, "N G"]
-    count: Int[Array, "N G"]  # sampled tokens
-    tokens: Int[Array, "N G R"]
-    logprobs: Float[Array, "N G R"]
-    hidden: Float[Array, "N G D"]  # hidden state that predicts the next token
-    keys: Key[Array, "N G"]
-    length: Int[Array, " N"]  # filled slots of the prefix
-    prefix: PyTree  # cache of the prompts
-    suffix: PyTree  # cache of the samples
-    limit: Int[Array, " N"] | None = None  # largest number of tokens of each row; None: R for all rows
-    cut: Bool[Array, "N G"] | None = None  # done because of ``limit``; None without it
-
-    @property
-    def completions(self) -> Completions:
-        """The completions so far."""
-        truncated = ~self.done if self.cut is None else ~self.done | self.cut
-        return Completions(self.tokens, self.count, self.logprobs, truncated)
-
-
-LOOP_STATE = ("done", "count", "tokens", "logprobs", "hidden", "suffix", "cut")  # fields that a decode step changes
-MIN_COMPACT_LANES = 16  # lanes from which a quarter of them takes clearly less time
 SHORT_COMPLETION = 32  # tokens: up to so many, layers are not unstacked and lanes not compacted
 
 
-def select_fields(state: Decoding, names: tuple[str, ...]) -> dict[str, Any]:
-    """Select fields of a state by name.
+class PromptRows(NamedTuple):
+    """One part of a launch: N prompts of G samples each. Fields are the arguments of `sample_completions`."""
 
-    Args:
-        state: state of generation.
-        names: names of the fields, in the order of the result.
-    """
-    return {name: getattr(state, name) for name in names}
+    tokens: Int[Array, "N P"]
+    length: Int[Array, " N"]
+    keys: Key[Array, "N G"]
+    active: Bool[Array, " N"]
+    prefix: PyTree = None
+    start: Any = None  # [N]
+    limit: Any = None  # [N]
 
 
 def sample_completions(
@@ -73,16 +52,10 @@ def sample_completions(
     keys: Key[Array, "N G"],
     active: Bool[Array, " N"],
     *,
-    max_new_tokens: int,
-    stop_ids: tuple[int, ...],
-    pad_id: int,
-    sampling: Sampling,
     prefix: PyTree = None,
     start: Int[Array, " N"] | None = None,
     limit: Int[Array, " N"] | None = None,
-    layers: Params | None = None,
-    compact: bool = False,
-    keep: bool = False,
+    **more: Any,
 ) -> Any:
     """Sample G completions for each prompt. Pure: call it inside a larger program, or `generate` from the host.
 
@@ -96,14 +69,45 @@ def sample_completions(
         keys: one typed key for each sample [N G]. Token t is drawn from ``fold_in(key, t)`` alone, hence the same
             completion in any batch or bucket.
         active: False for rows [N] that are padding. They are done from the start.
-        max_new_tokens: largest number of tokens of a completion, R.
-        stop_ids: tokens that end a completion.
-        pad_id: token behind the end of a completion.
-        sampling: the distribution to sample from.
         prefix: cache whose first ``start`` slots are filled, or None.
         start: filled slots of each row of ``prefix`` [N], or None.
         limit: largest number of tokens of a completion of each row [N], from 1 to ``max_new_tokens``. None: it is
             ``max_new_tokens`` in all rows. A limit does not change the tokens before it.
+        more: keyword arguments of `sample_launch`.
+
+    Returns:
+        Completions, or with ``keep`` completions and caches.
+    """
+    rows = PromptRows(tokens, length, keys, active, prefix, start, limit)
+    return sample_launch(policy, variables, (rows,), **more)[0]
+
+
+def sample_launch(
+    policy: Policy,
+    variables: Params,
+    parts: Sequence[PromptRows],
+    *,
+    max_new_tokens: int,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+    sampling: Sampling,
+    layers: Params | None = None,
+    compact: bool = False,
+    keep: bool = False,
+) -> tuple[Any, ...]:
+    """Sample the completions of all parts of a launch in one decoding loop.
+
+    Each part is prefilled by itself. A sample does not depend on the other parts, as it does not on the other rows.
+
+    Args:
+        policy: functions of the model.
+        variables: variables of the model.
+        parts: prompts, in parts with equally many samples. On a mesh, N of each part of several is a multiple of
+            `sharding.row_parts`.
+        max_new_tokens: largest number of tokens of a completion, R.
+        stop_ids: tokens that end a completion.
+        pad_id: token behind the end of a completion.
+        sampling: the distribution to sample from.
         layers: `Policy.unstack` of the variables; None computes it.
         compact: whether unfinished samples are gathered into a smaller loop once few are left; see
             `compaction_sizes`. Not for `by_row`, whose rows have weights of their own.
@@ -111,11 +115,11 @@ def sample_completions(
             last token is never read.
 
     Returns:
-        Completions, or with ``keep`` completions and caches.
+        For each part its completions, or with ``keep`` completions and caches.
     """
     if policy.draw is not None and meshed():  # `invariant`: products split over devices are summed in another order
         fixed = functools.partial(
-            sample_completions,
+            sample_launch,
             policy,
             max_new_tokens=max_new_tokens,
             stop_ids=stop_ids,
@@ -123,13 +127,10 @@ def sample_completions(
             sampling=sampling,
             keep=keep,
         )
-
-        def on_device(variables: Params, *rows: Any) -> Any:
-            return fixed(variables, *rows[:4], prefix=rows[4], start=rows[5], limit=rows[6])
-
-        return by_device(on_device, variables, tokens, length, keys, active, prefix, start, limit)
-    rows = (tokens, length, keys, active, prefix, start, limit)
-    state = begin(policy, variables, *rows, max_new_tokens=max_new_tokens, pad_id=pad_id)
+        on_device = lambda variables, *rows: fixed(variables, (PromptRows(*rows),))[0]
+        # A device takes its own rows of one table. So the parts are decoded one after another.
+        return tuple(by_device(on_device, variables, *rows) for rows in parts)
+    states = tuple(begin(policy, variables, *rows, max_new_tokens=max_new_tokens, pad_id=pad_id) for rows in parts)
     advanced = functools.partial(
         advance,
         policy,
@@ -138,31 +139,33 @@ def sample_completions(
         pad_id=pad_id,
         sampling=sampling,
     )
-    state = decode_to_the_end(state, advanced, compaction_sizes(*keys.shape) if compact else ())
-    return (state.completions, state.prefix, state.suffix) if keep else state.completions
+    states = decode_to_the_end(states, advanced, launch_sizes([rows.keys.shape for rows in parts]) if compact else ())
+    return tuple((state.completions, state.prefix, state.suffix) if keep else state.completions for state in states)
 
 
 def decode_to_the_end(
-    state: Decoding, advanced: Callable[..., tuple[Any, Decoding]], sizes: Sequence[tuple[int, int]]
-) -> Decoding:
+    states: tuple[Decoding, ...],
+    advanced: Callable[..., tuple[Any, tuple[Decoding, ...]]],
+    sizes: Sequence[Sequence[tuple[int, ...]]],
+) -> tuple[Decoding, ...]:
     """Advance until every sample is done.
 
     Args:
-        state: state of generation.
-        advanced: `advance` with all but the state, the first token's place and ``until``.
-        sizes: (nodes, samples), smaller and smaller. Once the unfinished samples fit, they go on alone in a loop of it.
+        states: state of each part of the launch.
+        advanced: `advance` with all but the states, the first token's place and ``until``.
+        sizes: (nodes, samples) of each part, smaller and smaller. Once the unfinished samples fit, they go on alone in
+            a loop of it.
     """
     t: jax.Array | int = 0
-    larger: list[tuple[Decoding, jax.Array, jax.Array]] = []  # states, and the lanes gathered from each of them
+    larger: list[list[tuple[Decoding, jax.Array, jax.Array]]] = []  # states, and the lanes gathered from each of them
     for size in sizes:
-        t, state = advanced(state, t, until=size)
-        nodes, samples = unfinished(state.done, size)
-        larger.append((state, nodes, samples))
-        state = gather_lanes(state, nodes, samples)
-    _, state = advanced(state, t)
+        t, states = advanced(states, t, until=size)
+        larger.append([(state, *unfinished(state.done, own)) for state, own in zip(states, size, strict=True)])
+        states = tuple(gather_lanes(*chosen) for chosen in larger[-1])
+    _, states = advanced(states, t)
     while larger:
-        state = scatter_back(*larger.pop(), state)
-    return state
+        states = tuple(scatter_back(*chosen, state) for chosen, state in zip(larger.pop(), states, strict=True))
+    return states
 
 
 def begin(
@@ -181,7 +184,7 @@ def begin(
 ) -> Decoding:
     """Fill the cache with the prompts and make the state before the first token.
 
-    Arguments are those of `sample_completions`.
+    Arguments are those of `sample_completions`, and of `sample_launch`: ``max_new_tokens`` and ``pad_id``.
     """
     n, g = keys.shape
     tokens, length, keys, active, limit = cut_rows((tokens, length, keys, active, limit))
@@ -206,59 +209,76 @@ def begin(
 def advance(
     policy: Policy,
     layers: Params,
-    state: Decoding,
+    states: tuple[Decoding, ...],
     t: jax.Array | int,
     *,
-    until: tuple[int, int] = (0, 0),
+    until: Sequence[tuple[int, ...]] | None = None,
     stop_ids: tuple[int, ...],
     pad_id: int,
     sampling: Sampling,
-) -> tuple[jax.Array, Decoding]:
+) -> tuple[jax.Array, tuple[Decoding, ...]]:
     """Decode until the unfinished lanes fit ``until``, or R tokens are sampled. A lane ends at the limit of its row.
 
     Args:
         policy: functions of the model.
         layers: `Policy.unstack` of the variables.
-        state: state before token ``t``.
+        states: state of each part of the launch before token ``t``.
         t: index of the next token, the same for all lanes.
-        until: (n, g): the loop ends when at most n nodes are unfinished, with at most g unfinished samples each. (0, 0)
-            is when all lanes are done.
+        until: (n, g) for each part: the loop ends when at most n nodes of the part are unfinished, with at most g
+            unfinished samples each. None is when all lanes are done.
         stop_ids: tokens that end a completion.
         pad_id: token behind the end of a completion.
         sampling: the distribution to sample from.
 
     Returns:
-        Index of the next token, and the state before it.
+        Index of the next token, and the states before it.
     """
-    max_new_tokens, prefix, length = state.tokens.shape[2], state.prefix, state.length
-    stops = jnp.array(stop_ids, jnp.int32)
+    max_new_tokens = states[0].tokens.shape[2]
+    sizes: Sequence[tuple[int, ...]] = [(0, 0)] * len(states) if until is None else until
+    fixed = tuple(tuple(getattr(state, name) for state in states) for name in ("prefix", "length"))
 
     def goes_on(loop: tuple) -> jax.Array:
-        return (loop[0] < max_new_tokens) & _exceeds(loop[1], until)
+        exceeds = [_exceeds(changed["done"], size) for changed, size in zip(loop[1], sizes, strict=True)]
+        return (loop[0] < max_new_tokens) & functools.reduce(jnp.logical_or, exceeds)
 
     def step(loop: tuple) -> tuple:
-        t, done, count, out_tokens, out_logprobs, hidden, suffix, cut = loop
-        token, logprob = _draw(policy, layers, sampling, hidden, state.keys, t)
-        token, logprob = jnp.where(done, pad_id, token), jnp.where(done, 0.0, logprob)
-        now_done = done | jnp.isin(token, stops)
-        if state.limit is not None:
-            cut = cut | (~now_done & (t + 1 >= state.limit[:, None]))
-            now_done = now_done | cut
-        out_tokens = jax.lax.dynamic_update_slice_in_dim(out_tokens, token[:, :, None], t, axis=2)
-        out_logprobs = jax.lax.dynamic_update_slice_in_dim(out_logprobs, logprob[:, :, None], t, axis=2)
+        t, changed = loop
+        now = [state.replace(**fields) for state, fields in zip(states, changed)]
+        drawn = _draw(policy, layers, sampling, now, t, pad_id)
+        now = [_record(state, *of_part, t, stop_ids) for state, of_part in zip(now, drawn)]
+        before = tuple(state.hidden for state in now), tuple(state.suffix for state in now)
         # No hidden state is needed behind the last token.
         hidden, suffix = jax.lax.cond(
-            (t + 1 < max_new_tokens) & ~jnp.all(now_done),
-            lambda: policy.decode(layers, token, prefix, length, suffix, t),
-            lambda: (hidden, suffix),
+            (t + 1 < max_new_tokens) & ~functools.reduce(jnp.logical_and, [jnp.all(state.done) for state in now]),
+            lambda: policy.decode(layers, tuple(token for token, _ in drawn), *fixed, before[1], t),
+            lambda: before,
         )
-        return t + 1, now_done, count + ~done, out_tokens, out_logprobs, hidden, suffix, cut
+        now = [state.replace(hidden=h, suffix=s) for state, h, s in zip(now, hidden, suffix, strict=True)]
+        return t + 1, tuple(select_fields(state, LOOP_STATE) for state in now)
 
-    now, *changed = jax.lax.while_loop(goes_on, step, (jnp.int32(t), *select_fields(state, LOOP_STATE).values()))
-    return now, state.replace(**dict(zip(LOOP_STATE, changed, strict=True)))
+    start = tuple(select_fields(state, LOOP_STATE) for state in states)
+    after, changed = jax.lax.while_loop(goes_on, step, (jnp.int32(t), start))
+    return after, tuple(state.replace(**fields) for state, fields in zip(states, changed, strict=True))
 
 
-def _exceeds(done: jax.Array, size: tuple[int, int]) -> jax.Array:
+def _record(state: Decoding, token: jax.Array, logprob: jax.Array, t: jax.Array, stop_ids: tuple[int, ...]) -> Decoding:
+    """``state`` with token t of every lane [N G]. Hidden states and caches are still those before it."""
+    done: jax.Array = state.done
+    cut: Any = state.cut
+    now_done = done | jnp.isin(token, jnp.array(stop_ids, jnp.int32))
+    if state.limit is not None:
+        cut = cut | (~now_done & (t + 1 >= state.limit[:, None]))
+        now_done = now_done | cut
+    return state.replace(
+        done=now_done,
+        cut=cut,
+        count=state.count + ~done,
+        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, :, None], t, axis=2),
+        logprobs=jax.lax.dynamic_update_slice_in_dim(state.logprobs, logprob[:, :, None], t, axis=2),
+    )
+
+
+def _exceeds(done: jax.Array, size: tuple[int, ...]) -> jax.Array:
     """Whether unfinished lanes are more than n nodes, or more than g samples of a node. (0, 0): whether any is."""
     if size == (0, 0):
         return ~jnp.all(done)
@@ -266,80 +286,20 @@ def _exceeds(done: jax.Array, size: tuple[int, int]) -> jax.Array:
 
 
 def _draw(
-    policy: Policy, layers: Params, sampling: Sampling, hidden: jax.Array, keys: jax.Array, t: jax.Array | int
-) -> tuple[jax.Array, jax.Array]:
-    """Draw token t of every lane: ids and log-probs [N G]."""
-    u = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))(keys.reshape(-1)).reshape(keys.shape)
+    policy: Policy, layers: Params, sampling: Sampling, states: Sequence[Decoding], t: jax.Array | int, pad_id: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Draw token t of every lane: ids and log-probs [N G] of each part. They are ``pad_id`` and 0 of done lanes."""
+    uniform = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))
+    u = join([uniform(state.keys.reshape(-1)).reshape(state.keys.shape) for state in states])
+    hidden = join([state.hidden for state in states])
     if policy.draw is not None:
-        return policy.draw(layers, hidden, u, sampling)
-    if isinstance(policy.unembed, Unembed) and not meshed():
-        return sample_hidden(hidden, policy.unembed.head(layers), u, sampling)
-    return sample(policy.unembed(layers, hidden), u, sampling)
-
-
-def compaction_sizes(n: int, g: int) -> list[tuple[int, int]]:
-    """Choose the sizes (nodes, samples) of smaller states into which unfinished lanes are gathered once they fit.
-
-    The first is a quarter (rounded up) of the nodes, or of the samples of a single node. The second is a quarter of the
-    first. There are two at most, because each is one more loop to compile.
-
-    Args:
-        n: nodes.
-        g: samples of each node.
-    """
-    sizes: list[tuple[int, int]] = []
-    while n * g >= MIN_COMPACT_LANES and len(sizes) < 2:
-        n, g = (-(-n // 4), g) if n > 1 else (n, -(-g // 4))
-        sizes.append((n, g))
-    return sizes
-
-
-def unfinished(done: jax.Array, size: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """List the unfinished lanes: indices of nodes [n] and of samples of each [n g], filled up with -1.
-
-    Args:
-        done: which lanes are done [N G].
-        size: (n, g), which the unfinished lanes fit.
-    """
-    n, g = size
-    going = ~done
-    (nodes,) = jnp.nonzero(going.any(1), size=n, fill_value=-1)
-    samples = jnp.argsort(done[nodes], axis=1, stable=True)[:, :g]
-    there = jnp.take_along_axis(going[nodes], samples, 1) & (nodes >= 0)[:, None]
-    return nodes, jnp.where(there, samples, -1)
-
-
-def gather_lanes(state: Decoding, nodes: jax.Array, samples: jax.Array) -> Decoding:
-    """Gather the given samples into a smaller state. Index -1 is an empty lane and is marked done.
-
-    Args:
-        state: state of N nodes with G samples each.
-        nodes: indices of nodes [n].
-        samples: indices of samples of each of these nodes [n g].
-    """
-    lanes = lambda tree: jax.tree.map(lambda x: x[nodes[:, None], samples], tree)
-    same = len(nodes) == len(state.length) == 1  # one node before and after: its prefix need not be copied
-    rows = lambda tree: tree if same else jax.tree.map(lambda x: x[nodes], tree)
-    per_lane, per_node = (
-        select_fields(state, (*LOOP_STATE, "keys")),
-        select_fields(state, ("length", "prefix", "limit")),
-    )
-    gathered = Decoding(**lanes(per_lane), **rows(per_node))
-    return gathered.replace(done=gathered.done | (samples < 0))
-
-
-def scatter_back(state: Decoding, nodes: jax.Array, samples: jax.Array, gathered: Decoding) -> Decoding:
-    """Write the lanes of a gathered state back to their places. The inverse of `gather_lanes`.
-
-    Args:
-        state: the state that lanes were gathered from.
-        nodes: indices of nodes [n], as for `gather_lanes`.
-        samples: indices of samples [n g], as for `gather_lanes`.
-        gathered: the smaller state, after more tokens.
-    """
-    places = jnp.where(samples < 0, state.done.shape[1], samples)  # an empty lane has none, and is dropped
-    put = lambda x, new: x.at[nodes[:, None], places].set(new, mode="drop")
-    return state.replace(**jax.tree.map(put, select_fields(state, LOOP_STATE), select_fields(gathered, LOOP_STATE)))
+        drawn = policy.draw(layers, hidden, u, sampling)
+    elif isinstance(policy.unembed, Unembed) and not meshed():
+        drawn = sample_hidden(hidden, policy.unembed.head(layers), u, sampling)
+    else:
+        drawn = sample(policy.unembed(layers, hidden), u, sampling)
+    of_parts = zip(states, *(split(x, [state.done.shape for state in states]) for x in drawn), strict=True)
+    return [(jnp.where(s.done, pad_id, token), jnp.where(s.done, 0.0, logprob)) for s, token, logprob in of_parts]
 
 
 def fill(
@@ -387,27 +347,54 @@ def generate(
     keys: Key[Array, "N G"],
     active: Bool[Array, " N"],
     *,
+    prefix: PyTree = None,
+    start: Int[Array, " N"] | None = None,
+    limit: Int[Array, " N"] | None = None,
+    **more: Any,
+) -> Any:
+    """Call `sample_completions` from the host: `generate_launch` of one part.
+
+    Arguments are those of `sample_completions`. ``more``: keyword arguments of `generate_launch`.
+    """
+    rows = PromptRows(tokens, length, keys, active, prefix, start, limit)
+    return generate_launch(policy, variables, (rows,), **more)[0]
+
+
+def generate_launch(
+    policy: Policy,
+    variables: Params,
+    parts: Sequence[PromptRows],
+    *,
     max_new_tokens: int,
     layers: Params | None = None,
     **more: Any,
-) -> Any:
-    """Call `sample_completions` from the host, with one compiled program for each shape. Donates ``prefix``.
+) -> tuple[Any, ...]:
+    """Call `sample_launch` from the host, with one compiled program for each shape. Donates the prefixes.
 
-    Arguments are those of `sample_completions`, except that ``compact`` is chosen by `use_compaction`. ``layers`` are
+    Arguments are those of `sample_launch`, except that ``compact`` is chosen by `use_compaction`. ``layers`` are
     `unstacked` variables, to make them once for several launches. ``more``: the other arguments by name.
     """
     compact = use_compaction(max_new_tokens)
     if compact and layers is None:
         layers = unstacked(policy, variables)
-    rows = (tokens, length, keys, active)
-    return _generate(policy, variables, *rows, max_new_tokens=max_new_tokens, layers=layers, compact=compact, **more)
+    rows, prefixes = tuple(part._replace(prefix=None) for part in parts), tuple(part.prefix for part in parts)
+    fixed = {"max_new_tokens": max_new_tokens, "layers": layers, "compact": compact, **more}
+    return _generate(policy, variables, rows, prefixes, **fixed)
 
 
-_generate = jax.jit(
-    sample_completions,
+@functools.partial(
+    jax.jit,
     static_argnames=("policy", "max_new_tokens", "stop_ids", "pad_id", "sampling", "compact", "keep"),
-    donate_argnames=("prefix",),
+    donate_argnames=("prefixes",),
 )
+def _generate(
+    policy: Policy, variables: Params, parts: Sequence[PromptRows], prefixes: Sequence[PyTree], **more: Any
+) -> tuple[Any, ...]:
+    """`sample_launch`, where the prefixes of the parts stand apart because they are donated."""
+    parts = [part._replace(prefix=prefix) for part, prefix in zip(parts, prefixes, strict=True)]
+    return sample_launch(policy, variables, parts, **more)
+
+
 unstacked = jax.jit(lambda policy, variables: policy.unstack(variables), static_argnums=(0,))
 
 
@@ -436,7 +423,7 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
 
         return call
 
-    def decode(variables: Params, tokens: jax.Array, prefix: PyTree, length: jax.Array, suffix: PyTree, t: jax.Array):
+    def decode(variables: Params, tokens: Any, prefix: PyTree, length: Any, suffix: PyTree, t: jax.Array) -> PyTree:
         step = lambda v, tok, pre, size, suf: policy.decode(policy.unstack(v), tok, pre, size, suf, t)
         return over_rows(step)(variables, tokens, prefix, length, suffix)
 

@@ -124,7 +124,7 @@ def shared_prefixes(
 
 
 class LaunchInputs(NamedTuple):
-    """Arguments of `generate` for one launch, or of `fill` for shared prefixes. N is padded to ``bucket(rows, 4)``."""
+    """Arguments for one part of a launch, or of `fill` for shared prefixes. N is padded to ``bucket(rows, 4)``."""
 
     tokens: np.ndarray  # [N E] tokens that are not cached, at least the last token of each prompt
     length: np.ndarray  # [N] number of these tokens
@@ -150,16 +150,22 @@ class Prefixes:
         self._used = 0
         self.prefilled_tokens = 0
 
-    def prepare(self, variables: Params, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> LaunchInputs:
+    def prepare(
+        self, variables: Params, tasks: Sequence[int], prompts: Sequence[np.ndarray], parts: Sequence[int]
+    ) -> list[LaunchInputs]:
         """Extend the cache by the prefixes that prompts share, and gather the inputs of their launch.
 
         Args:
             variables: variables of the model.
             tasks: task of each prompt. Prompts of different tasks share nothing.
-            prompts: token ids of each prompt; row i of the launch is prompt i.
+            prompts: token ids of each prompt, those of the first part of the launch first.
+            parts: number of prompts of each part of the launch.
+
+        Returns:
+            Inputs of each part, whose row i is prompt i of the part. All parts have equally many columns.
         """
         if not self._reuses:
-            return self._gather(tasks, prompts)
+            return self._gather(tasks, prompts, parts)
         groups: dict[tuple[int, int], list[np.ndarray]] = {}
         known: dict[tuple[int, int], int] = {}
         for task, ids in zip(tasks, prompts):
@@ -174,10 +180,10 @@ class Prefixes:
                 levels.setdefault(level, []).append((group[0], ids))
         for _, found_prefixes in sorted(levels.items()):
             owners, beginnings = [task for task, _ in found_prefixes], [ids for _, ids in found_prefixes]
-            inputs = self._gather(owners, beginnings)
+            (inputs,) = self._gather(owners, beginnings, [len(beginnings)])
             prefix = _fill(self._policy, variables, inputs.tokens, inputs.length, inputs.prefix, inputs.start)
             self.store(owners, beginnings, prefix)
-        return self._gather(tasks, prompts)
+        return self._gather(tasks, prompts, parts)
 
     def store(
         self,
@@ -223,18 +229,30 @@ class Prefixes:
         self._used += len(ids) - known
         return slots, known
 
-    def _gather(self, tasks: Sequence[int], prompts: Sequence[np.ndarray]) -> LaunchInputs:
+    def _gather(self, tasks: Sequence[int], prompts: Sequence[np.ndarray], parts: Sequence[int]) -> list[LaunchInputs]:
         found = [self._find(task, ids) for task, ids in zip(tasks, prompts)]
-        size = up_to(bucket(len(prompts), 4), row_parts())
         rest = [len(ids) - len(slots) for ids, slots in zip(prompts, found)]
         self.prefilled_tokens += sum(rest)
         cached = any(len(slots) for slots in found)
-        tokens = np.full((size, bucket(max(rest), 16 if cached else 32)), self._pad, np.int32)
+        columns = bucket(max(rest), 16 if cached else 32), bucket(max(map(len, prompts)), 32)
+        rows = iter(zip(prompts, found, strict=True))
+        return [self._gather_part(list(itertools.islice(rows, count)), *columns, cached=cached) for count in parts]
+
+    def _gather_part(
+        self, rows: Sequence[tuple[np.ndarray, np.ndarray]], new: int, slots: int, *, cached: bool
+    ) -> LaunchInputs:
+        """Inputs of one part of a launch.
+
+        rows: token ids of each prompt, and the slots of its cached prefix. new: columns of tokens that are not cached.
+        slots: columns of the cache. cached: whether the launch continues cached prefixes.
+        """
+        size = up_to(bucket(len(rows), 4), row_parts())
+        tokens = np.full((size, new), self._pad, np.int32)
         length, start = np.ones((size,), np.int32), np.zeros((size,), np.int32)
-        slot = np.zeros((size, bucket(max(map(len, prompts)), 32)), np.int32)
-        for row, (ids, slots) in enumerate(zip(prompts, found)):
-            start[row], length[row] = len(slots), rest[row]
-            tokens[row, : rest[row]], slot[row, : len(slots)] = ids[len(slots) :], slots
+        slot = np.zeros((size, slots), np.int32)
+        for row, (ids, known) in enumerate(rows):
+            start[row], length[row] = len(known), len(ids) - len(known)
+            tokens[row, : length[row]], slot[row, : len(known)] = ids[len(known) :], known
         if not cached:
             return LaunchInputs(tokens, length, None, None)
         return LaunchInputs(tokens, length, _take(self._pool, slot), start)

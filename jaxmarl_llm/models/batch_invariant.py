@@ -20,7 +20,7 @@ timing). For the cost see the rows *invariant* of docs/bench/cpu.md. Training is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -191,13 +191,38 @@ def prefill(policy: Policy, variables: Params, tokens: jax.Array, length: jax.Ar
 def decode(
     policy: Policy,
     layers: Params,
+    tokens: Sequence[jax.Array],
+    prefix: Sequence[PyTree],
+    length: Sequence[jax.Array],
+    suffix: Sequence[PyTree],
+    t: jax.Array,
+) -> tuple[tuple[jax.Array, ...], tuple[PyTree, ...]]:
+    """Append one token to every sample of each part of a launch: `decode_part` of one part after another.
+
+    Args:
+        policy: a policy of `decoder.make_policy`.
+        layers: `Policy.unstack` of the variables.
+        tokens: for each part, the token of each sample [N G].
+        prefix: for each part, the cache of the prompts.
+        length: for each part, tokens of each prompt [N].
+        suffix: for each part, the cache of the samples.
+        t: slot of the token in the suffix, one scalar for all samples.
+    """
+    parts = zip(tokens, prefix, length, suffix, strict=True)
+    hidden, grown = zip(*(decode_part(policy, layers, *part, t) for part in parts), strict=True)
+    return hidden, grown
+
+
+def decode_part(
+    policy: Policy,
+    layers: Params,
     tokens: jax.Array,
     prefix: PyTree,
     length: jax.Array,
     suffix: PyTree,
     t: jax.Array,
 ) -> tuple[jax.Array, PyTree]:
-    """Append one token to every sample: hidden states [N G D], and the new suffix cache.
+    """Append one token to every sample of one part: hidden states [N G D], and the new suffix cache.
 
     Args:
         policy: a policy of `decoder.make_policy`.

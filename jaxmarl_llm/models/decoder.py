@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import numpy as np
 
 from jaxmarl_llm.distributed import sharding
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.decoding import join, split
 from jaxmarl_llm.kernels.attention.causal import causal_attention
 from jaxmarl_llm.kernels.attention.group import group_attention
 from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention
@@ -472,33 +473,53 @@ def init_suffix(prefix: Any, group: int, response: int) -> Any:
     return tuple((zeros, zeros) for _ in prefix)
 
 
-def decode(
-    cfg: Config, variables: Any, tokens: jax.Array, prefix: Any, length: jax.Array, suffix: Any, t: jax.Array
+def _attend_samples(
+    impl: str, t: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, prefix: Any, length: jax.Array, suffix: Any
 ) -> tuple[jax.Array, Any]:
-    """Append one token to every sample: hidden states [N G D], and the new suffix cache.
+    """Attend from one token of every sample of a part in one layer: [N G 1 Q H], and (k, v) with the token's."""
+    own_k, own_v = (jax.lax.dynamic_update_slice_in_dim(x, y, t, axis=2) for x, y in zip(suffix, (k, v), strict=True))
+    prefix_k, prefix_v = prefix
+    return group_decode_attention(q, prefix_k, prefix_v, length, own_k, own_v, t, impl=impl), (own_k, own_v)
+
+
+def decode(
+    cfg: Config,
+    variables: Any,
+    tokens: Sequence[jax.Array],
+    prefix: Sequence[Any],
+    length: Sequence[jax.Array],
+    suffix: Sequence[Any],
+    t: jax.Array,
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    """Append one token to every sample: hidden states [N G D], and the new suffix cache, of each part of a launch.
+
+    Samples of all parts are rows of the same matrix products. A part attends by itself.
 
     Args:
         cfg: the architecture.
         variables: result of `unstack`.
-        tokens: the token of each sample [N G].
-        prefix: cache of the prompts, (k, v) [N P K H] of each layer.
-        length: tokens of each prompt [N].
-        suffix: cache of the samples, (k, v) [N G R K H] of each layer.
+        tokens: for each part, the token of each sample [N G].
+        prefix: for each part, the cache of the prompts, (k, v) [N P K H] of each layer.
+        length: for each part, tokens of each prompt [N].
+        suffix: for each part, the cache of the samples, (k, v) [N G R K H] of each layer.
         t: slot of the token in the suffix, one scalar for all samples.
     """
-    check_positions(cfg, prefix[0][0].shape[1] + suffix[0][0].shape[2])
-    angles = _angles(cfg, (length + t)[:, None, None])
-    x, grown, impl = embed(variables, tokens)[:, :, None], [], attention_impl()
-    for layer, (pk, pv), (sk, sv) in zip(variables["params"]["layers"], prefix, suffix):
+    for of_prompts, of_samples in zip(prefix, suffix, strict=True):
+        check_positions(cfg, of_prompts[0][0].shape[1] + of_samples[0][0].shape[2])
+    shapes, attend_part = [x.shape for x in tokens], functools.partial(_attend_samples, attention_impl(), t)
+    positions = [jnp.broadcast_to((n + t)[:, None, None], (*shape, 1)) for n, shape in zip(length, shapes)]
+    x, angles = embed(variables, join(tokens))[:, :, None], _angles(cfg, join(positions))
+    grown = []
+    for layer, prompts, samples in zip(variables["params"]["layers"], zip(*prefix), zip(*suffix), strict=True):
 
-        def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv, sk: Any = sk, sv: Any = sv) -> Any:
-            sk = jax.lax.dynamic_update_slice_in_dim(sk, k, t, axis=2)
-            sv = jax.lax.dynamic_update_slice_in_dim(sv, v, t, axis=2)
-            return group_decode_attention(q, pk, pv, length, sk, sv, t, impl=impl), (sk, sv)
+        def attend(q: Any, k: Any, v: Any, prompts: Any = prompts, samples: Any = samples) -> Any:
+            of_parts = zip(*(split(y, shapes) for y in (q, k, v)), prompts, length, samples, strict=True)
+            outs, kept = zip(*(attend_part(*part) for part in of_parts), strict=True)
+            return join(outs), kept
 
         x, kept = _apply_layer(cfg, layer, x, angles, attend)
         grown.append(kept)
-    return _final_norm(cfg, variables, x[:, :, 0]), tuple(grown)
+    return split(_final_norm(cfg, variables, x[:, :, 0]), shapes), tuple(zip(*grown, strict=True))
 
 
 def hidden(

@@ -8,6 +8,7 @@ one token, the move: roles have ``max_new_tokens=1``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,9 +71,9 @@ def make_policy(cfg: Config) -> Policy:
         return rows(variables, tokens, length), ()
 
     def decode(
-        variables: Params, tokens: jax.Array, prefix: tuple, length: jax.Array, suffix: tuple, t: jax.Array
-    ) -> tuple[jax.Array, tuple]:
-        return jnp.full((*tokens.shape, len(moves)), jnp.nan), suffix
+        variables: Params, tokens: Sequence[jax.Array], prefix: Any, length: Any, suffix: Sequence[tuple], t: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], Sequence[tuple]]:
+        return tuple(jnp.full((*x.shape, len(moves)), jnp.nan) for x in tokens), suffix
 
     def hidden(variables: Params, tokens: jax.Array, length: jax.Array, completions: jax.Array) -> jax.Array:
         if completions.shape[-1] != 1:

@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxmarl_llm.agents.memory import MemoryConfig
 from jaxmarl_llm.envs.array_env import ArrayEnv
-from jaxmarl_llm.generation.generate import Completions, by_row, sample_completions
+from jaxmarl_llm.generation.decoding import Completions
+from jaxmarl_llm.generation.generate import by_row, sample_completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.keys import CHILD, ENV, PLAY, fold
 from jaxmarl_llm.rollout.plans import Branch, Plan

@@ -1,12 +1,14 @@
-"""Generation in a turn of a host rollout: one launch for each model and number of samples.
+"""Generation in a turn of a host rollout: one launch for each model.
 
-A launch reuses the prefix cache of earlier launches (`prefix_cache`) and is padded to a bucket. Models with devices of
-their own (`meshes.Split`) generate in parallel.
+Nodes of a launch that have equally many samples are one part of it. A launch reuses the prefix cache of earlier
+launches (`prefix_cache`), and each part is padded to a bucket. Models with devices of their own (`meshes.Split`)
+generate in parallel.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.distributed import meshes, sharding
-from jaxmarl_llm.generation.generate import Completions, generate, unstacked, use_compaction
-from jaxmarl_llm.generation.prefix_cache import Prefixes
+from jaxmarl_llm.generation.decoding import Completions
+from jaxmarl_llm.generation.generate import PromptRows, generate_launch, unstacked, use_compaction
+from jaxmarl_llm.generation.prefix_cache import LaunchInputs, Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action
 from jaxmarl_llm.rollout.keys import PLAY, fold
@@ -109,57 +112,64 @@ class TeamSampler:
         for n, request in enumerate(requests):
             rows_of.setdefault(request.model, {}).setdefault(request.group, []).append(n)
         models = {self._team.models[m].name: self._team.models[m] for m in sorted(rows_of)}
-        launches = {self._team.models[m].name: sorted(by_group.items()) for m, by_group in rows_of.items()}
-        self.launches += sum(map(len, launches.values()))
+        parts = {self._team.models[m].name: [rows for _, rows in sorted(of.items())] for m, of in rows_of.items()}
+        self.launches += len(models)
 
         def sample_model(name: str) -> None:
-            for k, (_, rows) in enumerate(launches[name]):
-                keep = more or k + 1 < len(launches[name])
-                sampled = self._launch(models[name], [requests[n] for n in rows], keep)
-                for n, samples in zip(rows, sampled, strict=True):
-                    completions[n] = samples
+            sampled = self._launch(models[name], [[requests[n] for n in rows] for rows in parts[name]], more)
+            for n, samples in zip(itertools.chain(*parts[name]), sampled, strict=True):
+                completions[n] = samples
 
         meshes.map_models(list(models), sample_model)
         return completions
 
-    def _launch(self, model: Model, requests: Sequence[GenerationRequest], keep: bool) -> list[list[SampledCompletion]]:
-        """Completions of requests of one model and one group size, each with the limit of its own role.
+    def _launch(
+        self, model: Model, parts: Sequence[Sequence[GenerationRequest]], keep: bool
+    ) -> list[list[SampledCompletion]]:
+        """Completions of requests of one model, each with the limit of its own role.
 
-        ``keep``: put them into the prefix cache.
+        ``parts``: requests with equally many samples. ``keep``: put what was read and sampled into the prefix cache.
         """
-        limits = [self._team.roles[r.role].max_new_tokens for r in requests]
-        group, max_new_tokens = requests[0].group, max(limits)
+        requests = list(itertools.chain(*parts))
+        limits = {self._limit(request) for request in requests}
         weights = self._weights[model.name]
         prefixes = self._cached.setdefault(model.name, Prefixes(model.policy, model.tokenizer.pad_id))
         tasks, prompts = [r.task for r in requests], [np.array(r.prompt_ids, np.int32) for r in requests]
         variables = weights.variables(model)
-        ready = prefixes.prepare(variables, tasks, prompts)
-        size = len(ready.length)
-        tokens, length, active = sharding.put_rows((ready.tokens, ready.length, np.arange(size) < len(requests)))
-        limit = sharding.put_rows(pad(np.array(limits, np.int32), size)) if len(set(limits)) > 1 else None
-        data, roles = pad(np.stack([r.key for r in requests]), size), pad(np.array([r.role for r in requests]), size)
-        out, prefix, suffix = generate(
+        ready = prefixes.prepare(variables, tasks, prompts, [len(part) for part in parts])
+        sampled = generate_launch(
             model.policy,
             variables,
-            tokens,
-            length,
-            _sample_keys(data, roles, group=group),
-            active,
-            max_new_tokens=max_new_tokens,
+            [self._rows(part, inputs, len(limits) > 1) for part, inputs in zip(parts, ready, strict=True)],
+            max_new_tokens=max(limits),
             stop_ids=model.tokenizer.stop_ids,
             pad_id=model.tokenizer.pad_id,
             sampling=self._sampling,
-            prefix=ready.prefix,
-            start=ready.start,
-            limit=limit,
             keep=True,
-            layers=weights.layers(model, max_new_tokens),
+            layers=weights.layers(model, max(limits)),
         )
-        completions = _completions(model, sharding.to_host(out), len(requests))
-        if keep:
-            ids = [[sample.action.ids for sample in samples] for samples in completions]
-            prefixes.store(tasks, prompts, prefix, suffix, ids)
+        completions, at = [], 0
+        for part, (out, prefix, suffix) in zip(parts, sampled, strict=True):
+            found, rows = _completions(model, sharding.to_host(out), len(part)), slice(at, at + len(part))
+            if keep:
+                ids = [[sample.action.ids for sample in samples] for samples in found]
+                prefixes.store(tasks[rows], prompts[rows], prefix, suffix, ids)
+            completions += found
+            at += len(part)
         return completions
+
+    def _limit(self, request: GenerationRequest) -> int:
+        """The largest number of tokens of a completion of ``request``."""
+        return self._team.roles[request.role].max_new_tokens
+
+    def _rows(self, part: Sequence[GenerationRequest], ready: LaunchInputs, limited: bool) -> PromptRows:
+        """One part of a launch, padded. ``limited``: whether rows of the launch have different limits."""
+        size = len(ready.length)
+        tokens, length, active = sharding.put_rows((ready.tokens, ready.length, np.arange(size) < len(part)))
+        limit = sharding.put_rows(pad(np.array([self._limit(r) for r in part], np.int32), size)) if limited else None
+        data, roles = pad(np.stack([r.key for r in part]), size), pad(np.array([r.role for r in part]), size)
+        keys = _sample_keys(data, roles, group=part[0].group)
+        return PromptRows(tokens, length, keys, active, ready.prefix, ready.start, limit)
 
 
 def _completions(model: Model, out: Completions, rows: int) -> list[list[SampledCompletion]]:

@@ -115,7 +115,8 @@ def micro_batch(cfg: Any, plan: Any, work: Any, room: int, whose: str) -> str | 
     held = costs.memory(plan, work, **memory_options(cfg))
     resident = held.updating
     started = launches(plan, work)
-    group, top = max(x.group for x in started), max(started, key=lambda x: x.prompt + x.response)
+    group = max(part.group for x in started for part in x.parts)
+    top = max(started, key=lambda x: x.prompt + x.response)
     arch = work.models[top.model].config
     tokens = top.prompt + group * top.response
     need = lambda rows: resident + costs.update_bytes(arch, rows, top.prompt, group, top.response, cfg.team.remat)

@@ -12,7 +12,7 @@ from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.costs import hlo
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.envs.matrix import array as matrix
-from jaxmarl_llm.generation.generate import generate
+from jaxmarl_llm.generation.generate import generate_launch
 from jaxmarl_llm.generation.sampling import Sampling, sample_hidden
 from jaxmarl_llm.messages import HostEnv, Message
 from jaxmarl_llm.models.decoder import make_policy
@@ -168,7 +168,7 @@ def test_separate_models_compute_what_one_shared_model_computes(plan, engine):
     shared, apart = same(("m", "m", "m")), same(CALLED)
     assert rollout_flops(plan, shared)[1] == pytest.approx(rollout_flops(plan, apart)[1])
     for work in (shared, apart):
-        nodes = sum(part.nodes for x in cx.launches(plan, work) for part in x.parts)
+        nodes = sum(part.nodes for x in cx.launches(plan, work) for _, part in x.members)
         assert nodes == pytest.approx(cx.counts(plan, work).nodes)
         least, full = rollout_flops(plan, work)
         assert least == pytest.approx(full) if engine == "array" else least < full
@@ -191,7 +191,8 @@ def test_expected_steps_are_a_lower_bound_where_it_is_uncertain_who_acts():
     certain = work._replace(turns=(cx.Turn(({0: 1.0},)),))
     assert [costs.least_steps(x) for x in cx.launches(flat(1), certain)] == [4]
     both = {1: 0.5, 4: 0.5}
-    of = lambda n, most: cx.Launch(0, 0, 4, 2, 8, 4, (cx.LaunchRows(n, most, {8: 1.0}, both, n),), 4)
+    rows = lambda n, most: cx.LaunchRows(n, most, {8: 1.0}, both, n)
+    of = lambda n, most: cx.Launch(0, 0, 8, 4, (cx.LaunchPart(2, 4, 4, (rows(n, most),)),))
     for n, most in ((1.0, 4), (2.5, 4), (4, 4)):  # against the two-point distribution of the number of nodes
         exact = n / most * cx.longest([(2 * most, both)])
         assert costs.least_steps(of(n, most)) <= exact + 1e-12
@@ -248,18 +249,16 @@ def test_flops_of_the_compiled_launches_of_a_host_rollout(plan, monkeypatch):
     """All launches of a real rollout, each compiled and counted. No prompt begins as another: nothing is cached."""
     ran = []
 
-    def recorded(policy, variables, tokens, length, keys, active, *, max_new_tokens, stop_ids, **more):
-        fixed = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
-        rows = (variables, tokens, length, keys, active)
-        once = functools.partial(generate, policy, pad_id=more["pad_id"], sampling=more["sampling"], **fixed)
-        whole = compiled_flops(functools.partial(once, prefix=None, start=None), *rows)
-        ran.append((whole, sampler_flops(keys.size * max_new_tokens)))
-        assert more["prefix"] is None
-        return generate(policy, *rows, **fixed, **more)
+    def recorded(policy, variables, parts, **fixed):
+        ended = {name: fixed[name] for name in ("max_new_tokens", "stop_ids", "pad_id", "sampling")}
+        whole = compiled_flops(functools.partial(generate_launch, policy, **ended), variables, parts)
+        ran.append((whole, sampler_flops(sum(part.keys.size for part in parts) * fixed["max_new_tokens"])))
+        assert all(part.prefix is None for part in parts)
+        return generate_launch(policy, variables, parts, **fixed)
 
     limits, prompts, turns, tasks = (4, 4, 4), (32, 32, 32), 3, 12
     team = team_of(CALLED, limits)
-    monkeypatch.setattr(launches, "generate", recorded)
+    monkeypatch.setattr(launches, "generate_launch", recorded)
     tree = host_tree(plan, team, turns, prompts, tasks)
     assert len(ran) == int(tree.counts.launches)
     least, full = rollout_flops(plan, host_work(team, turns, prompts, [{4: 1.0}] * 3, tasks))

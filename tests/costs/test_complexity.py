@@ -19,7 +19,7 @@ from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import CHIPS
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation import prefix_cache
-from jaxmarl_llm.generation.generate import Completions
+from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
 from jaxmarl_llm.models.decoder import Config, make_policy
@@ -64,56 +64,61 @@ def random_plan(rng, k):
 
 
 class Recorded:
-    """Stands for launches.generate; notes what would be allocated.
+    """Stands for launches.generate_launch; notes what would be allocated.
 
     A completion of role i would have ``natural[i]`` tokens, and ends before at the limit that generation was asked for.
     Real completions are in `test_lengths_of_real_completions`.
     """
 
     def __init__(self, natural):
-        self.natural, self.launches = natural, []
+        self.natural, self.launches, self.steps = natural, [], 0
 
     def __call__(
         self,
         policy,
         variables,
-        tokens,
-        length,
-        keys,
-        active,
+        parts,
         *,
         max_new_tokens,
         stop_ids,
         pad_id,
         sampling,
-        prefix,
-        start,
-        limit,
         keep,
         layers,
     ):
-        assert prefix is None and start is None and keep and layers is None  # no prompt begins as another
+        assert keep and layers is None
+        (prompt,) = {part.tokens.shape[1] for part in parts}
+        self.launches.append((tuple(part.keys for part in parts), prompt, max_new_tokens))
+        made, steps = zip(*(self.part(part, max_new_tokens) for part in parts), strict=True)
+        self.steps += max(steps)
+        return made
+
+    def part(self, part, max_new_tokens):
+        """What one part gives, and the tokens of its longest completion."""
+        tokens, _, keys, active, prefix, start, limit = part
+        assert prefix is None and start is None  # no prompt begins as another
         n, g = keys
-        self.launches.append((n, g, tokens.shape[1], max_new_tokens))
         said, limit = np.zeros((n, g), np.int32), np.full((n,), max_new_tokens) if limit is None else limit
         for row in np.flatnonzero(active):
             said[row] = min(self.natural[tokens[row, 0]], limit[row])  # the first token of a prompt names its role
-        self.steps = getattr(self, "steps", 0) + int(said.max())
         shape = (n, g, max_new_tokens)
         out = Completions(np.full(shape, 65, np.int32), said, np.zeros(shape, np.float32), said == limit[:, None])
         cache = lambda *slots: ((np.zeros((*slots, 1, 1), np.float32),) * 2,)
-        return out, cache(*tokens.shape), cache(n, g, max(max_new_tokens - 1, 1))
+        return (out, cache(*tokens.shape), cache(n, g, max(max_new_tokens - 1, 1))), int(said.max())
 
     def cache_bytes(self, cfg):
         """As `generate` allocates it: shapes from the policy itself."""
         policy, size = make_policy(cfg), 0
         variables = jax.eval_shape(lambda: {"params": policy.init(jax.random.key(0))})
-        for n, g, p, r in set(self.launches):
-            ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
-            _, prefix = jax.eval_shape(policy.prefill, variables, ints(n, p), ints(n))
-            suffix = jax.eval_shape(lambda x, g=g, r=r: policy.init_suffix(x, g, max(r - 1, 1)), prefix)
-            held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((prefix, suffix)))
-            size = max(size, held + 4 * n * g * cfg.vocab_size)
+        for parts, p, r in set(self.launches):
+            held = 0
+            for n, g in parts:
+                ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
+                _, prefix = jax.eval_shape(policy.prefill, variables, ints(n, p), ints(n))
+                suffix = jax.eval_shape(lambda x, g=g, r=r: policy.init_suffix(x, g, max(r - 1, 1)), prefix)
+                held += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((prefix, suffix)))
+                held += 4 * n * g * cfg.vocab_size
+            size = max(size, held)
         return size
 
 
@@ -123,7 +128,7 @@ def host_tree(monkeypatch, plan, work, natural, ends_at=None):
     recorder = Recorded(natural)
     keys = lambda data, role, *, group: (len(data), group)
     zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
-    monkeypatch.setattr(launches, "generate", recorder)
+    monkeypatch.setattr(launches, "generate_launch", recorder)
     monkeypatch.setattr(prefix_cache, "_put", lambda pool, *_: pool)
     monkeypatch.setattr(prefix_cache, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
     monkeypatch.setattr(launches, "_sample_keys", keys)
@@ -189,7 +194,8 @@ def test_predictions_equal_a_real_host_rollout_on_200_random_configurations(monk
         for name in tree.counts.__dataclass_fields__:
             if name != "invalid":
                 assert getattr(said, name) == int(getattr(tree.counts, name)), (name, where)
-        assert said.nodes == nodes.valid.sum() == sum(p.nodes for x in cx.launches(plan, work) for p in x.parts), where
+        members = [member for launch in cx.launches(plan, work) for _, member in launch.members]
+        assert said.nodes == nodes.valid.sum() == sum(member.nodes for member in members), where
         limits = np.array([role.max_new_tokens for role in work.roles])[nodes.role[steps.node]]
         assert (steps.truncated == (steps.valid & (steps.length == limits))).all(), where
         assert said.decode_steps == pytest.approx(recorder.steps), where
@@ -205,7 +211,7 @@ def test_predictions_equal_a_real_host_rollout_on_200_random_configurations(monk
             mine = steps.valid & kept[steps.node]
             assert update.completion_tokens == steps.length[mine].sum(), where
         # What generation allocates.
-        shapes = [(x.rows, x.group, x.prompt, x.response) for x in cx.launches(plan, work)]
+        shapes = [(tuple((p.rows, p.group) for p in x.parts), x.prompt, x.response) for x in cx.launches(plan, work)]
         assert sorted(shapes) == sorted(recorder.launches), where
         if seed % 10 == 0:
             held = costs.memory(plan, work)
@@ -509,13 +515,13 @@ def test_flops_are_those_of_the_traced_model(cfg, rank):
         variables["lora"] = jax.eval_shape(
             functools.partial(init_lora, rank=rank), jax.random.key(0), variables["params"]
         )
-    launch = cx.Launch(0, 0, n, g, p, r, (cx.LaunchRows(n, n, {p: 1.0}, {r: 1.0}, n),), n)
+    launch = cx.Launch(0, 0, p, r, (cx.LaunchPart(g, n, n, (cx.LaunchRows(n, n, {p: 1.0}, {r: 1.0}, n),)),))
     said = costs.launch_work(launch, cx.ModelSize(cfg, rank))
     assert said.prefill == products(jax.make_jaxpr(policy.prefill)(variables, ints(n, p), ints(n)).jaxpr)
 
     def one(variables, tokens, length, prefix, suffix):
         layers = policy.unstack(variables)
-        hidden, _ = policy.decode(layers, tokens, prefix, length, suffix, 0)
+        (hidden,), _ = policy.decode(layers, (tokens,), (prefix,), (length,), (suffix,), 0)
         return hidden, layers
 
     _, prefix = jax.eval_shape(policy.prefill, variables, ints(n, p), ints(n))

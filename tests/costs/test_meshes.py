@@ -39,12 +39,14 @@ def test_the_parts_of_a_chip_are_counted_apart(joy):
     assert held.gradient == 4 * 2 * NUMBERS / cut
     assert held.rollout_copy == 2 * NUMBERS / 2  # of one model at a time, whole along fsdp
     top = meshes.largest_launch(*joy[1:])
-    lanes = -(-top.rows // 8)  # prompts of a chip: 8 parts hold rows
-    slots = lanes * (2048 + top.group * 511)
+    parts = [(-(-part.rows // 8), part.group) for part in top.parts]  # prompts of a chip: 8 chips hold rows
+    assert [group for _, group in parts] == [1, 8]  # a node of the trunk, and the alternatives of another
+    slots = sum(prompts * (2048 + group * 511) for prompts, group in parts)
     assert held.cache == slots * 2 * LAYERS * KV * HEAD * 2 / 2
     # Scores of a prefill in float32, and activations of a layer in bfloat16; they pass the logits.
-    prefill = lanes * (4 * HEADS * 2048**2 + 2 * 2048 * (6 * HIDDEN + 3 * UNITS)) / 2
-    assert held.generation == max(prefill, 3 * 4 * lanes * top.group * VOCABULARY / 2)
+    prefill = sum(prompts for prompts, _ in parts) * (4 * HEADS * 2048**2 + 2 * 2048 * (6 * HIDDEN + 3 * UNITS)) / 2
+    samples = sum(prompts * group for prompts, group in parts)
+    assert held.generation == max(prefill, 3 * 4 * samples * VOCABULARY / 2)
     tokens = 2048 + 8 * 512
     layers = 2 * tokens * (LAYERS * HIDDEN + 6 * HIDDEN + 3 * UNITS)
     pairs = 2048**2 + 8 * 512 * (2048 + 512)

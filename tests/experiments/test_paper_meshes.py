@@ -21,7 +21,8 @@ def test_changes_of_a_run_are_tried_from_the_least_on():
     assert tried == [{}, {"batch": 2}, {"batch": 1}, lora, lora | {"batch": 2}, lora | {"batch": 1}]
     found = paper_meshes.row("joyagents_r1:qwen2_5_3b", "h100:1")
     assert found.changes["team.parameter_sharing"] == "lora" and found.flags.startswith("--config.mesh.data=1 ")
-    assert found.flags.endswith(f"--config.team.parameter_sharing=lora --config.batch={found.changes['batch']}")
+    changes = f"--config.team.parameter_sharing=lora --config.batch={found.changes['batch']}"
+    assert found.flags.endswith(f"{changes} --config.optimizer.offload=true")
 
 
 def test_the_page_has_the_table():

@@ -74,7 +74,7 @@ def test_what_the_compiler_says_of_too_little_memory_is_read():
 
 GB = 10**9
 HELD = {"parameters": 2 * GB, "optimizer": GB, "rollout copy": 3 * GB}
-SHAPE = {"nodes": 8, "group": 1, "prompt": 2048, "response": 512, "micro": 8, "micro_group": 8}
+SHAPE = {"parts": ((8, 1),), "prompt": 2048, "response": 512, "micro": 8, "micro_group": 8}
 
 
 def judged(peaks, *, held=None, mesh=(1, 4, 1), room=16 * GB, micro=8, **team):
@@ -203,12 +203,14 @@ def test_a_team_on_four_chips(tiny):
     stages = row["stages"]
     assert set(stages) == {"prefill", "decode", "accumulate"} and row["fits"]
     # Of the prompts' products a chip does a quarter: half of the rows, half of the heads and units.
-    n, p, r = (row["shape"][k] for k in ("nodes", "prompt", "response"))
+    parts, p, r = (row["shape"][k] for k in ("parts", "prompt", "response"))
+    n, lanes = sum(nodes for nodes, _ in parts), sum(nodes * group for nodes, group in parts)
+    assert [group for _, group in parts] == [1, 2]  # alternatives and the base in one launch
     dense = 2 * (kernels - 512 * 64)
     assert stages["prefill"]["flops"] == n * p * (dense + 4 * 64 * p) / 4
-    token = n * (dense + 4 * 64 * (p + r - 1) + 2 * 512 * 64) / 4
+    token = lanes * (dense + 4 * 64 * (p + r - 1) + 2 * 512 * 64) / 4
     # Beside it the running sum inside a block of the inverse CDF, a triangular product, on each half of the rows.
-    assert stages["decode"]["flops"] == token + n / 2 * 2 * 256**2
+    assert stages["decode"]["flops"] == token + lanes / 2 * 2 * 256**2
     # Generation sends no parameters, the update gathers and reduces them: the embedding alone is 512 x 64 of them.
     assert stages["decode"]["collectives"].get("all-gather", 0) < 512 * 64 / 2
     assert sum(stages["accumulate"]["collectives"].values()) > 512 * 64
@@ -227,10 +229,12 @@ def test_useful_flops_are_those_of_real_nodes():
     """D=4 F=6 Q=2 K=1 H=2 V=8, one layer: by hand, on 2 chips that share the heads."""
     cfg = decoder.Config(8, 4, 6, 1, 2, 1, 2)
     weights, mesh = ModelSize(cfg), meshes.make_mesh(meshes.MeshConfig(1, 1, 2), jax.devices()[:2])
-    shape = compile_ahead.Shape(nodes=8, group=2, prompt=3, response=2, micro=4, micro_group=2)
+    shape = compile_ahead.Shape(parts=((8, 2), (4, 3)), prompt=3, response=2, micro=4, micro_group=2)
     stage = compile_ahead.Stage("", 0, 0, 0, 0, True, flops=1000.0, bytes=500.0)
     dense, pair, head = 2 * (2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 6), 4 * 2 * 2, 2 * 4 * 8
-    found = ratios(weights, 5, shape, mesh, 100.0, dict.fromkeys(("prefill", "decode", "accumulate"), stage))
+    found = ratios(
+        weights, ((3, 2), (1, 1), (1, 3)), shape, mesh, 100.0, dict.fromkeys(("prefill", "decode", "accumulate"), stage)
+    )
     prefill = 5 * (3 * dense + (1 + 2 + 3) * pair)
     decode = 10 * (dense + head + pair * (4 + 5) / 2)  # the first token sees 4 keys, the second 5
     sample = dense + head * 2 + pair * 4  # the last token is not read: one token through the layers, 4 keys
@@ -329,7 +333,9 @@ def test_a_chip_does_and_holds_the_same_on_a_larger_slice(tiny):
     small, large = (
         plan_pod.measure(tiny, "", t, "-1,2,2", 1, ("rollout", "accumulate")) for t in ("v5e:2x2", "v5e:4x4")
     )
-    assert large["mesh"] == [4, 2, 2] and large["shape"]["nodes"] == 4 * small["shape"]["nodes"]
+    assert large["mesh"] == [4, 2, 2] and large["shape"]["parts"] == tuple(
+        (4 * n, g) for n, g in small["shape"]["parts"]
+    )
     sent = lambda row: sum(row["stages"]["accumulate"]["collectives"].values())
     for name in ("prefill", "decode", "accumulate"):
         a, b = small["stages"][name], large["stages"][name]

@@ -15,15 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmarl_llm.generation.buckets import bucket
-from jaxmarl_llm.generation.generate import (
-    Decoding,
-    compaction_sizes,
-    gather_lanes,
-    generate,
-    sample_completions,
-    scatter_back,
-    unfinished,
-)
+from jaxmarl_llm.generation.decoding import Decoding, compaction_sizes, gather_lanes, scatter_back, unfinished
+from jaxmarl_llm.generation.generate import generate, sample_completions
 from jaxmarl_llm.generation.sampling import Sampling, score
 from jaxmarl_llm.models.decoder import Config, make_policy
 from tests.toys import Compiles
@@ -290,7 +283,7 @@ def counting(model, found):
     policy, variables = model
 
     def decode(*args):
-        jax.debug.callback(lambda: found.append(args[1].size))
+        jax.debug.callback(lambda: found.append(sum(x.size for x in args[1])))
         return policy.decode(*args)
 
     return policy._replace(decode=decode), variables
@@ -481,7 +474,7 @@ def test_nothing_compiles_after_the_warm_up_of_a_bucket():
     # A model without layers: what compiles, and when, does not depend on them.
     policy = full._replace(
         prefill=prefill, unstack=lambda v: v, init_suffix=lambda *_: (),
-        decode=lambda v, tokens, *_: (full.embed(v, tokens), ()),
+        decode=lambda v, tokens, *_: (tuple(full.embed(v, x) for x in tokens), ((),)),
     )  # fmt: skip
     model = policy, {"params": random_params(full)}
     rng = np.random.default_rng(0)

@@ -391,7 +391,7 @@ def test_the_model_takes_them_but_not_on_a_mesh():
     ints = partial(shape, dtype=jnp.int32)
     cache = ((shape(8, 256, 2, 8, dtype=jnp.float32),) * 2,)
     suffix = jax.eval_shape(lambda x: policy.init_suffix(x, 2, 4), cache)
-    decode = policy.decode, (layers, ints(8, 2), cache, ints(8), suffix, ints())
+    decode = policy.decode, (layers, [ints(8, 2)], [cache], [ints(8)], [suffix], ints())
     prompt = policy.prefill, (variables, ints(8, 1024), ints(8))
     train = policy.hidden, (variables, ints(8, 512), ints(8), ints(8, 2, 257))
     trees = policy.hidden_tree, (variables, ints(8, 1024), ints(8, 1024), ints(8, 1024))

@@ -364,7 +364,7 @@ def test_tables_of_rows():
     ("plan", "sequences", "branch", "leaves", "launches"),
     [
         (plans.flat(4), 4 * 4, 4, 4, 4),
-        (plans.node_wise(4), 16 + 3 * (3 + 2 + 1), 16, 13, 7),  # at each later turn the base and the alternatives
+        (plans.node_wise(4), 16 + 3 * (3 + 2 + 1), 16, 13, 4),  # the base and the alternatives go together
         (plans.node_wise(4, "local"), 16, 16, 4, 4),  # those of the last turn
         (plans.product(4), 4 + 16 + 64 + 256, 340, 256, 4),
         (plans.single(), 4, 0, 1, 4),
@@ -383,12 +383,12 @@ def test_counts_of_plans(plan, sequences, branch, leaves, launches):
         np.testing.assert_array_equal(moves.rewards["accuracy"][:16, 0], 10.0 * (1 + moves.turn[:16]))
 
 
-def test_launches_are_groups_of_model_and_width():
+def test_a_turn_is_one_launch_for_each_model():
     env, tasks = talk(3, True), ["x", "y"]
     separate, shared = make_team("a", "b", shared=False), make_team("a", "b")
     launches = lambda team, plan: int(go(env, team, tasks, plan).tree.counts.launches)
-    assert launches(shared, plans.node_wise(2)) == 1 + 2 + 2
-    assert launches(separate, plans.node_wise(2)) == 2 * (1 + 2 + 2)
+    assert launches(shared, plans.node_wise(2)) == 3
+    assert launches(separate, plans.node_wise(2)) == 2 * 3
     assert launches(separate, plans.flat(2)) == 2 * 3
 
 

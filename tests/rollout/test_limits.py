@@ -128,19 +128,21 @@ def test_tokens_before_the_limit_are_those_of_a_larger_one(engine, how):
 
 def test_roles_of_equal_limits_are_launched_without_limits_by_row(monkeypatch):
     """The program is then the same as that of one role, to the bit."""
+    from jaxmarl_llm.generation import generate
     from jaxmarl_llm.rollout import array_turn, launches
 
     seen = []
 
-    def recorded(function):
-        def call(*args, limit, **more):
-            seen.append(limit)
-            return function(*args, limit=limit, **more)
+    def of_arrays(*args, limit, **more):
+        seen.append(limit)
+        return generate.sample_completions(*args, limit=limit, **more)
 
-        return call
+    def of_host(policy, variables, parts, **more):
+        seen.extend(part.limit for part in parts)
+        return generate.generate_launch(policy, variables, parts, **more)
 
-    monkeypatch.setattr(array_turn, "sample_completions", recorded(array_turn.sample_completions))
-    monkeypatch.setattr(launches, "generate", recorded(launches.generate))
+    monkeypatch.setattr(array_turn, "sample_completions", of_arrays)
+    monkeypatch.setattr(launches, "generate_launch", of_host)
     array_tree("shared", flat(2), (3, 3))
     host_tree("shared", flat(2), (3, 3))
     assert len(seen) >= 3 and all(limit is None for limit in seen)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmarl_llm.generation import prefix_cache
-from jaxmarl_llm.generation.generate import Completions
+from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.value_head import init_head
 from jaxmarl_llm.rollout import host, launches, plans
@@ -54,7 +54,8 @@ def rollout(name):
     }[name]
     team = toys.team(shared=name != "node_wise", max_new_tokens=5)
     with EnvPool(lambda: env, workers=0) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launches, "generate", said)
+        each = lambda policy, variables, parts, **fixed: [said(policy, variables, *part[:4], **fixed) for part in parts]
+        patch.setattr(launches, "generate_launch", each)
         slots = lambda *size: ((np.zeros((*size, 1, 1), np.float32),) * 2,)
         patch.setattr(prefix_cache, "_fill", lambda policy, variables, tokens, *_: slots(len(tokens), 512))
         patch.setattr(prefix_cache, "_take", lambda pool, slot: slots(*slot.shape))
