@@ -87,7 +87,6 @@ def measure(
     team = compile_ahead.team_of(bare, mesh, work.models, memory_options(bare)["copies"], work.engine)
     shape = compile_ahead.shape_of(bare, mesh, plan, work, rows)
     held = {"parameters": team.parameter_bytes, "optimizer": team.optimizer_bytes, "rollout copy": team.playing_bytes}
-    size = compile_ahead.chip_bytes
     program = repr((team.policy.config, bare.team.remat, bare.loss, bare.optimizer, bare.sampling, mesh.shape, shape))
     program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
     versions, date = {"jax": jax.__version__, "libtpu": libtpu.__version__}, datetime.date.today().isoformat()
@@ -102,17 +101,7 @@ def measure(
         date = same["date"]  # when they were compiled
     else:
         stages = compile_ahead.compile_stages(bare, mesh, team, shape, only)
-    own = size(team.own) + (0 if team.shared is None else size(team.shared))
-    playing = size(team.playing)
-    rest = team.parameter_bytes + team.optimizer_bytes
-    away = team.optimizer_bytes if bare.optimizer.offload else 0  # between updates
-    # Of each program's arguments, those that are resident anyway; while generation runs, its copies are too.
-    beside = {
-        "prefill": rest - away + (team.playing_bytes - playing if team.playing_bytes else -own),
-        "accumulate": rest - own,
-        "apply": rest - size(team.own) - size(team.optimizer),
-    }
-    peaks = {k: stages[k].least + v for k, v in beside.items() if k in stages} or {"resident": resident(bare, held)}
+    peaks = stage_peaks(bare, team, stages) or {"resident": resident(bare, held)}
     launch = largest_launch(plan, work)
     shaped = launch._replace(parts=tuple(LaunchPart(g, n, n, ()) for n, g in shape.parts))
     cache = costs.cache_bytes(shaped, team.policy.config)
@@ -151,6 +140,26 @@ def measure(
     if row["fits"] and set(stages) > {"prefill", "accumulate", "apply"}:
         row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages)
     return row
+
+
+def stage_peaks(cfg: Any, team: Any, stages: dict[str, Any]) -> dict[str, int]:
+    """Bytes of a chip at the peak of each compiled stage: what the program needs, and what is resident beside it.
+
+    cfg: configuration. team: shapes of the team, a `compile_ahead.Team`. stages: compiled programs by name.
+    """
+    from experiments.tpu.compile_ahead import chip_bytes as size
+
+    own = size(team.own) + (0 if team.shared is None else size(team.shared))
+    playing = size(team.playing)
+    rest = team.parameter_bytes + team.optimizer_bytes
+    away = team.optimizer_bytes if cfg.optimizer.offload else 0  # between updates
+    # Of each program's arguments, those that are resident anyway; while generation runs, its copies are too.
+    beside = {
+        "prefill": rest - away + (team.playing_bytes - playing if team.playing_bytes else -own),
+        "accumulate": rest - own,
+        "apply": rest - size(team.own) - size(team.optimizer),
+    }
+    return {name: stages[name].least + bytes_ for name, bytes_ in beside.items() if name in stages}
 
 
 def resident(cfg: Any, held: dict[str, int]) -> int:

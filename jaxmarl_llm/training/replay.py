@@ -17,13 +17,12 @@ from jaxmarl_llm.config import at_least
 from jaxmarl_llm.distributed import sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.rollout.keys import REPLAY
 from jaxmarl_llm.training.critic import stacks_of_rows
 from jaxmarl_llm.training.learner import Batch, pad_rows, token_weights
 from jaxmarl_llm.training.losses import Loss, log_ratios, masked
 from jaxmarl_llm.training.train_step import Driver, StepResult, TrainStep, UpdateFunction, Updates, policy_update
 from jaxmarl_llm.types import POLICY, Array, Model, PyTree, TrainState
-
-DRAWS = 2**30 + 3  # stream of a step's key, beside those of rollout/keys.py
 
 
 class Samples(struct.PyTreeNode):
@@ -137,7 +136,7 @@ class Replay:
         """
         if not self.coef:
             return self.update(step, driver, state, batches)
-        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), DRAWS)
+        key = jax.random.fold_in(jax.random.fold_in(state.key, state.step), REPLAY)
         drawn, stored = driver.host(draw(key, state.kept[self.name], self.samples))
         mixed, seen = dict(batches), {}
         for index, model in enumerate(step.team.models):

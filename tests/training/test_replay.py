@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.rollout import keys
 from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
 from jaxmarl_llm.storage.checkpoint import digests
@@ -112,10 +111,6 @@ def test_each_stored_sample_is_drawn_equally_often():
     drawn, stored = jax.vmap(lambda key: replay.draw(key, ring, 2))(keys_of)
     seen = np.bincount(np.asarray(drawn.prompt)[..., 0].ravel(), minlength=5) / 3000
     assert stored.all() and seen[4] == 0 and np.abs(seen[:4] - 0.5).max() < 5 * math.sqrt(0.25 / 3000)
-
-
-def test_the_stream_of_draws_is_its_own():
-    assert replay.DRAWS not in (keys.OPPONENTS, keys.STEP_SELECTION, keys.EXTRA_PLAYS)
 
 
 @pytest.mark.parametrize("off", ({"coef": 0.0}, {"bound": math.inf}, {"truncate": 0.0}))
