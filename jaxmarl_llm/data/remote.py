@@ -29,6 +29,7 @@ from jaxmarl_llm.errors import ConfigError
 EXTRAS = {"gs": "gcs", "s3": "s3"}  # scheme of a store -> extra that has its client
 LISTING = ".listing.json"  # of a copy: what the store said of each file
 THREADS = 8  # files that are copied at once
+SILENCE = 60.0  # seconds in which a web server has to send something
 # Files of a model in Hugging Face's layout. A server has some of them; config.json and the weights are required.
 MODEL = (
     "config.json",
@@ -188,7 +189,7 @@ def _on_server(url: str, key: str, patterns: Sequence[str]) -> dict[str, Write]:
 def _weights(base: str, key: str) -> list[str]:
     """Names of the weight files of the model at ``base``: those of its index, or the only one."""
     try:
-        with urllib.request.urlopen(f"{base}/{INDEX}") as answer:
+        with urllib.request.urlopen(f"{base}/{INDEX}", timeout=SILENCE) as answer:
             index = json_files.parse(answer.read().decode(errors="replace"), f"{base}/{INDEX}")
     except urllib.error.HTTPError as error:
         if error.code == 404:
@@ -208,7 +209,7 @@ def _weights(base: str, key: str) -> list[str]:
 
 def _download(url: str, path: Path) -> None:
     """Write what is at ``url`` to ``path``. Raises OSError when it ends before the announced number of bytes."""
-    with urllib.request.urlopen(url) as answer, open(path, "wb") as file:
+    with urllib.request.urlopen(url, timeout=SILENCE) as answer, open(path, "wb") as file:
         shutil.copyfileobj(answer, file, 1 << 20)
         announced = answer.headers.get("Content-Length")
     if announced is not None and path.stat().st_size != int(announced):
