@@ -88,7 +88,9 @@ def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
     Slices are connected by the network of the hosts, which is slower than the links of a slice. So the slices divide
     the data axis: only sums of gradients and tables of rows pass between them.
     """
-    slices = Counter(device.slice_index for device in devices) if devices[0].platform == "tpu" else Counter()
+    tpu = devices[0].platform == "tpu"
+    # A device that programs are compiled for ahead of time may lack the attribute.
+    slices = Counter(getattr(device, "slice_index", 0) for device in devices) if tpu else Counter()
     # A mesh axis may be a part of one axis of a TPU torus, such as tensor=2 on 8x8x8.
     if len(slices) < 2:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)

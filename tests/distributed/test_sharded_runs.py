@@ -216,8 +216,8 @@ def gradient(own, shared, mesh, n=6):
     with meshes.use_mesh(mesh):
         rows = sharding.put_rows(pad_rows(batch(n), sharding.row_parts()))
         program = learner.accumulate.lower(own, shared, rows, None).compile()
-        grad, metrics, gap = program(own, shared, rows, None)
-        return float(metrics["loss"]), float(gap), grad, program.as_text()
+        grad, metrics, scored = program(own, shared, rows, None)
+        return float(metrics["loss"]), float(scored.gap), grad, program.as_text()
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.configs import magrpo
+from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.data import loaders
 from jaxmarl_llm.envs.registry import EnvConfig
@@ -111,7 +111,7 @@ def test_a_text_that_the_limit_ended_pays_nothing_but_its_rouge():
 
 def test_rouge_is_logged_and_has_no_weight():
     for variant in ("smollm2", "tldr", "qwen3_1_7b"):
-        assert not set(getattr(magrpo, variant)().reward) & set(rouge.METRICS)
+        assert not set(config_flags.load(f"magrpo:{variant}").reward) & set(rouge.METRICS)
     assert writing.make(writing.Config()).components == (*wr.COMPONENTS, *rouge.METRICS)
     assert writing.make(writing.Config(task="arxiv")).components == wr.COMPONENTS  # nobody wrote those introductions
     prompt = writing.observe(writing.Config(), writing.reset(writing.Config(), 0, TASK))["concise"]
@@ -430,7 +430,7 @@ def test_data_of_the_hub(monkeypatch, name):
         ("trl-lib/tldr", None, "jaxmarl_llm[hf]"),
         ("trl-lib/tldrr", Hub, "hub trl-lib/tldrr, split train: cannot be had (ConnectionError: no trl-lib/tldrr)"),
         ("/nowhere/at/all", Hub, "no such folder"),
-        ("scitldr", Hub, "expected a folder with SciTLDR or a hub name"),
+        ("scitldr", Hub, "expected a folder with SciTLDR, its URL or a hub name"),
     ],
 )
 def test_data_that_cannot_be_had(monkeypatch, data, package, message):

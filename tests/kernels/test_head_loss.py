@@ -329,11 +329,11 @@ def test_the_update_equals_the_one_from_logits(loss):
     plain = policy._replace(unembed=lambda v, h: logits(h, policy.unembed.head(v)))
     own = {"params": policy.init(jax.random.key(0))}
     run = lambda p: make_learner(p, loss, Optimizer(), sampling).accumulate(own, None, batch(), None)
-    (ours, metrics, gap), (theirs, want, want_gap) = run(policy), run(plain)
+    (ours, metrics, scored), (theirs, want, wanted) = run(policy), run(plain)
     assert metrics.keys() == want.keys()
     for name in want:
         np.testing.assert_allclose(metrics[name], want[name], rtol=1e-4, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(gap, want_gap, rtol=1e-5)
+    np.testing.assert_allclose(scored.gap, wanted.gap, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 

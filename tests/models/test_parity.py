@@ -99,7 +99,7 @@ def greedy(policy, params, row: np.ndarray, count: int, padding: int = 3) -> lis
 
     @jax.jit
     def step(layers, token, suffix, t):
-        hidden, suffix = policy.decode(layers, token[None, None], prefix, length, suffix, t)
+        (hidden,), (suffix,) = policy.decode(layers, (token[None, None],), (prefix,), (length,), (suffix,), t)
         return jnp.argmax(policy.unembed(layers, hidden)[0, 0]), suffix
 
     token = jnp.argmax(policy.unembed(variables, hidden)[0])

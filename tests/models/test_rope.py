@@ -67,7 +67,9 @@ def calls(cfg, count):
         yield f"{name}extend", lambda p=policy: p.extend(variables, ints(1, 2), ints(1), ints(1), cache(1, count))
         yield (
             f"{name}decode",
-            lambda p=policy: p.decode(layers, ints(1, 2), cache(1, count - 3), ints(1), cache(1, 2, 3), jnp.int32(0)),
+            lambda p=policy: p.decode(
+                layers, (ints(1, 2),), (cache(1, count - 3),), (ints(1),), (cache(1, 2, 3),), jnp.int32(0)
+            ),
         )
     yield "hidden", lambda: plain.hidden(variables, ints(1, count - 3), ints(1), ints(1, 2, 3))
     yield "hidden_tree", lambda: plain.hidden_tree(variables, ints(1, count), ints(1, count), ints(1, count))

@@ -80,7 +80,7 @@ def test_the_learner_has_the_softmax_gradient():
 def test_what_it_does_not_know_is_not_hidden():
     hidden, _ = POLICY.prefill(OWN, np.array([[7, 5], [5, 6]], np.int32), np.array([2, 2]))
     assert np.isnan(hidden[0]).all() and np.isfinite(hidden[1]).all()
-    second, _ = POLICY.decode(OWN, np.array([[3]]), (), np.array([1]), (), 0)
+    (second,), _ = POLICY.decode(OWN, (np.array([[3]]),), ((),), (np.array([1]),), ((),), 0)
     assert np.isnan(second).all()
     with pytest.raises(ValueError, match="samples one token, not 2"):
         POLICY.hidden(OWN, np.array([[5]]), np.array([1]), np.zeros((1, 1, 2), np.int32))

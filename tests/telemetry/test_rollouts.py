@@ -210,7 +210,7 @@ def test_the_update_hands_over_its_log_probs_of_what_it_trained(straight, host):
 def test_a_sampler_that_reports_other_log_probs_is_seen_token_by_token(made, straight, tmp_path):
     step = made.phases[-1].step
 
-    def play(step, once, tasks, key, rl_step):
+    def play(step, once, tasks, key, rl_step, state):
         """Log-probs that are too low by 0.001 for each token before, and by 0.01 for each completion before."""
         tree, played = once(tasks, key)
         seen = np.asarray(tree.steps.logprobs)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.keys import is_documented
 from jaxmarl_llm.training.curriculum import Curriculum, Rates, learnability, mixed
 from tests.training.relay import BATCH, GROUP, TASKS, make, steps

@@ -317,7 +317,7 @@ def test_a_skipped_step_names_the_first_quantity_that_is_not_finite(played, capl
     own, kit = played[1]["agents"]["a"], learner()
     batches = batches_of(played, 1)
     run = lambda bs: [kit.accumulate(own, None, b, None) for b in bs]
-    report = lambda out, total: learner_module.first_not_finite([m for _, m, _ in out], [g for *_, g in out], total)
+    report = lambda out, total: learner_module.first_not_finite([m for _, m, _ in out], [s.gap for *_, s in out], total)
     fine = run(batches)
     assert len(fine) > 1 and report(fine, fine[0][0]) is None
     nan = lambda x: np.full_like(x, np.nan)

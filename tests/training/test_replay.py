@@ -11,7 +11,7 @@ import pytest
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
-from jaxmarl_llm.storage.checkpoint import digests
+from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.keys import is_documented
 from jaxmarl_llm.training import replay
 from jaxmarl_llm.training.learner import Batch

@@ -109,7 +109,7 @@ def test_equal_rows_give_equal_bytes_and_log_probs_are_rounded(tmp_path):
 
 def test_the_page_has_differences_to_the_sampler_in_place_of_the_learners_log_probs(tmp_path):
     said = {"logprobs": (-1.0, None, -2.0, -0.5), "token_ids": (1, 2, 3, 4)}
-    rows = tree_rows(2, group=2)
+    rows = tree_rows(2, group=2, turns=2)
     (at,) = (i for i, row in enumerate(rows) if isinstance(row, rollouts.Completion) and row.step == 0)
     rows[at] = rows[at]._replace(**said, learner_logprobs=(-1.0000012, -1.0, None, 0.0123456))
     shown = step_data(rollouts.read_file(written(tmp_path, rows) / "rollouts" / "step-00000031.jsonl.zst"))
