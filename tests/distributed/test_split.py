@@ -88,7 +88,7 @@ def met(monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    both(launches, "generate")
+    both(launches, "generate_launch")
     both(train, "update")
     return found
 
@@ -98,7 +98,7 @@ def test_a_split_team_runs_as_on_one_device_and_at_once(tmp_path, met, request):
     split = fit(config(mesh=SPLIT), recipe, tmp_path / "split")
     recipe.env_runner.close()
     parts = ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert {name for name, _ in met} == {"generate", "update"} and {devices for _, devices in met} == set(parts)
+    assert {name for name, _ in met} == {"generate_launch", "update"} and {devices for _, devices in met} == set(parts)
     assert [met.count(("update", devices)) for devices in parts] == [2, 2]  # a supervised step and one of RL
     for trees in (split.params["agents"], split.opt_state):
         for name, first in zip([m.name for m in recipe.team.models], (0, 4)):

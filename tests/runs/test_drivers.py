@@ -174,7 +174,8 @@ def apart_again(stack):
 def test_with_one_layout_both_agree_to_rounding(name, tmp_path, monkeypatch):
     """What `test_fit_and_a_compiled_run_take_the_same_steps` allows beyond this is the order of sums.
 
-    Not to the bit: parts of a program are fused otherwise than programs of their own.
+    Not to the bit: parts of a program are fused otherwise than programs of their own. An update from the host also
+    returns log-probs, which a compiled run keeps none of.
     """
     monkeypatch.setattr(phases, "HostDriver", SameLayout)
     cfg = make(name).cfg
@@ -185,7 +186,7 @@ def test_with_one_layout_both_agree_to_rounding(name, tmp_path, monkeypatch):
     stepped, taught = from_the_host(recipe, tmp_path)
     whole, _ = jax.jit(make_program(recipe).run)(jnp.int32(SEED))
     assert apart(stepped.params["agents"], taught) > 1e-2, "RL trained nothing"
-    assert apart(stepped.params, whole.params) < 1e-6
+    assert apart(stepped.params, whole.params) < 3e-6
     assert apart(stepped.memory, whole.memory) < 1e-5
 
 
