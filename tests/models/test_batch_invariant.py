@@ -178,7 +178,7 @@ def test_hidden_states_where_keys_go_from_one_block_to_the_next(qwen2):
         suffix = steady.init_suffix(prefix, 2, KEYS + 8 - p)
         for t in range(KEYS + 8 - p):
             token = np.array([[whole[0, p + t], 7]], np.int32)  # a sibling says something else
-            hidden, suffix = jax.jit(steady.decode)(layers, token, prefix, size, suffix, t)
+            (hidden,), (suffix,) = jax.jit(steady.decode)(layers, (token,), (prefix,), (size,), (suffix,), t)
             bits(hidden[:, 0], ends[p + t + 1])
 
 
