@@ -110,7 +110,8 @@ def test_a_run_of_the_first_schema_is_opened(browser, tmp_path):
     write_page([open_run(GOLDEN)], page := tmp_path / "view.html", 8)
     rollout = rollouts.read_file(GOLDEN / "rollouts" / "step-00000041.jsonl.zst")
     one = next(row for row in rollout.steps if row.trained)
-    browser.open(page, f"run=0&step=41&sample={one.step}&tint=gap")
+    task = rollout.nodes[one.node].task
+    browser.open(page, f"run=0&step=41&task={task}&node={one.node}&sample={one.step}&tint=gap")
     assert browser.js(PRESSED) == [["logprob", "true", False], ["gap", "false", True]]
     assert "The file has no log-probs" in browser.js("document.getElementById('nogap').innerText")
     assert browser.problems == []
