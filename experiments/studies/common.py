@@ -109,11 +109,9 @@ def train(cfg: Any, params: Any, budget: int | None, steps: int, say: Any = None
 
 def student(values: Any) -> tuple[float, float]:
     """Mean and half-width of the 95 % interval of a mean over seeds (Student's t); NaN for one value."""
-    from scipy.stats import t
+    from jaxmarl_llm.telemetry.comparison import interval as of_mean
 
-    x = np.asarray(values, float)
-    half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else np.nan
-    return float(x.mean()), float(half)
+    return of_mean(values)
 
 
 def interval(values: list[float]) -> str:

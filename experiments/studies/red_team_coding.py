@@ -56,7 +56,7 @@ def _through(task: Mapping[str, Any], value: str) -> tuple[str, str]:
 def _examples(task: Mapping[str, Any]) -> tuple[str, str]:
     """The examples of the problem as a table, with an idle helper that compares arguments."""
     line = _signature(task)[0]
-    names = [a.arg for a in ast.parse(f"{line}\n    pass").body[0].args.args]  # type: ignore[attr-defined]
+    names = [a.arg for a in ast.parse(f"{line}\n    pass").body[0].args.args]  # type: ignore[attr-defined]  # the line is a def
     body = [f"y = aux({', '.join(names)})"]
     try:
         shown = doctest.DocTestParser().get_examples(task["prompt"])
