@@ -10,6 +10,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.generation import generate
     from jaxmarl_llm.generation.decoding import Completions
+    from jaxmarl_llm.generation.engine import EngineClient, EngineConfig, VllmClient
     from jaxmarl_llm.generation.generate import by_row, sample_completions
     from jaxmarl_llm.generation.prefix_cache import Prefixes
     from jaxmarl_llm.generation.sampling import Sampling, kept, sample, score
@@ -18,8 +19,11 @@ else:
         __name__,
         objects={
             "Completions": f"{__name__}.decoding",
+            "EngineClient": f"{__name__}.engine",
+            "EngineConfig": f"{__name__}.engine",
             "Prefixes": f"{__name__}.prefix_cache",
             "Sampling": f"{__name__}.sampling",
+            "VllmClient": f"{__name__}.engine",
             "by_row": f"{__name__}.generate",
             "kept": f"{__name__}.sampling",
             "sample": f"{__name__}.sampling",
@@ -29,4 +33,17 @@ else:
         modules={"generate": f"{__name__}.generate"},
     )
 
-__all__ = ["Completions", "Prefixes", "Sampling", "by_row", "generate", "kept", "sample", "sample_completions", "score"]
+__all__ = [
+    "Completions",
+    "EngineClient",
+    "EngineConfig",
+    "Prefixes",
+    "Sampling",
+    "VllmClient",
+    "by_row",
+    "generate",
+    "kept",
+    "sample",
+    "sample_completions",
+    "score",
+]

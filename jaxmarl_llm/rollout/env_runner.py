@@ -34,8 +34,10 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Prompt
 from jaxmarl_llm.rollout.array import check_seats, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.external import Engines
 from jaxmarl_llm.rollout.failures import RolloutFailure
 from jaxmarl_llm.rollout.host import HostRollout, HostSettings, play
+from jaxmarl_llm.rollout.launches import here
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.rollout.recall import mean_embedding
 from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Role, Team, Tree
@@ -292,10 +294,13 @@ class HostEnvRunner(EnvRunner):
     Args:
         task: The environment and its tasks.
         cfg: How the environment is played: its protocol, workers and longest prompt.
+
+    ``engines``: External engines that sample the completions; None: this process does.
     """
 
     array = False
     entry_tokens, entry_bytes = ENTRY_TOKENS, ENTRY_BYTES
+    engines: Engines | None = None
 
     def __init__(self, task: HostTask, cfg: EnvConfig):
         self.task, self.cfg = task, cfg
@@ -345,6 +350,7 @@ class HostEnvRunner(EnvRunner):
                 version=version,
                 recall=recall,
                 assignment=None if assignment is None else np.asarray(assignment),
+                sampler=here if self.engines is None else self.engines.sampler,
             ),
         )
 

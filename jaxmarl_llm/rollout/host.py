@@ -23,7 +23,7 @@ from jaxmarl_llm.messages import Action, Prompt
 from jaxmarl_llm.rollout.env_pool import EnvPool, Failure, raised
 from jaxmarl_llm.rollout.failures import RolloutFailure
 from jaxmarl_llm.rollout.keys import CHILD, ENV, RESET, fold
-from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, TeamSampler, pad
+from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, SamplerFactory, here, pad
 from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
 from jaxmarl_llm.rollout.ranking import best_first, stops, team_value
 from jaxmarl_llm.rollout.tables import (
@@ -72,6 +72,7 @@ class HostSettings(NamedTuple):
     version: int = 0  # optimizer steps of the parameters, written into the steps table
     recall: Recall | None = None  # adds memory entries to prompts; None: no memory
     assignment: np.ndarray | None = None  # position in `Team.players` by task (, turn) and role [B (M) A]; None: all 0
+    sampler: SamplerFactory = here  # what samples completions
 
 
 class LiveState(NamedTuple):
@@ -148,7 +149,7 @@ class HostFrontier:
         self.cut_tokens = self.env_calls = self.unplayed = 0
         self.cut_prompts: collections.Counter[str] = collections.Counter()
         self._team, self._pool, self._env, self._settings = team, pool, pool.env, settings
-        self._sampler = TeamSampler(team, params, settings.sampling)
+        self._sampler = settings.sampler(team, params, settings.sampling, settings.version)
 
     def reset(self, tasks: Sequence[Any], key: jax.Array) -> None:
         """The first state of each task; a task whose ``reset`` fails is left out."""

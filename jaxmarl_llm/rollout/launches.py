@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ class RolloutWeights:
 
 
 @functools.partial(jax.jit, static_argnames=("group",))
-def _sample_keys(data: jax.Array | np.ndarray, role: jax.Array | np.ndarray, *, group: int) -> jax.Array:
+def sample_keys(data: jax.Array | np.ndarray, role: jax.Array | np.ndarray, *, group: int) -> jax.Array:
     """Keys of the samples [N G]. ``data``: key data of the states [N 2]. ``role``: [N]."""
     keys = jnp.repeat(fold(jax.random.wrap_key_data(jnp.asarray(data)), PLAY, role)[:, None], group, 1)
     return fold(keys, jnp.broadcast_to(jnp.arange(group), keys.shape))
@@ -87,6 +87,41 @@ def _sample_keys(data: jax.Array | np.ndarray, role: jax.Array | np.ndarray, *, 
 def pad(rows: np.ndarray, size: int) -> np.ndarray:
     """``rows`` and copies of the last one, ``size`` in all."""
     return np.concatenate([rows, np.repeat(rows[-1:], size - len(rows), 0)])
+
+
+class Sampler(Protocol):
+    """Samples the completions of a host rollout, turn by turn."""
+
+    launches: int  # generation programs, or turns of an engine, started so far
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that were read so far."""
+        ...
+
+    def sample(self, requests: Sequence[GenerationRequest], *, more: bool) -> list[list[SampledCompletion]]:
+        """Sample the completions of a turn.
+
+        Args:
+            requests: Nodes of the turn.
+            more: Whether later prompts may begin with these prompts and completions.
+        """
+        ...
+
+
+class SamplerFactory(Protocol):
+    """What makes the `Sampler` of a rollout."""
+
+    def __call__(self, team: Team, params: Params, sampling: Sampling, version: int, /) -> Sampler:
+        """Make a sampler.
+
+        Args:
+            team: Roles and models.
+            params: Parameters of the team.
+            sampling: Distribution of tokens.
+            version: Steps of training before these parameters.
+        """
+        ...
 
 
 class TeamSampler:
@@ -168,7 +203,7 @@ class TeamSampler:
         tokens, length, active = sharding.put_rows((ready.tokens, ready.length, np.arange(size) < len(part)))
         limit = sharding.put_rows(pad(np.array([self._limit(r) for r in part], np.int32), size)) if limited else None
         data, roles = pad(np.stack([r.key for r in part]), size), pad(np.array([r.role for r in part]), size)
-        keys = _sample_keys(data, roles, group=part[0].group)
+        keys = sample_keys(data, roles, group=part[0].group)
         return PromptRows(tokens, length, keys, active, ready.prefix, ready.start, limit)
 
 
@@ -185,3 +220,8 @@ def _completions(model: Model, out: Completions, rows: int) -> list[list[Sampled
             samples.append(SampledCompletion(Action(text, tuple(ids), truncated), logprobs[row, s, : len(ids)]))
         completions.append(samples)
     return completions
+
+
+def here(team: Team, params: Params, sampling: Sampling, version: int) -> TeamSampler:
+    """A `SamplerFactory`: this process samples. Arguments as there; ``version`` is not read."""
+    return TeamSampler(team, params, sampling)

@@ -25,7 +25,8 @@ from jaxmarl_llm.envs.contract import Environment, check_step
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.array import table_rows
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, make_env_runner
+from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, HostEnvRunner, make_env_runner
+from jaxmarl_llm.rollout.external import Engines
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
 from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.runs.ahead import Compilers, rollouts_of
@@ -217,7 +218,14 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
     _check_paid("config.reward", cfg.reward, env_runner)
     if cfg.team.batch_models and not env_runner.array:
         raise ConfigError(f"config.team.batch_models: expected false with the host environment {cfg.env.name!r}")
-    return env_runner, make_team(cfg.team, env_runner.env.roles)
+    team = make_team(cfg.team, env_runner.env.roles)
+    if cfg.engine.urls:
+        if not isinstance(env_runner, HostEnvRunner):
+            raise ConfigError(f"config.engine.urls: expected none with the array environment {cfg.env.name!r}")
+        if cfg.mesh.models == "split":
+            raise ConfigError("config.mesh.models: expected 'all' with config.engine.urls, got 'split'")
+        env_runner.engines = Engines(cfg.engine, team, cfg.env.max_prompt)
+    return env_runner, team
 
 
 def _check_paid(path: str, weights: Iterable[str], env_runner: EnvRunner) -> None:

@@ -15,8 +15,16 @@ from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import PyTree
 
-# Configuration keys that a resumed run may change. They change no computed value; a mesh changes only rounding.
-CHANGEABLE = ("config.steps", "config.run.", "config.env.workers", "config.env.timeout", "config.mesh")
+# Configuration keys that a resumed run may change. They change no computed value; a mesh changes only rounding, and an
+# engine samples from the same distribution.
+CHANGEABLE = (
+    "config.steps",
+    "config.run.",
+    "config.env.workers",
+    "config.env.timeout",
+    "config.mesh",
+    "config.engine.",
+)
 
 
 class Recorder:

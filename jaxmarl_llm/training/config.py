@@ -13,6 +13,7 @@ from jaxmarl_llm.distributed.deadlines import Deadlines
 from jaxmarl_llm.distributed.meshes import MeshConfig
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.engine import EngineConfig
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.training.losses import Loss
@@ -96,6 +97,7 @@ class BaseConfig:
     team: TeamConfig = TeamConfig()
     env: EnvConfig = EnvConfig()
     sampling: Sampling = Sampling()
+    engine: EngineConfig = EngineConfig()  # external engines that sample the completions of a host environment
     # component -> weight; an absent component is logged and not paid
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0, "efficiency": -1.0})
     credit: Credit = Credit()
@@ -119,6 +121,8 @@ class BaseConfig:
             load_object(f"{path}.update", self.update)
         if self.sampling.temperature == 0:
             raise ConfigError(f"{path}.sampling.temperature: expected > 0 for training, got 0")
+        if self.engine.urls and self.past.size:
+            raise ConfigError(f"{path}.past.size: expected 0 with {path}.engine.urls, got {self.past.size}")
         if self.past.size and self.team.critic != "none":
             raise ConfigError(
                 f"{path}.past.size: expected 0 with {path}.team.critic={self.team.critic!r}, got {self.past.size}"

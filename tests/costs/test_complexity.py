@@ -131,7 +131,7 @@ def host_tree(monkeypatch, plan, work, natural, ends_at=None):
     monkeypatch.setattr(launches, "generate_launch", recorder)
     monkeypatch.setattr(prefix_cache, "_put", lambda pool, *_: pool)
     monkeypatch.setattr(prefix_cache, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
-    monkeypatch.setattr(launches, "_sample_keys", keys)
+    monkeypatch.setattr(launches, "sample_keys", keys)
     monkeypatch.setattr(host, "_branch_keys", lambda data, *, group: zeros(len(data), group))
     monkeypatch.setattr(host, "_root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)
 

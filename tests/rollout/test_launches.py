@@ -14,7 +14,6 @@ from jaxmarl_llm.messages import Action, HostEnv, Message
 from jaxmarl_llm.models.batch_invariant import invariant
 from jaxmarl_llm.models.decoder import Config, make_policy
 from jaxmarl_llm.models.lora import init_lora
-from jaxmarl_llm.rollout import host
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.host import HostSettings, play
 from jaxmarl_llm.rollout.launches import TeamSampler
@@ -102,13 +101,13 @@ def remembered(roles, prompts):
 RAGGED = Plan("ragged", lambda b: (2, 3, 4)[b.turn] if b.trunk else 1, lambda b, j: Branch(b.turn + 1, j < 2))
 
 
-def both(monkeypatch, plan, how, *, turns=2, limits=(5, 5), sampling=Sampling(), ends=False, recall=None):
+def both(plan, how, *, turns=2, limits=(5, 5), sampling=Sampling(), ends=False, recall=None):
     """The rollout of this engine and that of the earlier one."""
     team, params = team_of(how, limits)
-    settings = HostSettings(plan, sampling, max_prompt=256, recall=recall)
     out = []
     for sampler in (TeamSampler, WidthByWidth):
-        monkeypatch.setattr(host, "TeamSampler", sampler)
+        made = lambda team, params, sampling, version, sampler=sampler: sampler(team, params, sampling)
+        settings = HostSettings(plan, sampling, max_prompt=256, recall=recall, sampler=made)
         with EnvPool(lambda: chat(turns, ends), workers=0) as pool:
             out.append(play(team, params, pool, list(range(TASKS)), jax.random.key(1), settings).tree)
     return out
@@ -132,9 +131,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_launch_of_a_turn_samples_what_launches_by_width_sample(monkeypatch, case):
+def test_a_launch_of_a_turn_samples_what_launches_by_width_sample(case):
     plan, how, options = CASES[case]
-    one, other = both(monkeypatch, plan, how, **options)
+    one, other = both(plan, how, **options)
     for table in ("nodes", "steps", "transitions"):
         mine, theirs = vars(getattr(one, table)), vars(getattr(other, table))
         for name in mine.keys() - {"logprobs"}:
