@@ -111,13 +111,13 @@ class TrainedTeam:
         if temperature is not None:
             at_least("--temperature", temperature, 0)
         self.cfg, self._recipe, self._state = open_run(workdir, flag, ("1", "1", "1"), best=best, step=step)
-        runner = self._recipe.env_runner
-        if not isinstance(runner, HostEnvRunner):
+        runner, env = self._recipe.env_runner, self._recipe.env_runner.env
+        if not isinstance(runner, HostEnvRunner) or not isinstance(env, HostEnv):
             raise ConfigError(
                 f"{workdir}: its environment {self.cfg.env.name!r} is an array environment, without text; see its "
                 f"episodes: jaxmarl-llm view {workdir}"
             )
-        self._runner, self.task, self.env = runner, runner.task, runner.env
+        self._runner, self.task, self.env = runner, runner.task, env
         hotter = {} if temperature is None else {"temperature": temperature}
         self._sampling = dataclasses.replace(self.cfg.sampling, **hotter)
 

@@ -138,7 +138,7 @@ def hears(reader: str, prompt: Prompt, speaker: str, text: str) -> bool:
         return found is not None and found.group(1, 2) == ("Delegate", reader)
     found = re.search(r"\b(Action|Answer):[ \t]*(\S)", text)
     told = any(message.text.startswith(f"Report from {speaker}: ") for message in prompt)
-    return reader == "master" and found is not None and found[1] == "Answer" and told
+    return found is not None and found[1] == "Answer" and told
 
 
 def _signature(tool: Mapping[str, Any]) -> str:
