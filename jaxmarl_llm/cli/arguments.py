@@ -28,6 +28,13 @@ class Parser(argparse.ArgumentParser):
         end(f"{message}; see {self.prog} --help")
 
 
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add --greedy and --temperature, of which one may be given. ``parser``: parser of the command line."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--greedy", action="store_true", help="models take the most likely token")
+    group.add_argument("--temperature", type=float, help="of the models; default: that of training")
+
+
 def run(parser: Parser, main: Callable[[Any], int | None], arguments: Sequence[str] | None = None) -> NoReturn:
     """Exit with what ``main(parsed arguments)`` returns; a ``ConfigError`` ends with one line and exit code 2.
 

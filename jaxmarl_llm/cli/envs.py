@@ -32,6 +32,7 @@ def main(given: Any) -> None:
     print(f"{(module.__doc__ or '').strip()}\n")
     print(f"{kind} environment; roles: {', '.join(env.roles)}; at most {env.max_turns} turns")
     print(f"reward components: {', '.join(env.components)}; demonstrations: {taught}")
+    print(f"free text (jaxmarl-llm chat): {'yes' if getattr(task, 'ask', None) else 'no'}")
     if isinstance(module, ModuleType):
         arguments_of = explain.table(module.Config(), prefix="config.env.args")
         print(f"\nkeys of its arguments:\n{arguments_of}")

@@ -18,6 +18,7 @@ COMMANDS = {
     "compare": "compare runs: configurations, held-out results in pairs, curves",
     "view": "show the rollouts of runs as a page: trees, groups, credit, transcripts, memories",
     "play": "play an environment in the terminal: you, scripts, or the models of a run",
+    "chat": "ask a trained team a question, and read who says what to whom",
     "envs": "list the environments, or describe one",
     "recipes": "list the recipes and their configurations, or describe one",
     "doctor": "say what this machine has, and what to install",

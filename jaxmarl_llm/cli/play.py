@@ -7,21 +7,20 @@
 
 Before each completion the prompt is shown as that role sees it. After each joint action the rewards are shown by role
 and component. Write one line; `\\n` in it is a line break. The end of input (Ctrl-D) ends the game. `--task` is the
-number of a task, or a task of your own in JSON. Models of a run that trains with a memory play without it.
+number of a task, or a task of your own in JSON. Models of a run that trains with a memory read it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmarl_llm.cli import arguments
+from jaxmarl_llm.cli.episodes import Player, Show, TrainedTeam, play
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.messages import Action, HostEnv, Prompt
-
-Player = Callable[[str, Prompt, int], Action]  # (role, prompt, turn) -> completion
+from jaxmarl_llm.messages import Action, HostEnv, Prompt, Rewards
 
 
 class Ended(Exception):
@@ -35,48 +34,36 @@ def main(given: Any) -> int:
     env, tasks, trained = _open_run(given) if given.workdir else _open_env(given.env)
     players = _players(env.roles, given, trained)
     try:
-        play(env, _task(tasks, given.task), players, given.seed)
+        play(env, _task(tasks, given.task), players, given.seed, Everything(env.roles))
     except Ended:
         print("\nended")
     return 0
 
 
-def play(env: HostEnv, task: Any, players: Mapping[str, Player], seed: int = 0) -> dict[str, dict[str, float]]:
-    """Play a task to its end, and show everything.
+class Everything(Show):
+    """Prints what every role reads and writes, and the rewards."""
 
-    Args:
-        env: The environment. An exception of it goes on: it is what this command looks for.
-        task: Argument of its ``reset``.
-        players: Who completes the prompts of each role.
-        seed: Of the environment's random numbers.
+    def __init__(self, roles: Sequence[str]) -> None:
+        """``roles``: of the environment."""
+        self._roles = roles
 
-    Returns:
-        The sums of the rewards by role and component.
-    """
-    state, sums = env.reset(seed, task), {role: dict.fromkeys(env.components, 0.0) for role in env.roles}
-    for turn in range(env.max_turns):
-        actions = {}
-        for role, prompt in env.observe(state).items():
-            print(f"--- turn {turn}, {role} reads")
-            print("\n".join(f"[{message.speaker}] {message.text}" for message in prompt))
-            actions[role] = players[role](role, prompt, turn)
-            print(f"--- {role} says\n{actions[role].text}")
-        if not actions:
-            break
-        state, rewards, done = env.step(seed + turn, state, actions)
+    def reads(self, turn: int, role: str, prompt: Prompt, entries: list[str]) -> None:
+        print(f"--- turn {turn}, {role} reads")
+        print("\n".join(f"[{message.speaker}] {message.text}" for message in prompt))
+
+    def says(self, turn: int, role: str, text: str) -> None:
+        print(f"--- {role} says\n{text}")
+
+    def paid(self, rewards: Rewards) -> None:
         print("--- rewards")
-        for role in env.roles:
-            paid = rewards.get(role, {})
-            for component, value in paid.items():
-                if value is not None:
-                    sums[role][component] += value
-            print(f"{role}: {', '.join(f'{name} {value}' for name, value in paid.items()) or 'none'}")
-        if done:
-            break
-    print("--- sums")
-    for role, own in sums.items():
-        print(f"{role}: {', '.join(f'{name} {value:g}' for name, value in own.items())}")
-    return sums
+        for role in self._roles:
+            shown = ", ".join(f"{name} {value}" for name, value in rewards.get(role, {}).items())
+            print(f"{role}: {shown or 'none'}")
+
+    def end(self, sums: Mapping[str, Mapping[str, float]]) -> None:
+        print("--- sums")
+        for role, own in sums.items():
+            print(f"{role}: {', '.join(f'{name} {value:g}' for name, value in own.items())}")
 
 
 def _players(roles: Sequence[str], given: Any, trained: Player | None) -> dict[str, Player]:
@@ -98,9 +85,9 @@ def _players(roles: Sequence[str], given: Any, trained: Player | None) -> dict[s
     players: dict[str, Player] = {}
     for role in roles:
         if role in said:
-            players[role] = lambda role, prompt, turn: _action(said[role])
+            players[role] = Player(lambda role, prompt, turn: _action(said[role]))
         elif role in person:
-            players[role] = lambda role, prompt, turn: _action(_asked(role))
+            players[role] = Player(lambda role, prompt, turn: _action(_asked(role)))
         elif trained is not None:
             players[role] = trained
         else:
@@ -149,33 +136,9 @@ def _open_env(name: str) -> tuple[HostEnv, Sequence[Any], None]:
 
 def _open_run(given: Any) -> tuple[HostEnv, Sequence[Any], Player]:
     """The environment of a run with its held-out tasks, and its trained models as players."""
-    import dataclasses
-
-    import jax
-    import numpy as np
-
-    from jaxmarl_llm.cli.evaluate import open_run
-    from jaxmarl_llm.rollout.env_runner import HostEnvRunner
-    from jaxmarl_llm.rollout.launches import GenerationRequest, TeamSampler
-
-    cfg, recipe, state = open_run(given.workdir, mesh=("1", "1", "1"), best=given.best)
-    runner, team = recipe.env_runner, recipe.team
-    if not isinstance(runner, HostEnvRunner) or not isinstance(runner.env, HostEnv):
-        raise ConfigError(f"--workdir={given.workdir}: its environment {cfg.env.name!r} is an array environment")
-    key, env = jax.random.key(given.seed), runner.env
-    sampling = dataclasses.replace(cfg.sampling, temperature=0.0) if given.greedy else cfg.sampling
-
-    def trained(role: str, prompt: Prompt, turn: int) -> Action:
-        place = team.role_index(role)
-        fitted = team.model_of(place).tokenizer.fit(prompt, role, cfg.env.max_prompt)
-        drawn = np.asarray(jax.random.key_data(jax.random.fold_in(key, turn)))
-        request = GenerationRequest(team.players(place)[0], 1, 0, place, drawn, fitted.ids)
-        sampler = TeamSampler(team, state.params, sampling)
-        ((completion,),) = sampler.sample([request], more=False)
-        return completion.action
-
-    runner.close()
-    return env, runner.held_out, trained
+    temperature = 0.0 if given.greedy else given.temperature
+    team = TrainedTeam(given.workdir, "workdir", best=given.best, temperature=temperature)
+    return team.env, team.task.held_out, team.player(given.seed)
 
 
 if __name__ == "__main__":
@@ -183,7 +146,7 @@ if __name__ == "__main__":
     parser.add_argument("env", nargs="?", metavar="ENV", help="an environment; or --workdir")
     parser.add_argument("--workdir", metavar="RUN", help="a trained run, whose models play the other roles")
     parser.add_argument("--best", action="store_true", help="the best step of the run instead of the newest")
-    parser.add_argument("--greedy", action="store_true", help="models take the most likely token")
+    arguments.add_sampling(parser)
     parser.add_argument("--role", action="append", default=[], help="role that you play; may be given several times")
     parser.add_argument("--say", action="append", default=[], metavar="ROLE=TEXT", help="what a role always says")
     parser.add_argument("--watch", action="store_true", help="the trained team plays alone")

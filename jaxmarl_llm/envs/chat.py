@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from jaxmarl_llm.messages import Action, Message, Prompt
@@ -25,6 +26,23 @@ def with_memory(prompt: Prompt, entries: Sequence[str]) -> Prompt:
 def reply_message(role: str, action: Action) -> Message:
     """The message of ``role`` for its ``action``: the sampled ids, or the text of a scripted action without ids."""
     return action.message(role) if action.ids else Message("assistant", action.text)
+
+
+def quotes(reader: str, prompt: Prompt, speaker: str, text: str) -> bool:
+    """Whether a prompt quotes a message: it has the speaker's own turn, or its text between ends of words.
+
+    A very short text may stand in a prompt by chance.
+
+    Args:
+        reader: The role that reads the prompt; not read.
+        prompt: The prompt.
+        speaker: The role that wrote the message.
+        text: The message.
+    """
+    if not (said := text.strip()):
+        return False
+    pattern = re.compile(rf"(?<!\w){re.escape(said)}(?!\w)")
+    return any((m.owner == speaker and m.text == text) or pattern.search(m.text) for m in prompt)
 
 
 def asked(prompt: Prompt) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxmarl_llm.envs import trials
 from jaxmarl_llm.envs.array_env import ArrayEnv
-from jaxmarl_llm.envs.chat import with_memory
+from jaxmarl_llm.envs.chat import quotes, with_memory
 from jaxmarl_llm.envs.splits import shared
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Prompt
@@ -86,6 +86,9 @@ class HostTask:
         with_memory: (prompt, memory entries) -> prompt with the entries in it.
         strategy: (role, prompt, action, rewards by component) -> text of a memory entry.
         episode_metrics: [(task, {role: text})] of every joint action -> {name: value} for the log.
+        ask: text of a person -> a task without an answer, which ``reset`` takes. ``step`` pays nothing for such a task,
+            or a number that nobody shows. None: the environment takes no free text (`jaxmarl-llm chat`).
+        hears: (reader, its prompt, speaker, text) -> whether the prompt tells the reader what the speaker wrote.
     """
 
     make: Callable[[], HostEnv]
@@ -96,6 +99,8 @@ class HostTask:
     strategy: Callable[[str, Prompt, Action, Mapping[str, float]], str] = plain_strategy
     episode_metrics: Callable[[Sequence[tuple[Any, Mapping[str, str]]]], Mapping[str, float]] | None = None
     same_tasks: bool = False
+    ask: Callable[[str], Any] | None = None
+    hears: Callable[[str, Prompt, str, str], bool] = quotes
 
 
 Environment = ArrayTask | HostTask
@@ -128,8 +133,9 @@ class HostModule(Protocol):
     """A module of a host environment.
 
     ``Config`` is a frozen dataclass with fields ``split`` and ``count``: held-out tasks are those of split ``test``.
-    Optional members: ``demonstrations(config, tasks)``, ``with_memory``, ``strategy``, ``episode_metrics`` and
-    ``same_tasks(config)``, see `HostTask`. ``stand_in(args)`` returns arguments that need no files, for plans.
+    Optional members: ``demonstrations(config, tasks)``, ``ask(config, text)``, ``hears``, ``with_memory``,
+    ``strategy``, ``episode_metrics`` and ``same_tasks(config)``, see `HostTask`. ``stand_in(args)`` returns arguments
+    that need no files, for plans.
     """
 
     Config: type
@@ -158,7 +164,10 @@ def of_module(module: Any, config: Any, eval_tasks: int) -> Environment:
     if not isinstance(made, HostEnv):
         raise ConfigError(f"{what}: make(config) returned {type(made).__name__}, not an ArrayEnv or HostEnv")
     need(module, "tasks", what, "tasks(config) -> sequence of tasks")
-    optional = {k: getattr(module, k) for k in ("with_memory", "strategy", "episode_metrics") if hasattr(module, k)}
+    named = ("with_memory", "strategy", "episode_metrics", "hears")
+    optional: dict[str, Any] = {name: getattr(module, name) for name in named if hasattr(module, name)}
+    if hasattr(module, "ask"):
+        optional["ask"] = functools.partial(module.ask, config)
     if hasattr(module, "same_tasks"):
         optional["same_tasks"] = trials.called(what, "same_tasks", lambda: module.same_tasks(config))
     missing = {"split", "count"} - {f.name for f in dataclasses.fields(config)}
@@ -310,6 +319,9 @@ def _check_host(task: HostTask, what: str) -> HostEnv:
             raise ConfigError(f"{what}: {part}: expected a sequence of {of}, got {type(tasks).__name__}")
         if not len(tasks):
             raise ConfigError(f"{what}: {part}: no {of}; expected at least one")
+    for member in ("ask", "hears"):
+        if not callable(given := getattr(task, member)) and (member, given) != ("ask", None):
+            raise ConfigError(f"{what}: {member}: expected a function, got {type(given).__name__}")
     if not task.same_tasks:
         _refuse_overlap(what, shared(task.tasks, task.held_out))
     env = trials.called(what, "make", task.make)

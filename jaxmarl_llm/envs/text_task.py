@@ -28,7 +28,7 @@ from jaxmarl_llm.data.rows import Row, read_rows
 from jaxmarl_llm.envs.chat import with_memory
 from jaxmarl_llm.envs.contract import HostTask
 from jaxmarl_llm.envs.splits import fingerprint, split_contents
-from jaxmarl_llm.envs.text_values import PAID, Template, Texts, check_arity, paid, render, takes
+from jaxmarl_llm.envs.text_values import PAID, Asked, Template, Texts, ask_function, check_arity, paid, render, takes
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
@@ -53,6 +53,9 @@ class TextTask(HostTask):
         rounds: Rounds at most.
         demonstrations: Role -> what it should write in the first round: a template or a function, like ``prompts``.
         components: Names of reward components, where the reward of an empty text does not show all of them.
+        ask: How `jaxmarl-llm chat` makes a task of a person's text: the field that holds the text, or a function from
+            the text to the fields. None: the field of the prompts, where all are templates and name one field. The
+            reward is not called for such a task.
         count: Rows that are read, at most.
         same_tasks: All tasks are one game, and the held-out tasks are those of training.
         name: How messages call the environment.
@@ -74,6 +77,7 @@ class TextTask(HostTask):
         rounds: int = 1,
         demonstrations: Mapping[str, Template] | None = None,
         components: Sequence[str] | None = None,
+        ask: str | Callable[[str], Mapping[str, Any]] | None = None,
         count: int | None = None,
         same_tasks: bool = False,
         name: str = "text_task",
@@ -95,7 +99,8 @@ class TextTask(HostTask):
         pays = tuple(components) if components else shown
         tasks, tests = ([row.fields for row in rows] for rows in (train, test))
         env = partial(_environment, name, play, pays)
-        super().__init__(env, tasks, tests, taught, with_memory=_with_memory, same_tasks=same_tasks)
+        asked = ask_function(prompts, ask, train[0])
+        super().__init__(env, tasks, tests, taught, with_memory=_with_memory, same_tasks=same_tasks, ask=asked)
 
 
 class _State(NamedTuple):
@@ -202,7 +207,9 @@ class _Play:
         return tuple((role, by_role[role]) for role in acting)
 
     def pay(self, state: _State) -> dict[str, dict[str, Any]]:
-        """The rewards of a finished episode, by role and component."""
+        """The rewards of a finished episode, by role and component; none where a person asked."""
+        if isinstance(state.task, Asked):
+            return {}
         texts = {role: state.texts.get(role, "") for role in self.roles}
         rounds = [dict(said) for said in state.rounds]
         more = (rounds,) if takes(self.reward, 3) else ()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import string
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jaxmarl_llm.config import nearest
+from jaxmarl_llm.data.rows import Row
 from jaxmarl_llm.errors import ConfigError
 
 Texts = Mapping[str, str]  # role -> what it wrote last; empty before it wrote
@@ -60,6 +63,57 @@ def render(what: str, template: Template, task: Mapping[str, Any], texts: Texts)
         raise ConfigError(f"{what}: no field {error}; {nearest(str(error.args[0]), [*task, *texts])}") from None
     except Exception as error:
         raise ConfigError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+
+class Asked(dict[str, Any]):
+    """Fields of a task that a person asked. It has no answer, so it is not paid."""
+
+
+def ask_function(
+    prompts: Mapping[str, Template], ask: str | Callable[[str], Mapping[str, Any]] | None, row: Row
+) -> Callable[[str], Asked] | None:
+    """A function from the text of a person to its task; None where the prompts do not say which field the text is.
+
+    Args:
+        prompts: Role -> its prompt.
+        ask: The field of the text, or a function from the text to the fields; None: the one field of all templates.
+        row: A row of the data, which has the field.
+
+    Raises:
+        ConfigError: ``ask`` is something else, or the row has no such field.
+    """
+    if callable(ask):
+        check_arity("ask", ask, (1,), "(text)")
+        return partial(_asked, ask)
+    if ask is None:
+        templates = [prompt for prompt in prompts.values() if isinstance(prompt, str)]
+        fields = set().union(*map(_fields, templates)) - set(prompts)
+        if len(templates) < len(prompts) or len(fields) != 1:
+            return None
+        (ask,) = fields
+    elif not isinstance(ask, str):
+        raise ConfigError(f"ask: expected the name of a field or a function, got {type(ask).__name__}")
+    if ask not in row.fields:
+        raise ConfigError(f"{row.where}: ask: no field {ask!r}; {nearest(ask, row.fields)}")
+    return partial(_asked, partial(_one_field, ask))
+
+
+def _fields(template: str) -> set[str]:
+    """Names that a template reads: fields of the task, and roles."""
+    named = (name for _, name, _, _ in string.Formatter().parse(template) if name)
+    return {name.replace("[", ".").partition(".")[0] for name in named}
+
+
+def _one_field(field: str, text: str) -> dict[str, str]:
+    return {field: text}
+
+
+def _asked(make: Callable[[str], Mapping[str, Any]], text: str) -> Asked:
+    """The task that ``make`` makes of a text, checked."""
+    fields = make(text)
+    if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
+        raise ConfigError(f"ask: returned {fields!r:.80}, expected a mapping with names as keys")
+    return Asked(fields)
 
 
 def paid(result: Any, roles: Sequence[str]) -> dict[str, dict[str, Any]]:

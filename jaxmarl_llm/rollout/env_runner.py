@@ -36,7 +36,7 @@ from jaxmarl_llm.rollout.array import check_seats, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.external import Engines
 from jaxmarl_llm.rollout.failures import RolloutFailure
-from jaxmarl_llm.rollout.host import HostRollout, HostSettings, play
+from jaxmarl_llm.rollout.host import HostRollout, HostSettings, Recall, play
 from jaxmarl_llm.rollout.launches import here
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.rollout.recall import mean_embedding
@@ -318,6 +318,17 @@ class HostEnvRunner(EnvRunner):
             self._pool = EnvPool(self._factory, workers=self.cfg.workers, timeout=self.cfg.timeout)
         return self._pool
 
+    def recall(self, team: Team, params: Params, memory: PyTree, config: MemoryConfig) -> Recall:
+        """A function that adds memory entries to prompts.
+
+        Args:
+            team: Roles and models.
+            params: Parameters of the team.
+            memory: Memory of each role by its name.
+            config: Settings of the memory.
+        """
+        return functools.partial(_recall, self.task.with_memory, team, params, memory, config)
+
     def play(
         self,
         team,
@@ -334,9 +345,7 @@ class HostEnvRunner(EnvRunner):
         assignment=None,
     ):
         source = self.held_out if held_out else self.tasks
-        recall = None
-        if memory_config is not None:
-            recall = functools.partial(_recall, self.task.with_memory, team, params, memory, memory_config)
+        recall = None if memory_config is None else self.recall(team, params, memory, memory_config)
         got = play(
             team,
             params,

@@ -336,13 +336,13 @@ def release_programs(share: float = 0.5) -> bool:
 
 
 def restore(
-    saver: Checkpointer, recipe: Recipe, meta: Mapping[str, Any], *, learning: bool = True
+    saver: Checkpointer, recipe: Recipe, meta: Mapping[str, Any], *, learning: bool = True, at: int | None = None
 ) -> tuple[TrainState, int]:
     """Newest intact state and its step.
 
     saver: the checkpoints. recipe: gives the structure of the state, and the frozen backbone, which is not saved. meta:
     metadata of the newest step; ConfigError unless its fingerprint is that of the backbone. learning: False does not
-    read optimizer states and returns new ones, for evaluation and export.
+    read optimizer states and returns new ones, for evaluation and export. at: the step to read in place of the newest.
     """
     newest = recipe.init(int(meta["step"]))
     shared = newest.params["shared"]
@@ -354,11 +354,11 @@ def restore(
             """Structure of the state at ``step``, which may be of another phase with other optimizers."""
             return without_shared(newest if step == int(meta["step"]) else recipe.init(step))
 
-        got = saver.restore(like)
+        got = saver.restore(like, at)
     else:
         saved = without_shared(newest)
         part = {name: getattr(saved, name) for name in ("step", "key", "params", "memory", "counters")}
-        got = saver.restore({name: tree for name, tree in part.items() if jax.tree.leaves(tree)}, part=True)
+        got = saver.restore({name: tree for name, tree in part.items() if jax.tree.leaves(tree)}, at, part=True)
     if got is None:
         raise ConfigError(f"{saver.root}: no checkpoint")
     state = got[0] if learning else saved.replace(**got[0])

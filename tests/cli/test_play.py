@@ -13,28 +13,7 @@ import pytest
 
 from jaxmarl_llm.cli import play
 from jaxmarl_llm.errors import ConfigError
-
-CAPITALS = """
-from jaxmarl_llm import TextTask
-
-def reward(task, texts):
-    if "boom" in texts["solver"]:
-        raise ValueError("my own mistake")
-    return {"accuracy": float(task["capital"] in texts["solver"]), "length": len(texts["judge"])}
-
-def make():
-    rows = [{"country": c, "capital": t} for c, t in (("France", "Paris"), ("Japan", "Tokyo"), ("Peru", "Lima"))]
-    prompts = {"solver": "Capital of {country}?", "judge": "Say fine."}
-    return TextTask({"train": rows[:2], "test": rows[2:]}, prompts, reward)
-"""
-
-
-@pytest.fixture
-def capitals(tmp_path, monkeypatch):
-    (tmp_path / "own_capitals.py").write_text(CAPITALS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "own_capitals:make"
-    sys.modules.pop("own_capitals", None)
+from tests.cli.tiny_runs import tiny_run
 
 
 def given(env=None, **changes):
@@ -45,6 +24,7 @@ def given(env=None, **changes):
         "say": [],
         "watch": False,
         "greedy": False,
+        "temperature": None,
         "task": "0",
         "seed": 0,
     }
@@ -105,26 +85,10 @@ def test_the_trained_team_says_what_its_rollout_says(capitals, monkeypatch, caps
     import jax
 
     from jaxmarl_llm.cli import evaluate
-    from jaxmarl_llm.config import from_dict
     from jaxmarl_llm.generation.sampling import Sampling
-    from jaxmarl_llm.recipes import magrpo
     from jaxmarl_llm.rollout.plans import single
 
-    shape = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 8,
-    }
-    made = {
-        "env": {"name": capitals, "workers": 0}, "reward": {"accuracy": 1.0}, "sft": {"steps": 0}, "steps": 1,
-        "team": {"max_new_tokens": 5, "backbone": shape}, "batch": 1,
-    }  # fmt: skip
-    cfg = from_dict(magrpo.Config, made)
-    recipe = magrpo.make(cfg)
-    state = recipe.init(0)
+    cfg, recipe, state = tiny_run(capitals)
     key = jax.random.key(9)
     greedy = Sampling(temperature=0.0)
     rollout = recipe.env_runner.play(recipe.team, state.params, {}, [0], single(), key, greedy, None, held_out=True)

@@ -31,9 +31,10 @@ def exact_match(data: Any, doc_to_text: Part, doc_to_target: Part, **settings: A
         data: Documents, as `TextTask` takes them.
         doc_to_text: The prompt of a document.
         doc_to_target: Its answer, or a list of answers of which one has to match; a number counts in ``choices``.
-        settings: Of `Matcher`, and ``held_out`` and ``count`` of `TextTask`.
+        settings: Of `Matcher`, and ``held_out``, ``count``, ``instructions``, ``ask`` and ``name`` of `TextTask`.
     """
-    of_task = {name: settings.pop(name) for name in ("held_out", "count", "instructions", "name") if name in settings}
+    shared = ("held_out", "count", "instructions", "ask", "name")
+    of_task = {name: settings.pop(name) for name in shared if name in settings}
     matcher = Matcher(doc_to_target, **settings)
     prompts = {"solver": _Prompt(doc_to_text)}
     return TextTask(data, prompts, matcher, demonstrations={"solver": matcher.first_target}, **of_task)

@@ -48,7 +48,7 @@ from typing import Any
 from jaxmarl_llm.data import loaders
 from jaxmarl_llm.envs import answer_rules, checks
 from jaxmarl_llm.envs.assistant import shop
-from jaxmarl_llm.envs.assistant.prompts import DOMAINS, ROLES, SYSTEM, Config, context, cut, database, own
+from jaxmarl_llm.envs.assistant.prompts import DOMAINS, ROLES, SYSTEM, Config, ask, context, cut, database, hears, own
 from jaxmarl_llm.envs.assistant.prompts import search as find
 from jaxmarl_llm.envs.assistant.reference_episodes import script
 from jaxmarl_llm.envs.chat import reply_message, with_memory
@@ -57,8 +57,8 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
 __all__ = [
-    "DOMAINS", "ROLES", "SYSTEM", "Config", "State", "Task", "accuracy", "as_task", "demonstrations", "make", "play",
-    "solvable", "strategy", "tasks", "verify", "with_memory",
+    "DOMAINS", "ROLES", "SYSTEM", "Config", "State", "Task", "accuracy", "as_task", "ask", "demonstrations", "hears",
+    "make", "play", "solvable", "strategy", "tasks", "verify", "with_memory",
 ]  # fmt: skip
 
 DATASETS = {"qa": "hotpotqa", "function": "bfcl", "shop": "taubench_retail", "math": "gsm8k"}
@@ -103,7 +103,8 @@ def make(config: Config) -> HostEnv:
 
 def reset(config: Config, seed: int, task: Task) -> State:
     """The episode's first state. Everything is deterministic, so the seed has no effect."""
-    return State(task, len(script(config, task)), master=(Message("user", f"Query: {task['query']}"),))
+    needed = len(script(config, task)) if not task.get("asked") else 0
+    return State(task, needed, master=(Message("user", f"Query: {task['query']}"),))
 
 
 def observe(state: State) -> dict[str, Prompt]:
@@ -135,6 +136,8 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
 
 def _paid(config: Config, state: State, readable: bool, done: bool) -> dict[str, float]:
     """Components of the transition into ``state``, whose message was ``readable`` and maybe the last one (``done``)."""
+    if state.task.get("asked"):  # by a person
+        return {}
     unused = config.max_turns - state.turn if state.final is not None else 0
     form = config.format_reward / config.max_turns * (readable + unused)
     if not done:

@@ -8,6 +8,7 @@ Shared argument: ``config`` has the settings.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from jaxmarl_llm.data import loaders
 from jaxmarl_llm.envs import checks
 from jaxmarl_llm.envs.assistant import bm25, shop
+from jaxmarl_llm.messages import Prompt
 
 DOMAINS = ("qa", "function", "shop", "math")
 ROLES = ("master", *DOMAINS)
@@ -115,6 +117,28 @@ def context(config: Config, task: Mapping[str, Any], role: str, subtask: str) ->
         who = f"Customer {task['user_id']}: {task['query']}\n" if task["domain"] == "shop" else ""
         return f"{who}Task: {subtask}\nTools: {', '.join(tools)}. ADDRESS: {', '.join(shop.ADDRESS)}"
     return subtask
+
+
+def ask(config: Config, text: str) -> dict[str, Any]:
+    """The task of a person's query ``text``. It has no passages and no functions; the store's tools work."""
+    return {"id": "asked", "asked": True, "domain": "none", "query": text}
+
+
+def hears(reader: str, prompt: Prompt, speaker: str, text: str) -> bool:
+    """Whether a message reaches a role: the sub-task of a delegation its specialist, an answer the master.
+
+    Args:
+        reader: The role that acts after the message.
+        prompt: The prompt of ``reader``.
+        speaker: The role that wrote the message.
+        text: The message.
+    """
+    if speaker == "master":
+        found = re.search(r"^[ \t]*(Delegate|Final):[ \t]*(\w+)", text, re.M)
+        return found is not None and found.group(1, 2) == ("Delegate", reader)
+    found = re.search(r"\b(Action|Answer):[ \t]*(\S)", text)
+    told = any(message.text.startswith(f"Report from {speaker}: ") for message in prompt)
+    return found is not None and found[1] == "Answer" and told
 
 
 def _signature(tool: Mapping[str, Any]) -> str:

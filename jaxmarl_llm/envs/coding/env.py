@@ -25,6 +25,7 @@ import ast
 import copy
 import logging
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +49,7 @@ __all__ = [
     "Config",
     "State",
     "Task",
+    "ask",
     "demonstrations",
     "episode_metrics",
     "evaluate",
@@ -182,11 +184,12 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
     if set(actions) != set(ROLES) or state.turn >= config.max_turns:
         raise ValueError(f"expected an action of helper and main in an unfinished episode, got {sorted(actions)}")
     texts = {role: actions[role].text for role in ROLES}
-    graded = grade(config, state.task, texts["helper"], texts["main"])
+    asked = state.task.get("asked", False)  # by a person
+    graded = Graded({}) if asked else grade(config, state.task, texts["helper"], texts["main"])
     done = state.turn + 1 >= config.max_turns
     rewards = dict(graded.rewards)
     if done:
-        rewards |= {"accuracy": float(graded.solved), "hardcoded": float(graded.hardcoded)}
+        rewards |= {} if asked else {"accuracy": float(graded.solved), "hardcoded": float(graded.hardcoded)}
         told = dict.fromkeys(ROLES, "")
     elif config.feedback == "level":
         told = coding_prompts.level(state.task, texts, graded, config.shown_tests)
@@ -251,6 +254,15 @@ def tasks(config: Config) -> list[Task]:
     random.Random(f"{config.benchmark} {config.split} {config.seed}").shuffle(found)
     log.info("%s: %s", config.benchmark, source)
     return found[: config.count or None]
+
+
+def ask(config: Config, text: str) -> Task:
+    """The task of a person's problem, which has no tests, so nothing is run or paid.
+
+    ``text``: The problem. Its first ``def NAME(`` names the function to write; without one the name is ``solution``.
+    """
+    found = re.search(r"\bdef\s+([A-Za-z_]\w*)\s*\(", text)
+    return {"id": "asked", "asked": True, "entry_point": found[1] if found else "solution", "prompt": text}
 
 
 def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:

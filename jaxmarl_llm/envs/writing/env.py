@@ -44,17 +44,8 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
 __all__ = [
-    "ROLES",
-    "Config",
-    "State",
-    "Task",
-    "demonstrations",
-    "make",
-    "stand_in",
-    "strategy",
-    "tasks",
-    "with_memory",
-]
+    "ROLES", "Config", "State", "Task", "ask", "demonstrations", "make", "stand_in", "strategy", "tasks", "with_memory",
+]  # fmt: skip
 
 Task = dict[str, Any]
 ROLES = {"tldr": ("concise", "detailed"), "arxiv": ("background", "method")}
@@ -357,6 +348,11 @@ def _rows(config: Config) -> tuple[list[Task], str]:
 
 def _permitted(config: Config, row: Mapping[str, Any]) -> bool:
     return config.min_source <= len(row["text"].split()) <= config.max_source
+
+
+def ask(config: Config, text: str) -> Task:
+    """The task of a person's ``text``, which both roles write about. ``max_source`` does not apply."""
+    return {"id": "asked", "title": "", "text": text, "targets": [], "source": "asked"}
 
 
 def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:
