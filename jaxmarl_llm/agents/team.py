@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -193,11 +194,17 @@ def init_backbone(backbone: Backbone, cfg: decoder.Config, key: jax.Array) -> Pa
     """
     init, mesh = decoder.make_policy(cfg).init, sharding.current()
     if backbone.path is None:
-        return jax.jit(lambda key: sharding.constrain(init(key)))(key)
+        return _compiled(init)(key)
     where = None if mesh is None else sharding.shardings(mesh, jax.eval_shape(init, key))
     arch = dataclasses.replace(cfg, used_vocab=None)
     params, _ = hf_weights.load(_weights(backbone.path), arch, dtype=backbone.dtype, sharding=where)
     return params
+
+
+@functools.cache
+def _compiled(init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
+    """Program that draws parameters as ``init`` does. Cached: models of one architecture share it."""
+    return jax.jit(lambda key: sharding.constrain(init(key)))
 
 
 def policy_of(cfg: TeamConfig, arch: decoder.Config) -> Policy:

@@ -7,6 +7,7 @@ import pytest
 from jaxmarl_llm.agents.team import TeamConfig, init_params, make_team
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.models import decoder
 from jaxmarl_llm.models.lora import TARGETS
 
 ROLES = ("master", "helper", "critic")
@@ -121,6 +122,15 @@ def test_equal_keys_give_equal_parameters_and_others_do_not():
     team = make_team(cfg, ROLES)
     assert equal(init_params(cfg, team, KEY), init_params(cfg, team, KEY))
     assert not equal(init_params(cfg, team, KEY), init_params(cfg, team, jax.random.key(6)))
+
+
+def test_models_of_one_architecture_are_drawn_by_one_program(monkeypatch):
+    traced, draw = [], decoder.init
+    monkeypatch.setattr(decoder, "init", lambda cfg, key: traced.append(cfg) or draw(cfg, key))
+    decoder.make_policy.cache_clear()
+    build(overrides={"critic": WIDE})
+    decoder.make_policy.cache_clear()
+    assert [cfg.hidden_size for cfg in traced] == [16, 24]
 
 
 @pytest.mark.parametrize(
