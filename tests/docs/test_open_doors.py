@@ -59,7 +59,9 @@ def scratch(tmp_path_factory):
 
 def run(site, folder, *arguments):
     """The installed command in ``folder``; compiled programs are those of the tests."""
-    shared = {"JAX_COMPILATION_CACHE_DIR": os.environ["JAXMARL_TEST_CACHE"]} if "JAXMARL_TEST_CACHE" in os.environ else {}
+    shared = (
+        {"JAX_COMPILATION_CACHE_DIR": os.environ["JAXMARL_TEST_CACHE"]} if "JAXMARL_TEST_CACHE" in os.environ else {}
+    )
     environment = {**os.environ, **shared, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site)}
     command = [sys.executable, str(site / "bin" / "jaxmarl-llm"), *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
@@ -100,7 +102,9 @@ def test_four_own_tasks_train_from_the_wheel_in_an_empty_folder(site, tmp_path):
     assert max(lines.values()) <= 20, lines
     where = "import jaxmarl_llm; print(jaxmarl_llm.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    imported = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    imported = subprocess.run(
+        [sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert imported.stdout.startswith(str(site)), imported
     tiny = "--config.team.backbone.hidden_size=16", "--config.team.backbone.num_layers=1", "--config.batch=2"
     commands = {line.split("own_config.py:")[1].split()[0]: line for _, line in COMMANDS if "own_config" in line}

@@ -598,8 +598,10 @@ def test_a_real_client_and_server_of_openenv():
     while not running.started:
         time.sleep(0.05)
     try:
-        for make in (lambda: GenericEnvClient(f"http://127.0.0.1:{port}"),
-                     lambda: GenericEnvClient(f"http://127.0.0.1:{port}").sync()):
+        for make in (
+            lambda: GenericEnvClient(f"http://127.0.0.1:{port}"),
+            lambda: GenericEnvClient(f"http://127.0.0.1:{port}").sync(),
+        ):
             env = openenv_task(make, add, max_turns=3).make()
             state = env.reset(0, {"seed": 4})
             assert env.observe(state)["solver"] == (Message("user", "total: 4"),)

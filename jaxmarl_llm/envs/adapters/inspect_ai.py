@@ -120,10 +120,10 @@ class InspectScores:
 
     def __call__(self, row: Mapping[str, Any], texts: Texts) -> dict[str, float | None]:
         """The scores of the last role's text by component. An unscored sample is None, which is invalid."""
-        return complete(self._scores(row, list(texts.values())[-1]), self.seconds, f"{self.source.name}: scorers")
+        text = list(texts.values())[-1]
+        return complete(self._scores(self.source.task, row, text), self.seconds, f"{self.source.name}: scorers")
 
-    async def _scores(self, row: Mapping[str, Any], text: str) -> dict[str, float | None]:
-        task = self.source.task
+    async def _scores(self, task: Any, row: Mapping[str, Any], text: str) -> dict[str, float | None]:
         state = await _play(task, row, text)
         target = _library("scorer").Target(row.get("target", ""))
         paid: dict[str, float | None] = {}

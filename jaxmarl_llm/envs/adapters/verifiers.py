@@ -66,7 +66,9 @@ def verifiers_task(
     source = _Source(make_env, max_turns, name)
     env = source.env
     if env.max_turns < 1:
-        raise ConfigError(f"{name}: max_turns: expected at least 1, got {env.max_turns}; give verifiers_task(max_turns=)")
+        raise ConfigError(
+            f"{name}: max_turns: expected at least 1, got {env.max_turns}; give verifiers_task(max_turns=)"
+        )
     try:
         train = [dict(row) for row in env.get_dataset(n=count)]
     except ValueError as error:  # the library's own word for an environment without training rows
@@ -92,13 +94,16 @@ class _Source:
 
     @property
     def env(self) -> Any:
-        """The environment, checked, with a rubric whose errors are kept."""
+        """The environment, checked, with a rubric whose errors are kept. The library sets signals, which only the main
+        thread may do."""
         if self._env is None:
             with _signals_kept():  # the library exits at SIGTERM, where a run saves
                 env = self.make_env()
             for member in NEEDED:
                 if not hasattr(env, member):
-                    raise ConfigError(f"{self.name}: has no {member!r}; expected a SingleTurnEnv or MultiTurnEnv of verifiers")
+                    raise ConfigError(
+                        f"{self.name}: has no {member!r}; expected a SingleTurnEnv or MultiTurnEnv of verifiers"
+                    )
             if getattr(env, "tool_defs", None):
                 raise ConfigError(f"{self.name}: has tools; expected an environment whose completions are text")
             if env.rubric.has_group_rewards:
@@ -132,16 +137,15 @@ class _Play:
         return HostEnv(self.name, (ROLE,), self.max_turns, self.components, *functions, seconds=self.seconds)
 
     def reset(self, seed: int, task: Mapping[str, Any]) -> _State:
-        return complete(self._begin(task), self.seconds, self.name)
+        return complete(self._begin(self.source.env, task), self.seconds, self.name)
 
     def observe(self, state: _State) -> dict[str, Prompt]:
         return {ROLE: state.seen}
 
     def step(self, seed: int, state: _State, actions: Mapping[str, Action]) -> tuple[_State, Rewards, bool]:
-        return complete(self._continue(state, actions[ROLE]), self.seconds, self.name)
+        return complete(self._continue(self.source.env, state, actions[ROLE]), self.seconds, self.name)
 
-    async def _begin(self, task: Mapping[str, Any]) -> _State:
-        env = self.source.env
+    async def _begin(self, env: Any, task: Mapping[str, Any]) -> _State:
         rollout = await env.init_state(dict(task), self.source.client, "jaxmarl_llm")
         rollout = await env.setup_state(rollout) or rollout
         messages = await _next_messages(env, rollout)
@@ -149,8 +153,8 @@ class _Play:
             raise ConfigError(f"{self.name}: ends before the first completion")
         return self._state(rollout, messages, ())
 
-    async def _continue(self, state: _State, action: Action) -> tuple[_State, Rewards, bool]:
-        env, said = self.source.env, (*state.said, action)
+    async def _continue(self, env: Any, state: _State, action: Action) -> tuple[_State, Rewards, bool]:
+        said = (*state.said, action)
         rollout, messages = thaw(state.rollout)
         rollout["client"] = self.source.client
         await env.add_model_response(rollout, messages, _response(action))
