@@ -94,15 +94,17 @@ class _Source:
 
     @property
     def env(self) -> Any:
-        """The environment, checked, with a rubric whose errors are kept. The library sets signals, which only the main
-        thread may do."""
+        """The environment, checked, with a rubric whose errors are kept.
+
+        The library sets signals while it builds one, which only the main thread may do.
+        """
         if self._env is None:
             with _signals_kept():  # the library exits at SIGTERM, where a run saves
                 env = self.make_env()
             for member in NEEDED:
                 if not hasattr(env, member):
                     raise ConfigError(
-                        f"{self.name}: has no {member!r}; expected a SingleTurnEnv or MultiTurnEnv of verifiers"
+                        f"{self.name}: has no {member!r}; expected a SingleTurnEnv or MultiTurnEnv of verifiers before 0.4"
                     )
             if getattr(env, "tool_defs", None):
                 raise ConfigError(f"{self.name}: has tools; expected an environment whose completions are text")
@@ -236,7 +238,7 @@ def _leaves(rubric: Any) -> Iterator[Any]:
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function whose errors are kept: the rubric turns them into a reward of 0."""
+    """A reward function whose errors are kept, because the rubric pays 0 for them."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> float:
