@@ -14,9 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-_LOOPS: dict[
-    int, asyncio.AbstractEventLoop
-] = {}  # process id -> its loop: a forked process has no thread of its parent
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process id: a forked process has no thread of its parent
 _LOCK = threading.Lock()
 
 

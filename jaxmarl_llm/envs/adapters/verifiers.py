@@ -103,9 +103,8 @@ class _Source:
                 env = self.make_env()
             for member in NEEDED:
                 if not hasattr(env, member):
-                    raise ConfigError(
-                        f"{self.name}: has no {member!r}; expected a SingleTurnEnv or MultiTurnEnv of verifiers before 0.4"
-                    )
+                    expected = "expected a SingleTurnEnv or MultiTurnEnv of verifiers before 0.4"
+                    raise ConfigError(f"{self.name}: has no {member!r}; {expected}")
             if getattr(env, "tool_defs", None):
                 raise ConfigError(f"{self.name}: has tools; expected an environment whose completions are text")
             if env.rubric.has_group_rewards:
