@@ -152,7 +152,8 @@ class Repeat:
 
     async def init_state(self, row, client, model):
         assert isinstance(client, Client)
-        return {**copy.deepcopy(row), "client": client, "trajectory": [], "final_env_response": None}
+        state = {**copy.deepcopy(row), "client": client, "trajectory": [], "final_env_response": None}
+        return state | {"usage": types.MappingProxyType({})}  # a view, which has no pickle
 
     async def setup_state(self, state):
         state["advice"] = "again"

@@ -35,6 +35,7 @@ from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
 ROLE = "solver"
 NEEDED = ("get_dataset", "rubric", "init_state", "get_prompt_messages", "add_model_response", "is_completed")
+UNSAVED = ("client", "usage", "usage_tracker")  # of the library's client, which has no model here; not to be pickled
 _RAISED: ContextVar[list[Exception]] = ContextVar("raised")
 
 
@@ -172,7 +173,7 @@ class _Play:
         return state._replace(said=said), {ROLE: {n: paid[n] for n in self.components if n in paid}}, True
 
     def _state(self, rollout: Any, messages: Sequence[Any], said: tuple[Action, ...]) -> _State:
-        rollout["client"] = None
+        rollout |= {key: None for key in UNSAVED if key in rollout}
         return _State(freeze((rollout, messages), self.name), _prompt(self.name, messages, said), said)
 
 
