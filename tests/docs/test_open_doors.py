@@ -3,13 +3,15 @@
 Everything lives in a scratch folder and is trained from an installed wheel: nothing of the repository is on the path.
 """
 
+import io
 import json
+import math
 import os
 import re
 import shlex
 import subprocess
 import sys
-import zipfile
+import tokenize
 
 import pytest
 
@@ -18,7 +20,14 @@ from tests.test_layering import ROOT
 PAGES = ("write_an_environment", "your_reward_and_data", "write_a_recipe")
 FILE = re.compile(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^jaxmarl-llm (train .*)$", re.MULTILINE)
-OWN = ("capitals", "same_word", "edited", "lookup", "guess", "graded")  # tasks of 20 lines that train 20 steps
+OWN = ("capitals", "same_word", "edited", "lookup", "guess", "graded")
+# A single turn, two roles at once with a joint reward, several turns with a tool, PettingZoo: components that are paid.
+FOUR = {
+    "capitals": {"accuracy", "length"},
+    "same_word": {"same", "letters"},
+    "lookup": {"right", "calls", "length"},
+    "guess": {"reward", "illegal"},
+}
 
 
 def page(name: str) -> str:
@@ -27,13 +36,14 @@ def page(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The wheel, unpacked where an installation would put it."""
+    """A folder in which pip has installed the wheel, without what the wheel depends on: that is here already."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w"]
-    subprocess.run([*build, str(folder), str(ROOT)], check=True, cwd=folder, capture_output=True, timeout=120)
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, cwd=folder, capture_output=True, timeout=300)
     (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
+    install = [*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)]
+    subprocess.run(install, check=True, cwd=folder, capture_output=True, timeout=300)
     return folder / "site"
 
 
@@ -48,9 +58,13 @@ def scratch(tmp_path_factory):
 
 
 def run(site, folder, *arguments):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site)}
-    command = [sys.executable, "-m", "jaxmarl_llm", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    """The installed command in ``folder``; compiled programs are those of the tests."""
+    shared = (
+        {"JAX_COMPILATION_CACHE_DIR": os.environ["JAXMARL_TEST_CACHE"]} if "JAXMARL_TEST_CACHE" in os.environ else {}
+    )
+    environment = {**os.environ, **shared, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site)}
+    command = [sys.executable, str(site / "bin" / "jaxmarl-llm"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 COMMANDS = [(name, line) for name in PAGES for line in COMMAND.findall(page(name))]
@@ -67,7 +81,50 @@ def test_the_pages_have_what_the_test_runs():
             assert len(code) <= 30, f"{name}: {file} has {len(code)} lines"
 
 
-@pytest.mark.parametrize("name, line", COMMANDS, ids=[line.rsplit("/", 1)[1] for _, line in COMMANDS])
+def code_lines(text):
+    """Lines with code or a docstring on them: neither blank nor only a comment."""
+    spoken = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return len({i for t in tokens if t.type not in spoken for i in range(t.start[0], t.end[0] + 1)})
+
+
+def test_lines_of_code_are_counted():
+    assert code_lines('"""Two\nlines."""\n\n# none\nx = (\n    1,  # one\n)\n') == 5
+
+
+@pytest.mark.slow
+def test_four_own_tasks_train_from_the_wheel_in_an_empty_folder(site, tmp_path):
+    """The page's blocks and nothing else: 20 lines for a task, its own command, 20 steps, a reward that is paid."""
+    files = dict(FILE.findall(page("your_reward_and_data")))
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    lines = {name: code_lines(files[f"{name}.py"]) for name in (*FOUR, "own_config")}
+    assert max(lines.values()) <= 20, lines
+    where = "import jaxmarl_llm; print(jaxmarl_llm.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    imported = subprocess.run(
+        [sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert imported.stdout.startswith(str(site)), imported
+    tiny = "--config.team.backbone.hidden_size=16", "--config.team.backbone.num_layers=1", "--config.batch=2"
+    commands = {line.split("own_config.py:")[1].split()[0]: line for _, line in COMMANDS if "own_config" in line}
+    for name, components in FOUR.items():
+        done = run(site, tmp_path, *shlex.split(commands[name]), *tiny, "--config.run.tensorboard=False")
+        assert done.returncode == 0, f"{name}: {done.stderr[-3000:]}"
+        rows = [json.loads(text) for text in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == list(range(1, 21)), name
+        assert all(math.isfinite(x) for row in rows for x in row.values() if isinstance(x, (int, float))), name
+        assert all(f"reward/{component}" in row for row in rows for component in components), name
+        assert any(row["reward/total"] != 0 for row in rows), f"{name}: no reward was paid"
+        assert any(row[key] > 0 for row in rows for key in row if key.endswith("/grad_norm")), f"{name}: never updated"
+        if name == "lookup":
+            assert all(row["reward/calls"] > 0 for row in rows), "the tool was not used"
+
+
+TWO_STEPS = [(name, line) for name, line in COMMANDS if not any(f"own_config.py:{own} " in line for own in FOUR)]
+
+
+@pytest.mark.parametrize("name, line", TWO_STEPS, ids=[line.rsplit("/", 1)[1] for _, line in TWO_STEPS])
 def test_a_command_of_a_page_trains(name, line, site, scratch):
     """Two steps of each: every step has a line of metrics, and the held-out tasks were played."""
     stage_0 = {"sums": 2, "write_a_recipe": 30}.get("sums" if "sums" in line else name, 0)
