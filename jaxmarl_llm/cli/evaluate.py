@@ -39,6 +39,7 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1"), best=False, step=Non
     from jaxmarl_llm.config import from_dict
     from jaxmarl_llm.distributed.meshes import MeshConfig
     from jaxmarl_llm.errors import ConfigError
+    from jaxmarl_llm.generation.engine import EngineConfig
     from jaxmarl_llm.runs import loop
     from jaxmarl_llm.storage.checkpoint import Checkpointer
 
@@ -59,7 +60,8 @@ def open_run(workdir, flag="workdir", mesh=("1", "1", "1"), best=False, step=Non
             raise ConfigError(f"{shown}: {workdir}/{name} holds no readable step")
         module = config_flags.recipe_module(meta["config"]["recipe"])
         data, fsdp, tensor = map(int, mesh)
-        cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), mesh=MeshConfig(data, fsdp, tensor))
+        here = {"mesh": MeshConfig(data, fsdp, tensor), "engine": EngineConfig()}  # this process samples
+        cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), **here)
         recipe = module.make(cfg)
         state = loop.restore(saver, recipe, meta, learning=False, at=step)[0]
     finally:

@@ -1,7 +1,7 @@
 """Sampling of a host rollout by external engines, in place of `launches.TeamSampler`.
 
-Before a rollout, engines get the parameters that they lack: a folder of the whole model, or of an adapter, is written
-and the engine loads it. Then every node of a turn is one request, and all requests of a turn are in flight together.
+Before a rollout, engines get the parameters that they lack: the whole model or an adapter is written to a folder, which
+the engine loads. Then every node of a turn is one request, and all requests of a turn are in flight together.
 """
 
 from __future__ import annotations

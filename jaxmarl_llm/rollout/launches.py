@@ -79,7 +79,13 @@ class RolloutWeights:
 
 @functools.partial(jax.jit, static_argnames=("group",))
 def sample_keys(data: jax.Array | np.ndarray, role: jax.Array | np.ndarray, *, group: int) -> jax.Array:
-    """Keys of the samples [N G]. ``data``: key data of the states [N 2]. ``role``: [N]."""
+    """Keys of the samples [N G].
+
+    Args:
+        data: Key data of the states [N 2].
+        role: Index of the role of each state [N].
+        group: Samples of a state, G.
+    """
     keys = jnp.repeat(fold(jax.random.wrap_key_data(jnp.asarray(data)), PLAY, role)[:, None], group, 1)
     return fold(keys, jnp.broadcast_to(jnp.arange(group), keys.shape))
 
@@ -110,7 +116,7 @@ class Sampler(Protocol):
 
 
 class SamplerFactory(Protocol):
-    """What makes the `Sampler` of a rollout."""
+    """Makes the `Sampler` of a rollout."""
 
     def __call__(self, team: Team, params: Params, sampling: Sampling, version: int, /) -> Sampler:
         """Make a sampler.
@@ -223,5 +229,12 @@ def _completions(model: Model, out: Completions, rows: int) -> list[list[Sampled
 
 
 def here(team: Team, params: Params, sampling: Sampling, version: int) -> TeamSampler:
-    """A `SamplerFactory`: this process samples. Arguments as there; ``version`` is not read."""
+    """A `SamplerFactory`: this process samples.
+
+    Args:
+        team: Roles and models.
+        params: Parameters of the team.
+        sampling: Distribution of tokens.
+        version: Not read.
+    """
     return TeamSampler(team, params, sampling)
