@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 logging.disable_progress_bar()  # of loaded weights
+torch.set_num_threads(1)  # of models as small as these
 
 
 class Engine:

@@ -141,20 +141,20 @@ def test_episodes_of_an_engine_have_the_distribution_of_ours(server, tmp_path):
     # One server stands for both models here, so that the second load decides: both roles play the same parameters.
     params["agents"]["b"] = params["agents"]["a"]
     made = Engines(cfg, team, 64).sampler
-    ours, own = episodes(team, params, 60, jax.random.key(0))
-    theirs, tree = episodes(team, params, 60, jax.random.key(1), sampler=made)
+    ours, own = episodes(team, params, 24, jax.random.key(0))
+    theirs, tree = episodes(team, params, 24, jax.random.key(1), sampler=made)
     assert tree.counts.prompt_tokens >= own.counts.prompt_tokens > 0  # an engine is asked for whole prompts
     seeds = [body["seed"] for path, body in server.asked if path == "/v1/completions"]
-    assert len(seeds) == len(set(seeds)) == 60 * 2 * (1 + 4)  # of every node: two roles in one and in four states
+    assert len(seeds) == len(set(seeds)) == 24 * 2 * (1 + 4)  # of every node: two roles in one and in four states
 
     def p_value(one, other):
         table = np.array([[one[k], other[k]] for k in one.keys() | other.keys() if one[k] + other[k] >= 10])
         return stats.chi2_contingency(table).pvalue
 
-    assert sum(theirs.values()) == sum(ours.values()) == 60 * 4 * 2
+    assert sum(theirs.values()) == sum(ours.values()) == 24 * 4 * 2
     assert p_value(ours, theirs) > 0.01
     colder = lambda team, params, sampling, version: made(team, params, Sampling(top_k=3, temperature=0.2), version)
-    cold, _ = episodes(team, params, 60, jax.random.key(2), sampler=colder)
+    cold, _ = episodes(team, params, 24, jax.random.key(2), sampler=colder)
     assert p_value(ours, cold) < 1e-6
 
 
