@@ -194,7 +194,7 @@ def init_backbone(backbone: Backbone, cfg: decoder.Config, key: jax.Array) -> Pa
     """
     init, mesh = decoder.make_policy(cfg).init, sharding.current()
     if backbone.path is None:
-        return _compiled(init)(key)
+        return _compiled(init, mesh)(key)
     where = None if mesh is None else sharding.shardings(mesh, jax.eval_shape(init, key))
     arch = dataclasses.replace(cfg, used_vocab=None)
     params, _ = hf_weights.load(_weights(backbone.path), arch, dtype=backbone.dtype, sharding=where)
@@ -202,8 +202,8 @@ def init_backbone(backbone: Backbone, cfg: decoder.Config, key: jax.Array) -> Pa
 
 
 @functools.cache
-def _compiled(init: Callable[[jax.Array], Params]) -> Callable[[jax.Array], Params]:
-    """Program that draws parameters as ``init`` does. Cached: models of one architecture share it."""
+def _compiled(init: Callable[[jax.Array], Params], mesh: jax.sharding.Mesh | None) -> Callable[[jax.Array], Params]:
+    """Program that draws parameters as ``init`` does, on ``mesh``. Cached: models of one architecture share it."""
     return jax.jit(lambda key: sharding.constrain(init(key)))
 
 
