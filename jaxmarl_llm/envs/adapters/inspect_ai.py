@@ -54,7 +54,7 @@ def inspect_task(
     """
     source = _Source(make_task, name)
     rows = _rows(source.task, name)
-    sides = {"data": rows} if train is None else {"data": _rows(train(), name), "held_out": rows}
+    sides: dict[str, Any] = {"data": rows} if train is None else {"data": _rows(train(), name), "held_out": rows}
     shown = prompts or {"solver": _Solved(source, seconds)}
     return TextTask(**sides, prompts=shown, reward=InspectScores(source, seconds), name=name, **settings)
 
