@@ -159,15 +159,13 @@ def host(cloud):
     env = {"PATH": f"{CLIENTS}:{os.environ['PATH']}", "CLOUD": str(cloud.folder), "HOME": str(cloud.folder)}
 
     def start():
-        return subprocess.Popen(
-            ["bash", folder / "experiments/launch/on_host.sh", *TRAINED.split()],
-            env=env,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = ["bash", folder / "experiments/launch/on_host.sh", *TRAINED.split()]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
+    # Tests that were started with nohup ignore SIGHUP, and so would what they start.
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield cloud, folder, start
+    signal.signal(signal.SIGHUP, hangup)
     if (folder / "train.pid").exists():  # of a test that failed
         subprocess.run(["bash", "-c", f"kill -9 $(cat {folder / 'train.pid'}) 2>/dev/null"])
 
