@@ -48,12 +48,17 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def printed(cell: Any) -> list[str]:
-    """What the outputs of a cell show: their text, or FIGURE for a picture."""
-    shown = []
+    """What the outputs of a cell show: their text, or FIGURE for a picture. Pieces of one stream are one text."""
+    shown: list[str] = []
+    stream = False
     for output in cell["outputs"]:
         data = output.get("data", {})
-        text = FIGURE if "image/png" in data else output.get("text") or data.get("text/plain", "")
-        shown.append("".join(text))
+        text = "".join(FIGURE if "image/png" in data else output.get("text") or data.get("text/plain", ""))
+        if stream and output["output_type"] == "stream":
+            shown[-1] += text
+        else:
+            shown.append(text)
+        stream = output["output_type"] == "stream"
     return shown
 
 

@@ -65,4 +65,5 @@ def test_an_output_that_differs_is_found():
     assert differences(notebook("a"), notebook("a")) == differences(drawn, again) == []
     assert differences(notebook("a"), notebook("b")) == ["code cell 0: ['a'] is now ['b']"]
     assert len(differences(drawn, none)) == len(differences(notebook("a"), notebook("a", "b"))) == 1
+    assert differences(notebook("ab"), notebook("a", "b")) == []
     assert differences(notebook("1 s"), notebook("2 s", tags=["varies"])) == []
