@@ -139,6 +139,9 @@ class EnvRunner(ABC):
     entry_tokens: int
     entry_bytes: int
 
+    def open(self) -> None:  # noqa: B027  # only host environments may have engines
+        """Reach what the rollouts need beside this process. Raises ConfigError where it is away."""
+
     def close(self) -> None:  # noqa: B027  # only host environments hold processes
         """End the processes that the runner started."""
 
@@ -309,6 +312,10 @@ class HostEnvRunner(EnvRunner):
         self._pool: EnvPool | None = None
         self._factory = functools.partial(_wrapped, task.make, cfg.protocol)
         self.env = self._factory()
+
+    def open(self) -> None:
+        if self.engines is not None:
+            self.engines.open()
 
     def pool(self) -> EnvPool:
         """Worker processes; the first call starts them. Raises ConfigError if they cannot build the environment."""

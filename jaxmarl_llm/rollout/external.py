@@ -27,9 +27,8 @@ from jaxmarl_llm.generation.engine import (
     client_of,
 )
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.messages import Action
 from jaxmarl_llm.models import hf_weights, peft_files
-from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, pad, sample_keys
+from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, as_completion, pad, sample_keys
 from jaxmarl_llm.types import Model, Params, Team
 
 KEY = "config.engine.urls"
@@ -201,7 +200,7 @@ class EngineSampler:
             jobs.append((model, EngineRequest("", ids, request.group, limit, stop, seed, self._sampling)))
         out = []
         for (model, _), completions in zip(jobs, self._engines.complete(jobs), strict=True):
-            out.append([_sampled(model, completion) for completion in completions])
+            out.append([as_completion(model, c.ids, c.truncated, c.logprobs) for c in completions])
         return out
 
 
@@ -211,9 +210,3 @@ def _seeds(requests: Sequence[GenerationRequest]) -> list[int]:
     data, roles = pad(np.stack([r.key for r in requests]), size), pad(np.array([r.role for r in requests]), size)
     words = np.asarray(jax.random.key_data(sample_keys(data, roles, group=1)))[: len(requests), 0].astype(np.uint64)
     return [int(high << np.uint64(32) | low) & (2**63 - 1) for high, low in words]
-
-
-def _sampled(model: Model, completion: EngineCompletion) -> SampledCompletion:
-    ids, truncated = completion.ids, completion.truncated
-    text = model.tokenizer.decode(list(ids if truncated else ids[:-1]))
-    return SampledCompletion(Action(text, ids, truncated), completion.logprobs)

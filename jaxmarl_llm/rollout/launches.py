@@ -44,6 +44,19 @@ class SampledCompletion(NamedTuple):
     logprobs: np.ndarray  # of the action's ids
 
 
+def as_completion(model: Model, ids: Sequence[int], truncated: bool, logprobs: np.ndarray) -> SampledCompletion:
+    """Token ids as a completion with text.
+
+    Args:
+        model: Model that sampled them.
+        ids: Token ids; the last one is a stop id unless ``truncated``.
+        truncated: Whether the completion ended at its limit.
+        logprobs: Of the ids.
+    """
+    text = model.tokenizer.decode(list(ids if truncated else ids[:-1]))
+    return SampledCompletion(Action(text, tuple(ids), truncated), logprobs)
+
+
 class RolloutWeights:
     """Variables of one model at a time, in the form that generation takes; the copies of the model before are freed.
 
@@ -221,9 +234,7 @@ def _completions(model: Model, out: Completions, rows: int) -> list[list[Sampled
         samples = []
         for s in range(out.tokens.shape[1]):
             ids = out.tokens[row, s, : out.length[row, s]].tolist()
-            truncated = bool(out.truncated[row, s])
-            text = model.tokenizer.decode(ids if truncated else ids[:-1])
-            samples.append(SampledCompletion(Action(text, tuple(ids), truncated), logprobs[row, s, : len(ids)]))
+            samples.append(as_completion(model, ids, bool(out.truncated[row, s]), logprobs[row, s, : len(ids)]))
         completions.append(samples)
     return completions
 

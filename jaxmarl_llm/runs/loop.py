@@ -17,7 +17,6 @@ from jaxmarl_llm._version import __version__
 from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.distributed import deadlines, processes, signals
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.rollout.env_runner import HostEnvRunner
 from jaxmarl_llm.runs import preflight
 from jaxmarl_llm.runs.ahead import Ahead
 from jaxmarl_llm.runs.alarms import Alarms
@@ -109,9 +108,8 @@ def _fit(
     health = Health(folder.local, cfg.run.max_invalid, primary=primary)
     try:
         if saver.steps()[-1:] < [recipe.total_steps]:
-            if isinstance(recipe.env_runner, HostEnvRunner) and recipe.env_runner.engines is not None:
-                with deadlines.stage("rollout"):
-                    recipe.env_runner.engines.open()
+            with deadlines.stage("rollout"):
+                recipe.env_runner.open()
             with deadlines.stage("reward"):
                 try_tasks(recipe.env_runner, recipe.team, health, required=cfg.run.max_invalid < 1)
         with deadlines.stage("save"):

@@ -85,7 +85,7 @@ class Rubric:
             try:
                 value = function(completion=state["completion"], answer=state["answer"], state=state)
                 metrics[function.__name__] = float(await value if asyncio.iscoroutine(value) else value)
-            except Exception:
+            except Exception:  # of any kind, as in the library
                 metrics[function.__name__] = 0.0
         state["metrics"] = metrics
         state["reward"] = sum(w * v for w, v in zip(self.weights, metrics.values(), strict=True))

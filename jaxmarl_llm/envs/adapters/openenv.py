@@ -154,7 +154,7 @@ class _Play:
     def _complete(self, coroutine: Any) -> Any:
         try:
             return complete(coroutine, self.seconds, self.name)
-        except Exception:
+        except Exception:  # of any kind: the session is then in an unknown state; the error goes on
             self.session.forget(self.seconds)
             raise
 
