@@ -43,6 +43,7 @@ TICK = 0.05  # seconds between two checks of the clocks
 WALL = 3.0  # allowed wall seconds for each CPU second
 STARVED = 4.0  # multiple of the wall deadline after which a lack of processor time is an error of the machine
 SLEEP = 0.05  # seconds of waiting that a process must have for each time that it gave up its processor
+PIECE = 1 << 16  # bytes of a reply for whose reading the judge may wait for a processor at the machine's expense
 KERNEL_MB = 64  # memory that the kernel may hold for one jail, where control groups count it
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -78,6 +79,7 @@ class Jail:
         self._cpu = self._delay = 0.0
         self._switches = 0
         self.wall = 0.0  # seconds of all requests, without waiting for a processor
+        self.late = 0.0  # seconds in which the judge waited for a processor, to read what was there
         self.pid = 0
         self._cgroup: cgroups.Group | None = None
         ours, theirs = socket.socketpair()
@@ -202,13 +204,14 @@ class Jail:
     def _read(self, out_of_time: Any) -> bytes:
         """Payload of the next frame. Raises as `_write`, and Stopped for a frame that is too large."""
         self._channel.settimeout(TICK)
-        size = None
+        size, before = None, waited_here()
         while size is None or len(self._data) < size:
             try:
                 part, ancillary, _, _ = self._channel.recvmsg(1 << 18, socket.CMSG_SPACE(12))
             except TimeoutError:
                 if out_of_time():
                     raise _TimeUp from None
+                before = waited_here()
                 continue
             except OSError:
                 raise EOFError from None
@@ -223,6 +226,10 @@ class Jail:
                 size = 4 + int.from_bytes(self._data[:4], "big")
                 if size > 4 + self.limits.output_bytes:
                     raise Stopped("protocol", f"a reply of {size - 4} bytes")
+            now = waited_here()
+            if len(part) >= PIECE or (size is not None and len(self._data) >= size):
+                self.late += now - before
+            before = now
             if out_of_time():  # also for a reply that arrives one byte at a time
                 raise _TimeUp
         frame = bytes(self._data[4:size])
@@ -303,6 +310,13 @@ class Jail:
             self._process.stderr.close()
 
 
+def waited_here() -> float:
+    """Seconds in which this thread waited for a processor so far. 0 where the kernel does not report them."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    return 0.0
+
+
 class _TimeUp(Exception):
     """Signal that the time of a request is over."""
 
@@ -315,19 +329,22 @@ class _Clock:
 
     A program that sleeps for moments waits for a processor after each. It could so wait for ever on a busy machine, and
     have no verdict. So each time that a process gives up its processor takes `SLEEP` seconds from its waiting.
+
+    The judge waits for a processor too, while a reply is there to be read. This time does not count either, for pieces
+    of at least `PIECE` bytes and for the last piece. So a program cannot gain time by sending single bytes.
     """
 
     def __init__(self, jail: Jail, seconds: float, wall: float = math.inf):
         self._jail, self._seconds, self._deadline = jail, seconds, min(WALL * seconds, wall)
         self._wall, self._cpu, self._delay = time.monotonic(), jail.cpu(), jail._waited()
-        self._switches = jail._slept()
+        self._switches, self._late = jail._slept(), jail.late
         self._next = self._wall + TICK
         self.verdict = Stopped("timeout", "")
 
     def counted(self) -> float:
         """Wall seconds so far, without waiting for a processor."""
         waited = self._jail._waited() - self._delay - SLEEP * (self._jail._slept() - self._switches)
-        return time.monotonic() - self._wall - max(0.0, waited)
+        return time.monotonic() - self._wall - max(0.0, waited) - (self._jail.late - self._late)
 
     def __call__(self) -> bool:
         now = time.monotonic()

@@ -87,18 +87,18 @@ def test_the_budget_holds_in_other_threads_too():
 def test_what_is_counted():
     spent = budget.Budget(10.0, 5.0)
     with mock.patch.object(budget.time, "thread_time", lambda: spent._start + 1.0):
-        assert spent.left() == (9.0, 4.0) and spent.over() == ""
-        assert spent.left(cpu=2.0, wall=3.5) == (7.0, 0.5)
+        assert spent.left() == pytest.approx((9.0, 4.0)) and spent.over() == ""
+        assert spent.left(cpu=2.0, wall=3.5) == pytest.approx((7.0, 0.5))
         assert spent.over(cpu=9.0) == "more than 10 s of CPU in all"
         spent.jails_cpu, spent.jails_wall = 3.0, 4.5
-        assert spent.left(cpu=1.0) == (5.0, -0.5) and spent.over() == "more than 5 s in all"
+        assert spent.left(cpu=1.0) == pytest.approx((5.0, -0.5)) and spent.over() == "more than 5 s in all"
 
 
 def clock_of(waited, slept, seconds=0.1, cpu=0.1):
     """A clock of a process with these numbers, which began 100 seconds ago."""
     now = {"waited": 0.0, "slept": 0}
     jail = SimpleNamespace(
-        cpu=lambda: 0.0, _waited=lambda: now["waited"], _slept=lambda: now["slept"], limits=Limits(cpu=cpu)
+        cpu=lambda: 0.0, _waited=lambda: now["waited"], _slept=lambda: now["slept"], limits=Limits(cpu=cpu), late=0.0
     )
     clock = jails._Clock(jail, seconds)
     clock._wall -= 100

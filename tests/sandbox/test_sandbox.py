@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -345,7 +346,7 @@ def test_interrupts_from_the_keyboard_pass_through(tier):
 
 def test_waiting_for_a_processor_is_not_the_programs_time(tier):
     """The clock of a process that was ready to run all the while does not run; a sleeping one's does."""
-    still = {"cpu": lambda: 0.0, "_slept": lambda: 0, "limits": Limits(cpu=0.1)}
+    still = {"cpu": lambda: 0.0, "_slept": lambda: 0, "late": 0.0, "limits": Limits(cpu=0.1)}
     with mock.patch.object(Jail, "cpu", lambda jail: 0.0):
         clock = jails._Clock(mock.Mock(**still, _waited=lambda: 0.0), 0.1)
         clock._wall -= 0.31
@@ -360,6 +361,76 @@ def test_waiting_for_a_processor_is_not_the_programs_time(tier):
         clock._next = 0
         clock._jail._waited = lambda: 10.2
         assert clock() and isinstance(clock.verdict, jails.Starved)
+
+
+class Late:
+    """A channel. Its reader gets a processor ``seconds`` after something came; ``waited``: the kernel's report."""
+
+    def __init__(self, channel, seconds):
+        self.channel, self.seconds, self.all = channel, seconds, 0.0
+
+    def __getattr__(self, name):
+        return getattr(self.channel, name)
+
+    def recvmsg(self, *args):
+        came = self.channel.recvmsg(*args)
+        time.sleep(self.seconds)
+        self.all += self.seconds
+        return came
+
+    def waited(self):
+        return self.all
+
+
+@pytest.mark.parametrize("size", [10, 1_500_000])
+def test_a_reply_that_the_judge_reads_late_is_not_late(tier, size):
+    """The judge waits for a processor after each piece of the reply, longer in all than the program may take."""
+    read, late = Jail._read, []
+
+    def reading(jail, out_of_time):
+        if jail.late == 0.0 and jail.pid:  # not while the jail starts
+            late.append(Late(jail._channel, 2.0 if size == 10 else 0.6))
+            jail._channel = late[-1]
+        return read(jail, out_of_time)
+
+    waited = lambda: late[-1].waited() if late else 0.0
+    with mock.patch.object(Jail, "_read", reading), mock.patch.object(jails, "waited_here", waited):
+        report = judge("def f(n): return 'a' * n", [Test(f"assert f({size}) == 'a' * {size}", ("f",))], Limits(cpu=0.5))
+    assert late and late[-1].all > 1.5 and report.tests == ("pass",)
+
+
+def test_pieces_of_a_reply_gain_no_time():
+    """A program that sends single bytes to a judge that is late makes no more of them the machine's time than one."""
+    ours, theirs = socket.socketpair()
+    jail = Jail.__new__(Jail)
+    jail._data, jail.pid, jail.late, jail.limits, jail._channel = bytearray(), 1, 0.0, Limits(), Late(ours, 0.02)
+    data = (40).to_bytes(4, "big") + b"x" * 40
+    sender = threading.Thread(
+        target=lambda: [(theirs.send(data[i : i + 4]), time.sleep(0.05)) for i in range(0, 44, 4)]
+    )
+    sender.start()
+    with mock.patch.object(jails, "waited_here", jail._channel.waited):
+        assert jail._read(lambda: False) == b"x" * 40
+    sender.join(10)
+    assert jail._channel.all > 0.1 and jail.late <= 0.021
+    ours.close()
+    theirs.close()
+
+
+def test_the_kernel_says_how_long_a_thread_waited():
+    """A thread waits where more processes compute than there are processors."""
+    if not os.path.exists("/proc/thread-self/schedstat"):
+        pytest.skip("this kernel does not report it")
+    before = jails.waited_here()
+    assert before >= 0.0
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
+    end = time.monotonic() + 5
+    while jails.waited_here() - before < 0.05 and time.monotonic() < end:
+        sum(range(100_000))
+    for process in busy:
+        process.kill()
+        process.wait()
+    assert jails.waited_here() - before >= 0.05
 
 
 def test_a_starved_test_is_tried_once_more(tier):
