@@ -1,8 +1,9 @@
-"""Folders of models for a name of the Hugging Face hub or a URL: those of a local cache, or downloaded into it."""
+"""Models of the Hugging Face hub: local copies of what a name or a URL stands for, and uploads of exported folders."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxmarl_llm.data import remote
@@ -50,9 +51,64 @@ def _snapshot(name: str, key: str, patterns: list[str], weights: bool) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # no network, no such model, no permission: the hub's own errors are many
-        why = " ".join(str(error).split())[:160] or type(error).__name__
         local = f"weights/{name.rpartition('/')[2]}"
         raise ConfigError(
-            f"{key}: no folder {name!r}, and the Hugging Face hub did not give it ({why}); where there is a network: "
-            f"hf download {name} --local-dir {local}, then --{key}={local}"
+            f"{key}: no folder {name!r}, and the Hugging Face hub did not give it ({_why(error)}); "
+            f"where there is a network: hf download {name} --local-dir {local}, then --{key}={local}"
         ) from None
+
+
+def reserve(names: Sequence[str], key: str, *, private: bool) -> None:
+    """Create repositories of models on the hub, where they do not exist. `huggingface_hub` finds address and login.
+
+    Args:
+        names: Of the repositories, each ``OWNER/NAME``.
+        key: Name of the value in messages.
+        private: Whether only their owner may read repositories that this call creates.
+
+    Raises:
+        ConfigError: A name is not of this form, or the hub cannot be reached or refuses.
+    """
+    import huggingface_hub
+
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"{key}: expected the name of a hub repository, OWNER/NAME, got {name!r}")
+        try:
+            huggingface_hub.HfApi().create_repo(name, private=private, exist_ok=True)
+        except Exception as error:  # no network, no login, no permission: the hub's own errors are many
+            raise ConfigError(
+                f"{key}: the Hugging Face hub did not make {name!r} ({_why(error)}); log in with: hf auth login"
+            ) from None
+
+
+def upload(source: Path, name: str, key: str, *, only: Sequence[str] | None = None) -> str:
+    """Upload the files of a folder to a repository of the hub, and return the address of the repository.
+
+    Args:
+        source: Folder to upload.
+        name: Of the repository, which exists.
+        key: Name of the value in messages.
+        only: Names of files to upload; None uploads all.
+
+    Raises:
+        ConfigError: The hub cannot be reached or refuses. The folder stays, and the message has the command to retry.
+    """
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.upload_folder(
+            repo_id=name, folder_path=source, allow_patterns=list(only) if only else None, commit_message="jaxmarl_llm"
+        )
+    except Exception as error:  # no network, no login, no permission: the hub's own errors are many
+        raise ConfigError(
+            f"{key}: {source} is written, but the Hugging Face hub did not take it ({_why(error)}); "
+            f"try again with: hf upload {name} {source}"
+        ) from None
+    return f"{api.endpoint}/{name}"
+
+
+def _why(error: Exception) -> str:
+    """The hub's own words on one line."""
+    return " ".join(str(error).split())[:160] or type(error).__name__

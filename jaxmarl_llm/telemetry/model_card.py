@@ -90,17 +90,42 @@ def _evaluations(step: int, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def loading(adapter: bool) -> str:
+def loading(adapter: bool, model: str = ".", base: str = "../base") -> str:
     """Python code that loads an exported model.
 
     Args:
         adapter: Whether it is an adapter beside a backbone.
+        model: Folder or hub name of the model.
+        base: Folder or hub name of the backbone of an adapter. Other models do not need it.
     """
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    source = model
     if adapter:
         lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
-        lines += ['model = AutoPeftModelForCausalLM.from_pretrained(".")']
-        lines += ['tokenizer = AutoTokenizer.from_pretrained("../base")']
-    else:
-        lines += ['model = AutoModelForCausalLM.from_pretrained(".")', 'tokenizer = AutoTokenizer.from_pretrained(".")']
+        source = base
+    kind = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    lines += [f'model = {kind}.from_pretrained("{model}")', f'tokenizer = AutoTokenizer.from_pretrained("{source}")']
     return "\n".join(lines)
+
+
+def team_card(models: Mapping[str, str], roles: Mapping[str, Mapping[str, Any]], cfg: Any) -> str:
+    """Write the README.md of a whole team: which model plays which role.
+
+    Args:
+        models: Folder or hub name of each model.
+        roles: By role, its ``model``.
+        cfg: Configuration of the run.
+    """
+    rows = [f"| `{role}` | `{models[of['model']]}` |" for role, of in roles.items() if of["model"] in models]
+    return f"""---
+tags: [multi-agent, reinforcement-learning, jaxmarl_llm, {cfg.recipe}]
+---
+
+# A team of language models
+
+jaxmarl_llm {__version__} trained the models together with the recipe `{cfg.recipe}` on `{cfg.env.name}`. team.json has
+the length limit and the memory of each role.
+
+| role | model |
+| --- | --- |
+""" + "".join(f"{row}\n" for row in rows)

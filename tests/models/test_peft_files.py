@@ -121,10 +121,17 @@ def test_the_command_writes_one_base_and_an_adapter_for_each_role(tmp_path, monk
     state = recipe.init(0)
     monkeypatch.setattr(export, "open_run", lambda workdir, **_: (cfg, recipe, state))
     out = tmp_path / "out"
-    given = {"models": [], "export_to": str(out), "mesh": ["1", "1", "1"], "best": False, "adapters": True}
+    given = {
+        "models": [],
+        "export_to": str(out),
+        "mesh": ["1", "1", "1"],
+        "best": False,
+        "adapters": True,
+        "push": None,
+    }
     export.main(None, "run", type("Flags", (), given))
     names = [role.model for role in recipe.team.roles]
-    assert sorted(p.name for p in out.iterdir()) == sorted([*names, "base", "team.json"])
+    assert sorted(p.name for p in out.iterdir()) == sorted([*names, "base", "team.json", "README.md"])
     for name in names:
         settings = json.loads((out / name / "adapter_config.json").read_text())
         assert settings["r"] == 2 and settings["base_model_name_or_path"] == str(out / "base")

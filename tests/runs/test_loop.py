@@ -399,7 +399,13 @@ def test_evaluate_and_export_read_the_newest_checkpoint(straight, tmp_path):
     last = lines(workdir)[-1]
     for key, value in recipe.evaluate(again).items():
         assert value == last[key.replace("eval/", "final/")]
-    given = {"models": ["lookup"], "export_to": str(tmp_path / "out"), "mesh": ["1", "1", "1"], "best": False}
+    given = {
+        "models": ["lookup"],
+        "export_to": str(tmp_path / "out"),
+        "mesh": ["1", "1", "1"],
+        "best": False,
+        "push": None,
+    }
     chosen = type("Flags", (), {**given, "adapters": False})
     with pytest.raises(ConfigError, match=r"--adapters: the run has none; .*parameter_sharing=lora, got separate"):
         export.main(None, workdir, type("Flags", (), {**given, "adapters": True}))
