@@ -10,7 +10,8 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.generation import generate
     from jaxmarl_llm.generation.decoding import Completions
-    from jaxmarl_llm.generation.engine import EngineClient, EngineConfig, VllmClient
+    from jaxmarl_llm.generation.engine import EngineClient, EngineConfig
+    from jaxmarl_llm.generation.engine_http import SglangClient, VllmClient
     from jaxmarl_llm.generation.generate import by_row, sample_completions
     from jaxmarl_llm.generation.prefix_cache import Prefixes
     from jaxmarl_llm.generation.sampling import Sampling, kept, sample, score
@@ -23,7 +24,8 @@ else:
             "EngineConfig": f"{__name__}.engine",
             "Prefixes": f"{__name__}.prefix_cache",
             "Sampling": f"{__name__}.sampling",
-            "VllmClient": f"{__name__}.engine",
+            "SglangClient": f"{__name__}.engine_http",
+            "VllmClient": f"{__name__}.engine_http",
             "by_row": f"{__name__}.generate",
             "kept": f"{__name__}.sampling",
             "sample": f"{__name__}.sampling",
@@ -39,6 +41,7 @@ __all__ = [
     "EngineConfig",
     "Prefixes",
     "Sampling",
+    "SglangClient",
     "VllmClient",
     "by_row",
     "generate",

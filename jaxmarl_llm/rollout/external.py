@@ -24,8 +24,8 @@ from jaxmarl_llm.generation.engine import (
     EngineConfig,
     EngineError,
     EngineRequest,
-    client_of,
 )
+from jaxmarl_llm.generation.engine_http import client_of
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models import hf_weights, peft_files
 from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, as_completion, pad, sample_keys

@@ -1,6 +1,6 @@
-"""A server with vLLM's HTTP interface on loopback, which samples with transformers, peft and torch: none of our code.
+"""A server with the HTTP interfaces of vLLM and SGLang on loopback. It samples with transformers, peft and torch.
 
-It serves one model at a time, from the folder that it was told to load, and adapters over it.
+It serves one model at a time, from the folder that it was told to load, and adapters over it. It has none of our code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,33 @@ class Engine:
             if path == "/v1/load_lora_adapter":
                 self.adapters[body["lora_name"]] = adapted(self.asked, body["lora_path"])
                 return "Success"
-            return {"choices": self.choices(body)} if path == "/v1/completions" else None
+            if path == "/v1/completions":
+                return {"choices": self.choices(body)}
+            return None if path == "/reset_prefix_cache" else self.sglang(path, body)
+
+    def sglang(self, path, body):
+        if path == "/update_weights_from_disk":
+            self.model = load(body["model_path"])
+            return {"success": True, "message": "done"}
+        if path == "/unload_lora_adapter":
+            return {"success": self.adapters.pop(body["lora_name"], None) is not None}
+        if path == "/load_lora_adapter":
+            known = body["lora_name"] in self.adapters  # SGLang takes no second adapter of a name
+            if not known:
+                self.adapters[body["lora_name"]] = adapted(self.asked, body["lora_path"])
+            return {"success": not known, "error_message": "loaded already" if known else ""}
+        return [self.generated(*row) for row in zip(body["input_ids"], body["sampling_params"], self.named(body))]
+
+    def named(self, body):
+        return body.get("lora_path") or ["served"] * len(body["input_ids"])
+
+    def generated(self, prompt, entry, name):
+        form = {"prompt": prompt, "model": name, "n": 1, "top_k": 0, "seed": entry["sampling_seed"]}
+        form |= {"max_tokens": entry["max_new_tokens"], "temperature": entry["temperature"]}
+        (found,) = self.choices({**form, "stop_token_ids": entry["stop_token_ids"]})
+        pairs = zip(found["logprobs"]["token_logprobs"], found["token_ids"])
+        pairs = [[-5.0 if entry["temperature"] == 0 else logp, token, None] for logp, token in pairs]
+        return {"output_ids": found["token_ids"], "meta_info": {"output_token_logprobs": pairs}}
 
     @torch.no_grad()
     def choices(self, body):
@@ -80,7 +106,9 @@ def adapted(asked, folder):
     """An adapter over the backbone that was loaded last, which peft changes in place: a copy of its own."""
     from peft import PeftModel
 
-    base = next(body["kwargs"]["weights_path"] for path, body in reversed(asked) if path == "/collective_rpc")
+    folders = {"/collective_rpc": lambda body: body["kwargs"]["weights_path"]}
+    folders["/update_weights_from_disk"] = lambda body: body["model_path"]
+    base = next(folders[path](body) for path, body in reversed(asked) if path in folders)
     warnings.simplefilter("ignore")  # peft names what transformers will remove; this is in a thread of the server
     return PeftModel.from_pretrained(load(base), folder).eval()
 

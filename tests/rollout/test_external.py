@@ -1,4 +1,4 @@
-"""Rollouts by external engines: a server with vLLM's interface that samples with transformers, and its failures."""
+"""Rollouts by external engines: a server with their interfaces that samples with transformers, and its failures."""
 
 import dataclasses
 import json
@@ -12,8 +12,9 @@ from scipy import stats
 
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.errors import ConfigError, RunError
-from jaxmarl_llm.generation import engine as engines
-from jaxmarl_llm.generation.engine import EngineConfig, EngineRequest, VllmClient
+from jaxmarl_llm.generation import engine_http
+from jaxmarl_llm.generation.engine import EngineConfig, EngineRequest
+from jaxmarl_llm.generation.engine_http import SglangClient, VllmClient
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv
 from jaxmarl_llm.recipes import grpo
@@ -79,19 +80,25 @@ def train(cfg, workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+LOADS = {
+    "vllm": ("/collective_rpc", "/v1/load_lora_adapter"),
+    "sglang": ("/update_weights_from_disk", "/load_lora_adapter"),
+}
+
+
+@pytest.mark.parametrize("client", LOADS)
 @pytest.mark.parametrize("sharing", ["shared", "lora"])
-def test_an_engine_samples_with_the_parameters_of_every_step(server, tmp_path, monkeypatch, sharing):
+def test_an_engine_samples_with_the_parameters_of_every_step(server, tmp_path, monkeypatch, sharing, client):
     """The learner's log-probs are those of transformers, step after step; an earlier policy's would be far off."""
     monkeypatch.setattr(loop, "report", lambda workdir: None)
-    rows = train(configured(server, tmp_path, sharing), tmp_path / "run")
+    cfg = configured(server, tmp_path, sharing)
+    rows = train(dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, client=client)), tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["logprob_diff"] for row in rows) < 1e-4
-    loads = Counter(path for path, _ in server.asked if path.startswith(("/coll", "/v1/load")))
+    model, adapter = LOADS[client]
+    loads = Counter(path for path, _ in server.asked if path in LOADS[client])
     versions = 4  # before each of three steps, and for the last evaluation
-    expected = (
-        {"/collective_rpc": 1, "/v1/load_lora_adapter": versions} if sharing == "lora" else {"/collective_rpc": 4}
-    )
-    assert loads == expected
+    assert loads == ({model: 1, adapter: versions} if sharing == "lora" else {model: versions})
     left = sorted(path.name for path in (tmp_path / "weights").iterdir())
     newest = "solver-00000003" if sharing == "lora" else "team-00000003"
     assert left == sorted({newest, "backbone-00000000"} if sharing == "lora" else {newest})
@@ -209,8 +216,8 @@ def choice(**changes):
 
 WRONG = {
     "no tokens": ((200, choice(token_ids=None)), r"expected 'token_ids' \(vLLM 0.11 or newer\), got null"),
-    "no log-probs": ((200, choice(logprobs=None)), "expected 2 'token_logprobs', got null"),
-    "a log-prob above 0": ((200, choice(logprobs={"token_logprobs": [0.5, -2.0]})), "expected 2 'token_logprobs'"),
+    "no log-probs": ((200, choice(logprobs=None)), "expected 2 log-probs, got null"),
+    "a log-prob above 0": ((200, choice(logprobs={"token_logprobs": [0.5, -2.0]})), "expected 2 log-probs"),
     "too long": ((200, choice(token_ids=[4, 4, 9], logprobs={"token_logprobs": [-1, -1, -1]})), "got 3 tokens"),
     "too short": (
         (200, choice(token_ids=[4], logprobs={"token_logprobs": [-1]})),
@@ -242,7 +249,7 @@ def test_what_is_off_by_default_is_named(server):
 
 
 def test_a_busy_engine_is_asked_again_and_a_silent_one_for_some_time(server, monkeypatch):
-    monkeypatch.setattr(engines, "PAUSES", (0.01,))
+    monkeypatch.setattr(engine_http, "PAUSES", (0.01,))
     answers = iter([(503, {"error": "busy"}), (429, {"error": "busy"}), (200, choice())])
     server.choices, server.broken = lambda body: [], lambda path, _: next(answers)
     assert VllmClient(server.url, 20.0).sample(REQUEST)[0].ids == (4, 9)
@@ -250,6 +257,35 @@ def test_a_busy_engine_is_asked_again_and_a_silent_one_for_some_time(server, mon
     with pytest.raises(RunError, match=r"/v1/completions: no answer within 0.3 s: ") as raised:
         VllmClient(server.url, 0.3).sample(REQUEST)
     assert raised.value.away
+
+
+def test_an_answer_of_sglang_is_checked_and_filters_are_refused(server):
+    client = SglangClient(server.url, 5.0)
+    told = {}
+    server.answer, server.broken = lambda path, body: told.update(body or {}), lambda path, _: (200, answer)
+    answer = [{"meta_info": {"output_token_logprobs": [[-1.0, 4, None], [-2.0, 9, None]]}}] * 2
+    two = REQUEST._replace(samples=2, seed=2**63 - 1)
+    first, second = client.sample(two)
+    assert first.ids == second.ids == (4, 9) and first.logprobs.tolist() == [-1.0, -2.0] and not first.truncated
+    assert [entry["sampling_seed"] for entry in told["sampling_params"]] == [2**63 - 1, 0]
+    greedy = client.sample(two._replace(sampling=Sampling(temperature=0.0, top_k=3)))
+    assert greedy[0].logprobs.tolist() == [0.0, 0.0]
+    for sampling in (Sampling(top_k=3), Sampling(top_p=0.9), Sampling(min_p=0.1)):
+        with pytest.raises(RunError, match=r"/generate: expected config.sampling without top_k, top_p and min_p"):
+            client.sample(two._replace(sampling=sampling))
+    for wrong, said in {
+        "[]": ([], r"/generate: expected a list of 2 completions, got \[\]"),
+        "no log-probs": ([{"meta_info": {}}] * 2, "/generate: expected 'output_token_logprobs', got null"),
+        "too long": ([{"meta_info": {"output_token_logprobs": [[-1, 4]] * 3}}] * 2, "got 3 tokens"),
+    }.values():
+        answer = wrong
+        with pytest.raises(RunError, match=said):
+            client.sample(two)
+    answer = {"success": False, "message": "no such\n folder"}
+    with pytest.raises(RunError, match=r"/update_weights_from_disk: expected 'success' of true, got .*no such"):
+        client.load_weights("w")
+    with pytest.raises(RunError, match=r"/load_lora_adapter: expected 'success' of true"):
+        client.load_adapter("a", "w")
 
 
 def opened(server, **changes):
