@@ -11,8 +11,8 @@ and PPO's clip keeps ratios in [0.8, 1.28]. ``reward`` weighs the components, so
 patient says is a part of prompts, and only completions have a loss: no gradient comes from the patient's tokens.
 
 Kept: the above, n = 8, an entropy bonus of 0.001. Changed: the patient is scripted (`consult`), in place of a frozen
-language model. The budget is 2 to 6 turns and not 2 to 10. Inferred: the rank that makes a diagnosis worth 0 to 5. Dropped:
-0 to 5 for the advice, which belongs to text. The authors' data, MTMedDialog, is not available offline.
+language model. The budget is 2 to 6 turns and not 2 to 10. Inferred: the rank that makes a diagnosis worth 0 to 5.
+Dropped: 0 to 5 for the advice, which belongs to text. The authors' data, MTMedDialog, is not available offline.
 
 Expected: on `consult` the doctor names more right diagnoses than after stage 0, with about as many turns
 (experiments/claims/doctor_agent.py).

@@ -6,10 +6,10 @@
     2     D2|cy|fu>        a
     3     D1|cy|fu|an>     G: a diagnosis, one of A to H; it ends the episode
 
-The digit is the number of turns that are left, this turn included. At turn 0 it is the budget of the episode, drawn from
-``budgets``. Each entry is a question and the answer: y, n, or u (unknown). A completion that is neither a question nor a
-diagnosis is malformed. It takes a turn and is shown as ``??``. The patient is scripted and gives one answer to a question
-however often it is asked.
+The digit is the number of turns that are left, this turn included. At turn 0 it is the budget of the episode, drawn
+from ``budgets``. Each entry is a question and the answer: y, n, or u (unknown). A completion that is neither a question
+nor a diagnosis is malformed. It takes a turn and is shown as ``??``. The patient is scripted and gives one answer to a
+question however often it is asked.
 
 A table of 8 diagnoses and 10 symptoms is drawn from ``table_seed``, so that tables differ between seeds. Diagnoses form
 four pairs: the two of a pair differ in two symptoms, others in at least three. Of each answer yes or no, a share
@@ -219,9 +219,7 @@ def step(
     return unless_finished(state, after, {name: to_all(ROLES, amounts[name]) for name in COMPONENTS})
 
 
-def diagnosis_reward(
-    task: Mapping[str, Array], asked: Int[Array, " T"], named: Int[Array, ""]
-) -> Float[Array, ""]:
+def diagnosis_reward(task: Mapping[str, Array], asked: Int[Array, " T"], named: Int[Array, ""]) -> Float[Array, ""]:
     """The reward of a diagnosis by its rank, 0 to 5; see the top of this file.
 
     Args:
@@ -243,13 +241,11 @@ def patient(rng: np.random.Generator, config: Config, of: Table, diagnosis: int)
     return np.where(untold, UNKNOWN, of.symptoms[diagnosis] ^ wrong).astype(np.int32)
 
 
-def drawn(
-    rng: np.random.Generator, config: Config, of: Table, held_out: bool = False
-) -> tuple[int, np.ndarray, int]:
+def drawn(rng: np.random.Generator, config: Config, of: Table, held_out: bool = False) -> tuple[int, np.ndarray, int]:
     """Draw the diagnosis, answers [10] and budget of a patient from one side of the split.
 
-    The answers make a task itself, whatever the budget. ``of``: the table of the environment. Every diagnosis is equally
-    likely on both sides.
+    The answers make a task itself, whatever the budget. ``of``: the table of the environment. Every diagnosis is
+    equally likely on both sides.
     """
     diagnosis = int(rng.integers(len(DIAGNOSES)))
     answers = draw_task(lambda: patient(rng, config, of, diagnosis), answer_text, held_out)
@@ -288,13 +284,18 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
     """
     rng, of, pairs = np.random.default_rng([seed, 2]), table(config), []
     while len(pairs) < n:
-        pairs += _consultation(rng, config, of)
+        pairs += consultation(rng, config, of, drawn(rng, config, of))
     return {ROLES[0]: text_samples(pairs[:n], prompt_length(config), RESPONSE)}
 
 
-def _consultation(rng: np.random.Generator, config: Config, of: Table) -> Iterator[tuple[str, str]]:
-    """The prompts and completions of one demonstrated consultation."""
-    _, answers, budget = drawn(rng, config, of)
+def consultation(
+    rng: np.random.Generator, config: Config, of: Table, who: tuple[int, np.ndarray, int]
+) -> Iterator[tuple[str, str]]:
+    """The prompts and completions of one demonstrated consultation.
+
+    ``of``: the table of the environment. ``who``: a patient as `drawn` returns it.
+    """
+    _, answers, budget = who
     asked: list[int] = []
     for left in range(budget, 0, -1):
         told = [SYMPTOMS[s] + ANSWERS[answers[s]] for s in asked]
@@ -314,9 +315,7 @@ def _question(rng: np.random.Generator, config: Config, asked: list[int]) -> str
     return SYMPTOMS[options[rng.integers(len(options))]]
 
 
-def _diagnosed(
-    rng: np.random.Generator, config: Config, of: Table, answers: np.ndarray, asked: list[int]
-) -> str:
+def _diagnosed(rng: np.random.Generator, config: Config, of: Table, answers: np.ndarray, asked: list[int]) -> str:
     """A demonstrator's diagnosis: one that agrees with most of the ``answers`` to ``asked``, or by mistake another."""
     known = [s for s in set(asked) if answers[s] != UNKNOWN]
     agrees = (of.symptoms[:, known] == answers[known]).sum(1)
