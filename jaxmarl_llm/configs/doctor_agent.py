@@ -1,6 +1,6 @@
 """DoctorAgent-RL (arXiv 2505.19630). Variants:
 
-tiny        `consult`, a doctor of 33 thousand parameters, budgets of 2 to 6 turns; CPU, minutes
+tiny        `consult`, a doctor of 21 thousand parameters, budgets of 2 to 6 turns; CPU, minutes
 no_turns    the same without rewards of questions: the diagnosis and the end of the turns alone
 fixed       the same with a budget of 4 turns in every consultation
 
@@ -19,7 +19,7 @@ from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = ("tiny", "no_turns", "fixed")
-TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:

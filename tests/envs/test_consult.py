@@ -24,7 +24,8 @@ class Twin:
         self.left, self.told, self.over = int(task["budget"]), [], False
 
     def prompt(self):
-        return f"D{self.left}" + "".join("|" + q + a for q, a in self.told) + ">"
+        letters = {"y": str, "n": str.upper, "u": lambda q: "klmnopqrst"["abcdefghij".index(q)], "?": str}
+        return f"D{self.left}" + "".join(letters[a](q) for q, a in self.told) + ">"
 
     def rank(self, named):
         if named == self.truth:
@@ -41,8 +42,8 @@ class Twin:
         pay["turns"] = 1
         self.left -= 1
         letter = text if ended and len(text) == 1 else "malformed"
-        if letter in "ABCDEFGH":
-            named = ord(letter) - ord("A")
+        if letter in "STUVWXYZ":
+            named = "STUVWXYZ".index(letter)
             pay["diagnosis"], pay["accuracy"], self.over = self.rank(named), int(named == self.truth), True
             return pay
         if letter in "abcdefghij":
@@ -66,8 +67,8 @@ def random_words(rng, n):
     """Completions of two tokens: questions, diagnoses, other bytes, and words without an end."""
     kinds = rng.choice(4, n, p=(0.75, 0.13, 0.06, 0.06))
     pick = lambda letters: letters[rng.integers(len(letters))]
-    words = [pick(("abcdefghij", "ABCDEFGH", "k?5 I", "aB")[kind]) for kind in kinds]
-    tails = [BYTES.EOS if kind < 3 else ord(pick("aB")) for kind in kinds]
+    words = [pick(("abcdefghij", "STUVWXYZ", "k?5 RA[", "aT")[kind]) for kind in kinds]
+    tails = [BYTES.EOS if kind < 3 else ord(pick("aT")) for kind in kinds]
     return np.array([[ord(word), tail] for word, tail in zip(words, tails)], np.int32)
 
 
@@ -94,7 +95,8 @@ def test_random_episodes_are_those_of_a_slow_twin(name):
             seen.update(k for k, v in want.items() if v)
             seen[f"rank {want['diagnosis']}"] += 1
     assert all(twin.over for twin in twins)
-    assert {*consult.COMPONENTS, *(f"rank {r}" for r in range(6))} <= {k for k, count in seen.items() if count > 2}
+    worth = range(6) if config.turns == 8 else (0, 1, 2, 5)  # a few answers rarely tell the wrong ones apart
+    assert {*consult.COMPONENTS, *(f"rank {r}" for r in worth)} <= {k for k, count in seen.items() if count > 2}
 
 
 def task_of(table, answers, diagnosis, budget):
@@ -118,7 +120,7 @@ PATIENT = [0, 1, 0, 2, 0, 0, 0, 0, 0, 0]  # of diagnosis 1, and cannot tell symp
 
 
 def test_three_valid_questions_one_unknown_one_repeated_and_the_right_diagnosis():
-    got = play(task_of(ONE_EACH, PATIENT, 1, 6), "abcdaB")
+    got = play(task_of(ONE_EACH, PATIENT, 1, 6), "abcdaT")
     of_turns = {k: got[k] for k in ("valid", "unknown", "repeated", "malformed", "exhausted")}
     assert of_turns == {"valid": 3, "unknown": -1, "repeated": -2, "malformed": 0, "exhausted": 0}
     assert got["diagnosis"] == 5 and sum(of_turns.values()) + got["diagnosis"] == 5
@@ -127,7 +129,7 @@ def test_three_valid_questions_one_unknown_one_repeated_and_the_right_diagnosis(
 
 @pytest.mark.parametrize(
     "words, worth",
-    [("B", 5), ("A", 0), ("aA", 0), ("aC", 0), ("bC", 0), ("dC", 0)],
+    [("T", 5), ("S", 0), ("aS", 0), ("aU", 0), ("bU", 0), ("dU", 0)],
     ids=["right, unasked", "wrong, unasked", "denied", "tied", "all others tied", "an unknown answer counts for none"],
 )
 def test_a_diagnosis_is_worth_its_rank(words, worth):
@@ -135,12 +137,12 @@ def test_a_diagnosis_is_worth_its_rank(words, worth):
 
 
 def test_the_nearest_wrong_diagnosis_is_worth_four():
-    """Symptom a is the patient's and of diagnosis A alone; then b, which A lacks, brings two others level."""
+    """The patient has a, as S and T have. Symptom b, which S lacks, brings two others level with S."""
     table = ["1000000000", "1100000000", *["0100000000"] * 2, *["0000000000"] * 4]
     patient = [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
-    assert play(task_of(table, patient, 1, 6), "aA")["diagnosis"] == 4
-    assert play(task_of(table, patient, 1, 6), "abA")["diagnosis"] == 2
-    assert play(task_of(table, patient, 1, 6), "aC")["diagnosis"] == 0
+    assert play(task_of(table, patient, 1, 6), "aS")["diagnosis"] == 4
+    assert play(task_of(table, patient, 1, 6), "abS")["diagnosis"] == 2
+    assert play(task_of(table, patient, 1, 6), "aU")["diagnosis"] == 0
 
 
 def test_tables_have_pairs_and_differ_between_seeds():
@@ -182,14 +184,18 @@ def test_every_diagnosis_is_as_likely_on_both_sides():
         assert np.abs(share - 1 / 8).max() < 0.03
 
 
+SHOWN = {"y": "abcdefghij", "n": "ABCDEFGHIJ", "u": "klmnopqrst"}
+READ = {letter: (q, a) for a, letters in SHOWN.items() for q, letter in zip("abcdefghij", letters, strict=True)}
+
+
 def demonstrated(**changes):
-    """(left, questions with answers, move) of the samples of a demonstrator with changed settings."""
+    """(left, [(question, answer)], move) of the samples of a demonstrator with changed settings."""
     taught = consult.demonstrations(consult.Config(**changes), 0, 3000)["doctor"]
     for ids, length, said, size in zip(*(taught[k] for k in ("tokens", "length", "completion", "completion_length"))):
         assert size == 2 and said[1] == BYTES.EOS
         shown = BYTES.decode(ids[:length])
         assert shown[0] == "D" and shown[-1] == ">"
-        yield int(shown[1]), shown[2:-1].split("|")[1:], chr(said[0])
+        yield int(shown[1]), [READ[letter] for letter in shown[2:-1]], chr(said[0])
 
 
 def test_demonstrators_err_as_often_as_the_settings_say():
@@ -206,7 +212,7 @@ def test_demonstrators_err_as_often_as_the_settings_say():
         if move in consult.DIAGNOSES:
             known = {entry for entry in told if entry[1] != "u"}
             agrees = [sum(row["abcdefghij".index(q)] == "ny".index(a) for q, a in known) for row in table]
-            best.append(agrees[ord(move) - ord("A")] == max(agrees))
+            best.append(agrees["STUVWXYZ".index(move)] == max(agrees))
     assert 1 - config.misdiagnosis_rate <= np.mean(best) < 1 - config.misdiagnosis_rate / 2  # a mistake may tie
     good = demonstrated(misdiagnosis_rate=0.0, repeat_rate=0.0, overrun_rate=0.0, hasty_rate=0.0)
     for left, told, move in good:

@@ -93,8 +93,8 @@ def test_a_ratio_counts_from_0_8_to_1_28():
     assert CONFIG.group == 8 and CONFIG.loss.entropy_coef == 1e-3
 
 
-PROMPTS = ["D4>", "D3|cy>", "D2|cy|fu>", "D1|cy|fu|an>"]
-SAID = ["c", "f", "a", "G"]
+PROMPTS = ["D4>", "D3c>", "D2cp>", "D1cpA>"]  # yes, unknown, no
+SAID = ["c", "f", "a", "Y"]
 
 
 def test_what_the_patient_says_carries_no_gradient():
@@ -113,7 +113,7 @@ def test_what_the_patient_says_carries_no_gradient():
         tokens[i, : size[i]] = whole[i, : size[i]] = list(shown.encode())
         whole[i, size[i] : size[i] + 2] = [ord(said), EOS]
         doctor[i, size[i] : size[i] + 2] = 1
-        patient[i, [j for j, c in enumerate(shown) if c in "ynu"]] = 1
+        patient[i, 2 : size[i] - 1] = 1
     assert patient.sum() == 6 and doctor.sum() == 8
     completions = np.array([[[ord(said), EOS]] for said in SAID], np.int32)
     each = np.broadcast_to(gain[:, None, None], completions.shape)

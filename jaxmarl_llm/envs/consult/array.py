@@ -1,15 +1,15 @@
 """Consult: a doctor asks a patient for symptoms, one a turn, and names a diagnosis before the turns end. All in JAX.
 
-    turn  prompt           a good completion (each ends with eos)
-    0     D4>              c: a question, one of the symptoms a to j
-    1     D3|cy>           f
-    2     D2|cy|fu>        a
-    3     D1|cy|fu|an>     G: a diagnosis, one of A to H; it ends the episode
+    turn  prompt     a good completion (each ends with eos)
+    0     D4>        c: a question, one of the symptoms a to j
+    1     D3c>       f
+    2     D2cp>      a
+    3     D1cpA>     Y: a diagnosis, one of S to Z; it ends the episode
 
 The digit is the number of turns that are left, this turn included. At turn 0 it is the budget of the episode, drawn
-from ``budgets``. Each entry is a question and the answer: y, n, or u (unknown). A completion that is neither a question
-nor a diagnosis is malformed. It takes a turn and is shown as ``??``. The patient is scripted and gives one answer to a
-question however often it is asked.
+from ``budgets``. Each letter behind it is an answer of the patient. About symptom c it is c for yes, C for no, and m for
+unknown; k to t are unknown answers about a to j. A completion that is neither a question nor a diagnosis is malformed.
+It takes a turn and is shown as ?. The patient is scripted and gives one answer to a question however often it is asked.
 
 A table of 8 diagnoses and 10 symptoms is drawn from ``table_seed``, so that tables differ between seeds. Diagnoses form
 four pairs: the two of a pair differ in two symptoms, others in at least three. Of each answer yes or no, a share
@@ -65,9 +65,9 @@ from jaxmarl_llm.envs.prompt_grammar import prompt_row, prompt_text
 from jaxmarl_llm.envs.splits import draw_task
 
 ROLES = ("doctor",)
-SYMPTOMS, DIAGNOSES = "abcdefghij", "ABCDEFGH"
+SYMPTOMS, DIAGNOSES = "abcdefghij", "STUVWXYZ"
 NO, YES, UNKNOWN = range(3)  # answers
-ANSWERS = "nyu"
+ANSWERS = ("ABCDEFGHIJ", SYMPTOMS, "klmnopqrst")  # how prompts show them, one letter for each symptom
 TURN_LIMIT = 8  # turns of the longest episode
 COMPONENTS = ("valid", "unknown", "repeated", "malformed", "exhausted", "diagnosis", "accuracy", "turns")
 RIGHT = 5.0  # reward of the right diagnosis
@@ -134,7 +134,7 @@ def table(config: Config) -> Table:
 
 def prompt_length(config: Config) -> int:
     """P: the number of tokens of the longest prompt without memory."""
-    return 3 + 3 * (config.turns - 1)
+    return 2 + config.turns
 
 
 def entry_length(config: Config) -> int:
@@ -149,7 +149,7 @@ class State:
     task: dict[str, Int[Array, "..."]]  # one row of make_tasks
     turn: Int[Array, ""]
     asked: Int[Array, " T"]  # bytes of the questions, PAD where there is none yet
-    heard: Int[Array, " T"]  # bytes of their answers
+    heard: Int[Array, " T"]  # bytes of the answers
     done: Bool[Array, ""]
 
 
@@ -177,11 +177,8 @@ def reset(config: Config, key: Array, task: Mapping[str, Array]) -> State:
 def observe(config: Config, state: State) -> Observation:
     """The prompt of the doctor."""
     left = jnp.maximum(state.task["budget"] - state.turn, 0)
-    entries = [
-        (state.asked[i] != PAD, [(state.asked[i : i + 1], 1), (state.heard[i : i + 1], 1)])
-        for i in range(config.turns - 1)
-    ]
-    tokens, length = prompt_row("D", [((ord("0") + left)[None], 1)], entries, prompt_length(config))
+    heard = state.heard[: config.turns - 1], jnp.minimum(state.turn, config.turns - 1)
+    tokens, length = prompt_row("D", [((ord("0") + left)[None], 1), heard], [], prompt_length(config))
     return Observation(jnp.zeros(1, jnp.int32), tokens[None], length[None], ~state.done[None])
 
 
@@ -193,11 +190,12 @@ def step(
     ended, size = completion_end(tokens[0], length[0])
     one = ended & (size == 1)
     asks, names = one & jnp.isin(byte, encoded(SYMPTOMS)), one & jnp.isin(byte, encoded(DIAGNOSES))
-    answer = task["answers"][jnp.clip(byte - ord("a"), 0, len(SYMPTOMS) - 1)]
+    symptom = jnp.clip(byte - ord("a"), 0, len(SYMPTOMS) - 1)
+    answer = task["answers"][symptom]
     repeated = asks & (state.asked == byte).any()
     new, known = asks & ~repeated, answer != UNKNOWN
     over = names | (state.turn + 1 >= task["budget"])
-    named = jnp.clip(byte - ord("A"), 0, len(DIAGNOSES) - 1)
+    named = jnp.clip(byte - ord(DIAGNOSES[0]), 0, len(DIAGNOSES) - 1)
     amounts = {
         "valid": 1.0 * (new & known),
         "unknown": -1.0 * (new & ~known),
@@ -208,12 +206,12 @@ def step(
         "accuracy": 1.0 * (names & (named == task["diagnosis"])),
         "turns": 1.0,
     }
-    here = jnp.arange(config.turns) == state.turn
+    here, shown = jnp.arange(config.turns) == state.turn, jnp.stack([encoded(letters) for letters in ANSWERS])
     after = State(
         task=task,
         turn=state.turn + 1,
         asked=jnp.where(here, jnp.where(asks, byte, UNREADABLE), state.asked),
-        heard=jnp.where(here, jnp.where(asks, encoded(ANSWERS)[answer], UNREADABLE), state.heard),
+        heard=jnp.where(here, jnp.where(asks, shown[answer, symptom], UNREADABLE), state.heard),
         done=over,
     )
     return unless_finished(state, after, {name: to_all(ROLES, amounts[name]) for name in COMPONENTS})
@@ -254,7 +252,7 @@ def drawn(rng: np.random.Generator, config: Config, of: Table, held_out: bool = 
 
 def answer_text(answers: np.ndarray) -> str:
     """The answers [10] of a patient as text, one letter for each symptom."""
-    return "".join(ANSWERS[answer] for answer in answers)
+    return "".join(ANSWERS[answer][s] for s, answer in enumerate(answers))
 
 
 def make_tasks(
@@ -298,10 +296,10 @@ def consultation(
     _, answers, budget = who
     asked: list[int] = []
     for left in range(budget, 0, -1):
-        told = [SYMPTOMS[s] + ANSWERS[answers[s]] for s in asked]
+        told = "".join(ANSWERS[answers[s]][s] for s in asked)
         names = rng.random() >= config.overrun_rate if left == 1 else rng.random() < config.hasty_rate
         move = _diagnosed(rng, config, of, answers, asked) if names else _question(rng, config, asked)
-        yield prompt_text("D", str(left), told), move
+        yield prompt_text("D", f"{left}{told}"), move
         if names:
             return
         asked.append(SYMPTOMS.index(move))
