@@ -14,8 +14,8 @@ Kept: the above, n = 8, an entropy bonus of 0.001. Changed: the patient is scrip
 language model. The budget is 2 to 6 turns and not 2 to 10. Inferred: the rank that makes a diagnosis worth 0 to 5.
 Dropped: 0 to 5 for the advice, which belongs to text. The authors' data, MTMedDialog, is not available offline.
 
-Expected: on `consult` the doctor names more right diagnoses than after stage 0, with about as many turns
-(experiments/claims/doctor_agent.py).
+Expected: on `consult` more right diagnoses than after stage 0. This has not been measured. What the best possible doctor
+reaches is in `experiments.studies.consult_bounds`.
 """
 
 from __future__ import annotations

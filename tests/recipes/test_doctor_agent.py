@@ -97,6 +97,7 @@ PROMPTS = ["D4>", "D3c>", "D2cp>", "D1cpA>"]  # yes, unknown, no
 SAID = ["c", "f", "a", "Y"]
 
 
+@pytest.mark.slow
 def test_what_the_patient_says_carries_no_gradient():
     """The gradient of an update is that of the doctor's tokens in whole sequences, whatever the other targets are.
 
