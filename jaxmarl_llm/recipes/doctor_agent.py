@@ -3,19 +3,20 @@
 Stage 0 imitates demonstrated consultations (``sft``). Then GRPO plays n = ``group`` consultations of each patient. A
 consultation is worth the sum of its turn rewards and of its diagnosis,
 
-    R = sum over questions of (1 valid, -1 answered unknown, -2 repeated, -2 malformed)
-        - 5 if the turns end without a diagnosis, else + 0 to 5 for the diagnosis
-    A = (R - mean) / std        over the n consultations; alike for every turn of one of them (`whole_episode`)
+    R = sum of question rewards + outcome         question: 1 valid, -1 unknown, -2 repeated, -2 malformed
+    A = (R - mean) / std                          outcome: 0 to 5 for the diagnosis, -5 without one
 
-and PPO's clip keeps ratios in [0.8, 1.28]. ``reward`` weighs the components, so that each can be switched off. What the
-patient says is a part of prompts, and only completions have a loss: no gradient comes from the patient's tokens.
+The mean and the standard deviation are over the n consultations, each counted once. Every turn of a consultation has
+the same advantage (`whole_episode`). PPO's clip keeps ratios in [0.8, 1.28]. ``reward`` weighs the components, so that
+each can be switched off. What the patient says is a part of prompts, and only completions have a loss. So no gradient
+comes from the patient's tokens.
 
 Kept: the above, n = 8, an entropy bonus of 0.001. Changed: the patient is scripted (`consult`), in place of a frozen
 language model. The budget is 2 to 6 turns and not 2 to 10. Inferred: the rank that makes a diagnosis worth 0 to 5.
 Dropped: 0 to 5 for the advice, which belongs to text. The authors' data, MTMedDialog, is not available offline.
 
-Expected: on `consult` more right diagnoses than after stage 0. This has not been measured. What the best possible doctor
-reaches is in `experiments.studies.consult_bounds`.
+Expected: on `consult` more right diagnoses than after stage 0. This has not been measured. What the best possible
+doctor reaches is in `experiments.studies.consult_bounds`.
 """
 
 from __future__ import annotations

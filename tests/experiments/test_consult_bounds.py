@@ -39,8 +39,12 @@ def searched(config, weight, left, heard):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weight", [1.0, 0.0])
-def test_the_best_doctor_of_two_and_three_turns(weight):
+@pytest.mark.parametrize("vague", [False, True], ids=["two vague symptoms", "all vague"])
+def test_the_best_doctor_of_two_and_three_turns(weight, vague, monkeypatch):
     config = consult.Config(seed=3, budgets=(3,))
+    if vague:  # a doctor who may choose asks no vague symptom
+        of = consult.table(config)._replace(vague=np.ones(10, bool))
+        monkeypatch.setattr(consult, "table", lambda config: of)
     got, want = consult_bounds.best_doctor(config, weight), searched(config, weight, 3, {})
     assert got.value == pytest.approx(want[0], abs=1e-4)
     short = consult_bounds.best_doctor(consult.Config(seed=3, budgets=(2,)), weight)

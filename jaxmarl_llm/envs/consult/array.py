@@ -7,9 +7,9 @@
     3     D1cpA>     Y: a diagnosis, one of S to Z; it ends the episode
 
 The digit is the number of turns that are left, this turn included. At turn 0 it is the budget of the episode, drawn
-from ``budgets``. Each letter behind it is an answer of the patient. About symptom c it is c for yes, C for no, and m for
-unknown; k to t are unknown answers about a to j. A completion that is neither a question nor a diagnosis is malformed.
-It takes a turn and is shown as ?. The patient is scripted and gives one answer to a question however often it is asked.
+from ``budgets``. Each letter behind it is an answer of the patient. About symptom c it is c for yes, C for no, and m
+for unknown; k to t are unknown answers about a to j. A completion that is neither a question nor a diagnosis is
+malformed. It takes a turn and is shown as ?. The patient is scripted, and its answer to a question is always the same.
 
 A table of 8 diagnoses and 10 symptoms is drawn from ``table_seed``, so that tables differ between seeds. Diagnoses form
 four pairs: the two of a pair differ in two symptoms, others in at least three. Of each answer yes or no, a share
@@ -109,7 +109,7 @@ class Config:
 
 
 class Table(NamedTuple):
-    """What patients of a seed are like. ``symptoms`` [8 10]: of each diagnosis, 0 or 1. ``vague`` [10]: bool."""
+    """Properties of the patients of a seed. ``symptoms`` [8 10]: of each diagnosis, 0 or 1. ``vague`` [10]: bool."""
 
     symptoms: np.ndarray
     vague: np.ndarray
