@@ -196,7 +196,7 @@ def step(
     new, known = asks & ~repeated, answer != UNKNOWN
     over = names | (state.turn + 1 >= task["budget"])
     named = jnp.clip(byte - ord(DIAGNOSES[0]), 0, len(DIAGNOSES) - 1)
-    amounts = {
+    amounts: dict[str, Array | float] = {
         "valid": 1.0 * (new & known),
         "unknown": -1.0 * (new & ~known),
         "repeated": -2.0 * repeated,
@@ -280,7 +280,8 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
     asks in random order. It names one of the diagnoses that agree with most answers. Its mistakes have the
     probabilities ``repeat_rate``, ``misdiagnosis_rate``, ``overrun_rate`` and ``hasty_rate``. ``context`` is not used.
     """
-    rng, of, pairs = np.random.default_rng([seed, 2]), table(config), []
+    rng, of = np.random.default_rng([seed, 2]), table(config)
+    pairs: list[tuple[str, str]] = []
     while len(pairs) < n:
         pairs += consultation(rng, config, of, drawn(rng, config, of))
     return {ROLES[0]: text_samples(pairs[:n], prompt_length(config), RESPONSE)}
