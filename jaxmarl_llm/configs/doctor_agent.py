@@ -31,14 +31,14 @@ def tiny() -> Config:
     base = Config()
     return dataclasses.replace(
         base,
-        steps=100,
-        batch=8,
+        steps=80,
+        batch=16,
         team=TeamConfig(backbone=TINY, max_new_tokens=2, remat=False),
         env=EnvConfig("consult", eval_tasks=1024),
         loss=dataclasses.replace(base.loss, epochs=2),
         optimizer=Optimizer(learning_rate=2e-3),
-        sft=SFT(steps=800, batch=64, samples=8192, optimizer=Optimizer(learning_rate=5e-3)),
-        run=RunConfig(eval_every=50, checkpoint_every=100),
+        sft=SFT(steps=1200, batch=128, samples=16384, optimizer=Optimizer(learning_rate=5e-3)),
+        run=RunConfig(eval_every=40, checkpoint_every=80),
     )
 
 
