@@ -30,6 +30,7 @@ GENERATED = {
     "safety": ({}, "text"),
     "safety_text": ({}, "text"),
     "duet": ({}, "topic"),
+    "consult": ({}, "answers"),
     "dilemma": ({"game": "split"}, "hands"),
     "dilemma_text": ({"game": "split"}, "hands"),
     "maze": ({}, "walls"),
@@ -147,8 +148,8 @@ def prompts_of(environment):
 
 
 def test_every_generated_environment_is_looked_at():
-    """Prompts of a maze do not show where the team began."""
-    assert {*CONTENT, "maze", "maze_text"} == set(GENERATED)
+    """Prompts of a maze do not show where the team began, prompts of consult not all answers of a patient."""
+    assert {*CONTENT, "maze", "maze_text", "consult"} == set(GENERATED)
 
 
 @pytest.mark.parametrize("name", CONTENT)
