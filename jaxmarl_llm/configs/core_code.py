@@ -1,6 +1,6 @@
 """CoRe-Code (arXiv 2605.24812). Variants:
 
-tiny        `programs`, a planner and a coder of 40 thousand parameters each, four plans of four programs; CPU, minutes
+tiny        `programs`, a planner and a coder of 33 thousand parameters each, four plans of four programs; CPU, minutes
 plans       as many programs, each of its own plan; the planner alone learns (a control)
 
     jaxmarl-llm train --config=core_code:tiny --workdir=runs/core_code
@@ -18,7 +18,7 @@ from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = ("tiny", "plans")
-TINY = Backbone(hidden_size=40, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
