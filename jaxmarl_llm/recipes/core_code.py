@@ -1,7 +1,7 @@
 """CoRe-Code: a planner paid for the programs of its plans, a coder paid for tests and brevity (arXiv 2605.24812).
 
-For each task the planner writes P plans, and the coder writes M programs of each plan (``plans``, ``programs``; the
-plan `rollout.plans.product` of widths (P, M)). Two stages follow stage 0:
+For each task the planner writes P plans, and the coder writes M programs of each plan (``plans`` and ``programs``).
+`rollout.plans.product` plays them, with the widths (P, M). Two stages follow stage 0:
 
     stage 1    the planner learns, for ``stage_one`` RL steps; the coder is frozen
                R(plan) = mean over its M programs of the share of tests passed
@@ -9,16 +9,16 @@ plan `rollout.plans.product` of widths (P, M)). Two stages follow stage 0:
                R(program) = share of tests passed - 0.02 (operations beyond those of the shortest program known)
 
 The frozen role's model and its optimizer state stay as they are. Advantages are (R - mean) / std, with the population's
-standard deviation: over the P plans of a task, and over the M programs of a plan. The weights of ``reward`` are those
-of both stages: `programs` pays ``excess`` to the coder alone, so a plan is paid for tests. The value of a plan is the
-mean over its valid programs.
+standard deviation. Plans are compared with those of the same task, programs with those of the same plan. The weights of
+``reward`` are those of both stages: `programs` pays ``excess`` to the coder alone, so a plan is paid for tests. The
+value of a plan is the mean over its valid programs.
 
-Kept: two roles with models of their own, several programs of each plan, a stage for each role, the planner's first, and
-group-relative advantages. Inferred, because the paper's weights could not be recovered: the plain mean as the planner's
-reward without a reward of time, the weight 0.02, and operations as the measure of size.
+Kept: two roles with models of their own, several programs of each plan, a stage for each role, and group-relative
+advantages. The planner learns first. The paper's weights of rewards could not be recovered. Inferred instead: the plain
+mean as the planner's reward without a reward of time, the weight 0.02, and operations as the measure of size.
 
-``programs=1`` with 4 P plans is the control of experiments/claims/core_code.py: as many programs, one of each plan. A
-coder without siblings has nothing to be compared with, so stage 2 needs two programs of a plan.
+``programs=1`` with 4 P plans is a control: as many programs, one of each plan. A coder without siblings has nothing to
+be compared with, so stage 2 needs two programs of a plan. Nothing is claimed of the recipe yet: no run was recorded.
 """
 
 from __future__ import annotations

@@ -240,8 +240,9 @@ def shown_text(task: Draw) -> str:
 def make_tasks(
     config: Config, seed: int | None = None, n: int | None = None, *, held_out: bool = False
 ) -> dict[str, np.ndarray]:
-    """``n`` tasks (or ``config.tasks``) drawn from ``seed`` (or ``config.seed``): shown and hidden [n 3 2], and
-    shortest [n], the number of operations of the shortest program. ``held_out``: the side of the split.
+    """``n`` tasks (or ``config.tasks``) drawn from ``seed`` (or ``config.seed``).
+
+    They are shown and hidden [n 3 2], and shortest [n]. ``shortest`` counts the operations of the shortest program. ``held_out`` is the side of the split.
     """
     rng, count = task_draws(config, seed, n, 1, held_out)
     draws = [drawn(rng, config, held_out) for _ in range(count)]

@@ -79,7 +79,8 @@ class Shortest(NamedTuple):
 @functools.cache
 def shortest_programs() -> Shortest:
     """The functions that programs compute, each by its first shortest program."""
-    table, known, programs, shorter = results(), {}, [], []
+    table, known = results(), dict[tuple[int, ...], str]()
+    programs, shorter = [], []
     for size in range(1, LONGEST + 1):
         shorter.append(np.array([*known], np.int8).reshape(-1, MODULUS))
         new: dict[tuple[int, ...], str] = {}
