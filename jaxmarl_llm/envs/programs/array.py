@@ -242,7 +242,8 @@ def make_tasks(
 ) -> dict[str, np.ndarray]:
     """``n`` tasks (or ``config.tasks``) drawn from ``seed`` (or ``config.seed``).
 
-    They are shown and hidden [n 3 2], and shortest [n]. ``shortest`` counts the operations of the shortest program. ``held_out`` is the side of the split.
+    They are shown and hidden [n 3 2], and shortest [n]. ``shortest`` counts the operations of the shortest program.
+    ``held_out`` is the side of the split.
     """
     rng, count = task_draws(config, seed, n, 1, held_out)
     draws = [drawn(rng, config, held_out) for _ in range(count)]
