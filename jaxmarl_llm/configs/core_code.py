@@ -28,14 +28,14 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return Config(
-        steps=160,
-        stage_one=80,
-        batch=8,
+        steps=300,
+        stage_one=150,
+        batch=32,
         team=TeamConfig(backbone=TINY, max_new_tokens=5, remat=False),
         env=EnvConfig("programs", {"lengths": (1.0, 2.0, 1.0, 0.0)}, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3),
-        sft=SFT(steps=800, batch=64, samples=4096, optimizer=Optimizer(learning_rate=5e-3)),
-        run=RunConfig(eval_every=80, checkpoint_every=160),
+        sft=SFT(steps=1300, batch=64, samples=4096, optimizer=Optimizer(learning_rate=5e-3)),
+        run=RunConfig(eval_every=150, checkpoint_every=300),
     )
 
 
