@@ -10,6 +10,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.configs import (
         advantage_alignment,
+        core_code,
         doctor_agent,
         dr_mas,
         grpo,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "advantage_alignment",
+    "core_code",
     "doctor_agent",
     "dr_mas",
     "grpo",

@@ -468,18 +468,26 @@ class ClosedFormCounts(NamedTuple):
     leaves: int
 
 
-def product_counts(k: int, group: int, seats: int = 1, *, crossed: bool = False) -> ClosedFormCounts:
+def product_counts(k: int, group: int | Sequence[int], seats: int = 1, *, crossed: bool = False) -> ClosedFormCounts:
     """Counts of a product plan.
 
-    k: turns. group: samples G. seats: W. crossed: J = G^W joint actions of a state instead of J = G. All joint actions
-    continue, so turn t has J^(t-1) states:
+    k: turns. group: samples G, or the samples G_1 ... G_k of each turn. seats: W. crossed: J = G^W joint actions of a
+    state instead of J = G. All joint actions continue, so turn t has S_t = J_1 ... J_(t-1) states:
 
-    states  S = 1 + J + ... + J^(k-1) = (J^k - 1) / (J - 1);  nodes W S;  sequences W G S;  calls J S;  leaves J^k
+    nodes  W sum S_t;  sequences  W sum G_t S_t;  calls  sum J_t S_t;  leaves  J_1 ... J_k
+
+    With equal samples the sum of S_t is (J^k - 1) / (J - 1).
     """
-    j = group**seats if crossed else group
-    states = k if j == 1 else (j**k - 1) // (j - 1)
-    n = seats * group * states
-    return ClosedFormCounts(n, n if group > 1 else 0, seats * states, j * states, j**k)
+    sizes = [group] * k if isinstance(group, int) else list(group)
+    if len(sizes) != k:
+        raise ValueError(f"group: expected {k} sizes, one for each turn, got {len(sizes)}")
+    total, branched, nodes, calls, states = 0, 0, 0, 0, 1
+    for size in sizes:
+        samples = seats * size * states
+        total, branched = total + samples, branched + samples * (size > 1)
+        nodes, states = nodes + seats * states, states * (size**seats if crossed else size)
+        calls += states
+    return ClosedFormCounts(total, branched, nodes, calls, states)
 
 
 def flat_counts(k: int, group: int, seats: int = 1) -> ClosedFormCounts:

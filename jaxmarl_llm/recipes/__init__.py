@@ -11,6 +11,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.recipes import (
         advantage_alignment,
+        core_code,
         doctor_agent,
         dr_mas,
         grpo,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "advantage_alignment",
+    "core_code",
     "doctor_agent",
     "dr_mas",
     "grpo",

@@ -11,6 +11,7 @@ Samples of one agent for a trajectory of k turns with G per branching node:
     node_wise  G at each node of one base trajectory         k G            (+ continuations when they are played on)
     handoff    G at each node, one goes on                   k G
     product    G at every node                               G + ... + G^k  (the naive joint search: G^k leaves)
+               or G_t at every node of turn t                G_1 + G_1 G_2 + ... + G_1 ... G_k
 
 With W seats acting at once, G samples a seat make G ``aligned`` joint actions (the g-th of every seat). Or they make
 G^W ``cross`` ones (each with each). A tree of crossed actions has G^(W t) states at turn t.
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     ``rank``: joint actions are numbered for ``follow`` as sampled (False), or from the best team reward down.
     ``stop_above``: a state whose joint actions' mean team reward is above it is not played on at all (None: never).
     ``reward``: (component, weight) pairs of the team reward that ``rank`` and ``stop_above`` read.
+    ``turns``: the number of turns of the environments that the plan is for; None: any.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Plan(NamedTuple):
     rank: bool = False
     stop_above: float | None = None
     reward: tuple[tuple[str, float], ...] = ()
+    turns: int | None = None
 
     def actions(self, branch: Branch, seats: int) -> tuple[tuple[int, ...], ...]:
         """The joint actions at a state of ``seats`` seats, each the sample index of every seat. In order."""
@@ -63,7 +66,15 @@ class Plan(NamedTuple):
         return tuple(itertools.product(g, repeat=seats)) if self.joint == "cross" else tuple((i,) * seats for i in g)
 
     def check(self, env: ArrayEnv | HostEnv) -> None:
-        """Raises ConfigError when ``env`` lacks what the plan needs: a local verifier, or a component of ``reward``."""
+        """Raises ConfigError when ``env`` lacks what the plan needs.
+
+        That is a local verifier, a component of ``reward``, or as many turns as the plan has widths.
+        """
+        if self.turns not in (None, env.max_turns):
+            raise ConfigError(
+                f"plan.group: expected one width for each of the {env.max_turns} turns of environment {env.name!r}, "
+                f"got {self.turns}: {self.name}"
+            )
         if self.local and env.verify is None:
             raise ConfigError(
                 f"plan {self.name}: environment {env.name!r} has no local verifier; expected continuation='continue'"
@@ -93,19 +104,28 @@ def flat(group: int) -> Plan:
 
 
 @functools.cache
-def product(group: int, joint: str = "aligned") -> Plan:
+def product(group: int | tuple[int, ...], joint: str = "aligned") -> Plan:
     """Every state branches: G^k leaves for k turns (G^(W k) when joint actions are crossed).
 
-    MAGRPO's tree (the later library): a group is the samples of one agent at one state.
+    MAGRPO's tree (the later library): a group is the samples of one agent at one state. With a width for each turn the
+    tree is that of CoRe-Code: ``(P, M)`` are P plans and M programs of each.
 
     Args:
-        group: samples of each seat, G.
+        group: samples of each seat, G; or G_1 ... G_k, one width for each of an environment's k turns.
         joint: ``aligned`` or ``cross``.
+
+    Raises:
+        ConfigError: there is no width, or a width below 1, or an unknown ``joint``.
     """
     if joint not in JOINT:
         raise ConfigError(f"plan.joint: expected one of {', '.join(JOINT)}, got {joint!r}")
+    widths = group if isinstance(group, tuple) else (group,)
+    if not widths or min(widths) < 1:
+        raise ConfigError(f"plan.group: expected widths >= 1, one or one for each turn, got {group}")
     name = f"product({group})" if joint == "aligned" else f"product({group}, {joint})"
-    return Plan(name, lambda b: group, lambda b, j: Branch(b.turn + 1, True), joint=joint)
+    width = lambda b: widths[min(b.turn, len(widths) - 1)]
+    turns = len(widths) if isinstance(group, tuple) else None
+    return Plan(name, width, lambda b, j: Branch(b.turn + 1, True), joint=joint, turns=turns)
 
 
 @functools.cache

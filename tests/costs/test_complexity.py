@@ -381,6 +381,17 @@ def test_closed_forms_are_what_the_walk_counts(k, g, w):
         assert summed(handoff(g, joint, best=False), work) == cx.handoff_counts(k, g, w, crossed=crossed)
 
 
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 2))
+def test_closed_forms_of_product_with_a_width_each_turn(sizes, w):
+    work = workload(len(sizes), w)
+    for joint in ("aligned", "cross"):
+        closed = cx.product_counts(len(sizes), sizes, w, crossed=joint == "cross")
+        assert summed(product(tuple(sizes), joint), work) == closed
+    assert cx.product_counts(2, (4, 3)) == (4 + 12, 16, 1 + 4, 4 + 12, 12)  # four plans of three programs each
+    with pytest.raises(ValueError, match="expected 3 sizes, one for each turn, got 2"):
+        cx.product_counts(3, (4, 3))
+
+
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=10), st.integers(1, 3))
 def test_closed_forms_of_node_wise(sizes, w):
     work = workload(len(sizes), w)

@@ -10,10 +10,10 @@ from jaxmarl_llm.credit.rules import Sizes
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling, score
-from jaxmarl_llm.rollout.array import make_rollout
+from jaxmarl_llm.rollout.array import layout, make_rollout
 from jaxmarl_llm.rollout.env_runner import make_env_runner
 from jaxmarl_llm.rollout.keys import fold
-from jaxmarl_llm.rollout.plans import flat, handoff, node_wise, product, single
+from jaxmarl_llm.rollout.plans import Branch, flat, handoff, node_wise, product, single
 from jaxmarl_llm.rollout.recall import prepend
 from tests import toys
 
@@ -49,6 +49,8 @@ CASES = [
     (node_wise(G, "local"), K * G, K * G, K * G, K * (G - 1) + 1),
     (node_wise(G), K * G + (G - 1) * (3 + 2 + 1), K * G, K * G + (G - 1) * 6, K * (G - 1) + 1),
     (product(G), 4 + 16 + 64 + 256, 4 + 16 + 64 + 256, 340, G**K),
+    # a width for each turn: 3 + 3 * 2 + 6 * 1 + 6 * 2; those of the third turn have no siblings
+    (product((3, 2, 1, 2)), 27, 3 + 6 + 12, 27, 12),
     # alternatives at turns 0, 1, 2 have 3, 2, 1 turns left: 1 * 3 + 2 * 2 + 3 * 1
     (node_wise((2, 3, 4)), 13 + 10, 13, 13 + 10, 1 + 2 + 3 + 4),
     (single(), K, 0, K, 1),
@@ -197,6 +199,11 @@ LACKS = [
     (product(2)._replace(stop_above=1.0), RELAY, r"plan product\(2\): stop_above needs a reward"),
     (handoff(2)._replace(reward=(*PAID, ("speed", 1.0))), RELAY, "rank reads the reward 'speed'; environment 'relay'"),
     (flat(2)._replace(stop_above=1.0, reward=(("speed", 1.0),)), RELAY, "stop_above reads the reward 'speed'"),
+    (
+        product((4, 2)),
+        RELAY,
+        r"^plan\.group: expected one width for each of the 4 turns of environment 'relay', got 2: product\(\(4, 2\)\)$",
+    ),
 ]
 
 
@@ -213,6 +220,20 @@ def test_a_plan_is_asked_only_for_what_it_reads():
         plan.check(BLIND)
     for plan in (node_wise(2, "local"), handoff(2)._replace(reward=PAID, stop_above=0.5)):
         plan.check(RELAY)
+
+
+@pytest.mark.parametrize("widths", [(), (4, 0), (-1, 2), 0], ids=str)
+def test_bad_widths_of_a_product(widths):
+    with pytest.raises(ConfigError, match=r"^plan\.group: expected widths >= 1, one or one for each turn, got "):
+        product(widths)
+
+
+def test_equal_widths_are_the_plan_of_one_width():
+    for joint in ("aligned", "cross"):
+        one, each = product(2, joint), product((2,) * K, joint)
+        assert layout(one, RELAY, B) == layout(each, RELAY, B) and len(layout(one, RELAY, B)) == K
+        assert one.actions(Branch(1, True), 2) == each.actions(Branch(1, True), 2)
+    assert [product((4, 3)).width(Branch(turn, True)) for turn in (0, 1)] == [4, 3]
 
 
 @pytest.mark.parametrize("bad", [lambda: node_wise(4, "later")])

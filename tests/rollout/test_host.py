@@ -367,6 +367,7 @@ def test_tables_of_rows():
         (plans.node_wise(4), 16 + 3 * (3 + 2 + 1), 16, 13, 4),  # the base and the alternatives go together
         (plans.node_wise(4, "local"), 16, 16, 4, 4),  # those of the last turn
         (plans.product(4), 4 + 16 + 64 + 256, 340, 256, 4),
+        (plans.product((3, 2, 1, 2)), 27, 21, 12, 4),
         (plans.single(), 4, 0, 1, 4),
     ],
     ids=lambda x: x.name if isinstance(x, plans.Plan) else "",
@@ -643,7 +644,9 @@ def dispatchers():
 
 
 @pytest.mark.parametrize(
-    "plan", [plans.flat(3), plans.node_wise(3), plans.node_wise(3, "local"), plans.product(3)], ids=lambda p: p.name
+    "plan",
+    [plans.flat(3), plans.node_wise(3), plans.node_wise(3, "local"), plans.product(3), plans.product((2, 3, 2))],
+    ids=lambda p: p.name,
 )
 def test_host_and_array_rollouts_are_the_same(plan):
     team, env = dispatchers(), noisy()

@@ -85,6 +85,10 @@ CASES = {
             "sft": SFT(30, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128),
         },
     ),
+    "core_code, a stage each": (
+        "core_code",
+        {"env": EnvConfig("programs", {"tasks": 64}), "team": team(max_new_tokens=5), "stage_one": 2, "plans": 3},
+    ),
     "advantage_alignment, past policies": (
         "advantage_alignment",
         {
