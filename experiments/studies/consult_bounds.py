@@ -84,7 +84,7 @@ def best_doctor(config: consult.Config, turn_rewards: float = 1.0) -> Play:
         if left > 1:
             now = _with_a_question(named, now, mass, symptoms, turn_rewards)
         if left >= config.budgets[0]:
-            of_budget.append(now[(slice(None), *[0] * symptoms)])
+            of_budget.append(now.reshape(len(now), -1)[:, 0])  # nothing was heard yet
     return Play(*np.mean(of_budget, axis=0).tolist())
 
 
@@ -94,7 +94,7 @@ def _with_a_question(
     """The figures [4, ...] with one more turn: a diagnosis now, or the best question and ``later``."""
     best = named.copy()
     for s in range(symptoms):
-        ask = [slice(None)] * symptoms
+        ask: list[int | slice] = [slice(None)] * symptoms
         ask[s] = 0
         before = tuple(ask)
         asked = later.take([1, 2, 3], axis=1 + s).sum(1 + s)
