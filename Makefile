@@ -118,7 +118,7 @@ browser:
 
 notebooks: export XLA_FLAGS := $(QUICK_COMPILE)
 notebooks: $(VENV)/.installed-test
-	$(CPU) $(RUN) -m pytest --nbmake --nbmake-timeout=600 --durations=6 notebooks
+	$(CPU) $(RUN) -m pytest --nbmake --nbmake-timeout=900 --durations=6 notebooks
 
 $(VENV)/.installed-docs: $(VENV)/.installed
 	$(RUN) -m pip install --quiet -e ".[docs]"
