@@ -224,6 +224,19 @@ def group_ids(*columns: Int[Array, " C"], sizes: tuple[int, ...]) -> tuple[Int[A
     return key, math.prod(sizes)
 
 
+def roots(parent: Int[Array, " J"]) -> Int[Array, " J"]:
+    """Root of the episode of each transition, as its row.
+
+    Args:
+        parent: row of the transition before [J], -1 for a root.
+    """
+    num = parent.shape[0]
+    root = jnp.where(parent < 0, jnp.arange(num), parent)
+    for _ in range(num.bit_length()):  # each pass doubles the distance climbed
+        root = root[root]
+    return root
+
+
 def step_episodes(steps: Int[Array, "J W"], parent: Int[Array, " J"], *, num_steps: int) -> Int[Array, " C"]:
     """Episode of each completion, as the index of that episode's first completion.
 
@@ -238,10 +251,7 @@ def step_episodes(steps: Int[Array, "J W"], parent: Int[Array, " J"], *, num_ste
     Returns:
         Ids [C] in [0, num_steps).
     """
-    num = parent.shape[0]
-    root = jnp.where(parent < 0, jnp.arange(num), parent)
-    for _ in range(num.bit_length()):  # each pass doubles the distance climbed
-        root = root[root]
+    num, root = parent.shape[0], roots(parent)
     seats = jnp.where(steps < 0, num_steps, steps)  # out of range: dropped
     of = jnp.full(num_steps, num).at[seats].min(jnp.broadcast_to(root[:, None], seats.shape), mode="drop")
     own = jnp.arange(num_steps)

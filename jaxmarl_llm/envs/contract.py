@@ -111,6 +111,20 @@ def roles_of(task: Environment) -> tuple[str, ...]:
     return task.env.roles if isinstance(task, ArrayTask) else task.make().roles
 
 
+def need_roles(key: str, name: str, roles: Sequence[str], needed: Sequence[str]) -> None:
+    """Raise ConfigError where an environment lacks a role that a recipe needs.
+
+    Args:
+        key: Of the environment in the configuration, for the message.
+        name: Of the environment.
+        roles: That the environment has.
+        needed: Roles that the recipe needs.
+    """
+    for role in needed:
+        if role not in roles:
+            raise ConfigError(f"{key}: no role {role!r} in environment {name!r}, whose roles are {', '.join(roles)}")
+
+
 class ArrayModule(Protocol):
     """A module of an array environment.
 

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 from jaxmarl_llm.agents.team import TeamConfig
 from jaxmarl_llm.config import at_least
 from jaxmarl_llm.credit.assign import Credit, standard_rule
-from jaxmarl_llm.envs.contract import Environment
-from jaxmarl_llm.envs.contract import roles_of as roles_of_environment
+from jaxmarl_llm.envs.contract import Environment, need_roles, roles_of
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, product
@@ -68,12 +67,7 @@ class Config(BaseConfig):
                 raise ConfigError(f"{path}.{name}: expected >= {least}{why}, got {getattr(self, name)}")
         if self.team.parameter_sharing == "shared":
             raise ConfigError(f"{path}.team.parameter_sharing: expected separate or lora: one role is always frozen")
-        roles = roles_of_environment(self.env.environment())
-        for role in ROLES:
-            if role not in roles:
-                raise ConfigError(
-                    f"{path}.env: no role {role!r} in environment {self.env.name!r}, whose roles are {', '.join(roles)}"
-                )
+        need_roles(f"{path}.env", self.env.name, roles_of(self.env.environment()), ROLES)
 
 
 def trainable_roles(cfg: Config) -> Callable[[Any], Any]:

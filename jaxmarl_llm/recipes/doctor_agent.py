@@ -23,9 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
-
 from jaxmarl_llm.agents.team import TeamConfig
+from jaxmarl_llm.credit.advantages import roots
 from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.credit.rules import CreditRule, Signal, chain
 from jaxmarl_llm.envs.contract import Environment
@@ -68,10 +67,7 @@ def whole_episode(tree: Tree, signal: Signal) -> Signal:
         signal: With ``returns`` and ``known``.
     """
     assert signal.returns is not None and signal.known is not None, "whole_episode needs a return rule before it"
-    parent = tree.transitions.parent
-    first = jnp.arange(len(parent))
-    for _ in range(signal.sizes.max_turns - 1):
-        first = jnp.where(parent[first] >= 0, parent[first], first)
+    first = roots(tree.transitions.parent)
     return signal.replace(returns=signal.returns[first], known=signal.known & signal.known[first])
 
 

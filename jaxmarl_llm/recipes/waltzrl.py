@@ -38,7 +38,7 @@ from jaxmarl_llm.agents.team import TeamConfig
 from jaxmarl_llm.config import at_least
 from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.credit.selection import one_round
-from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.envs.contract import Environment, need_roles
 from jaxmarl_llm.envs.contract import roles_of as roles_of_environment
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
@@ -72,11 +72,7 @@ class Config(BaseConfig):
         at_least(f"{path}.group", self.group, 1)
         at_least(f"{path}.stage_one", self.stage_one, 0)
         roles = roles_of(self)
-        for role in NEEDED:
-            if role not in roles:
-                raise ConfigError(
-                    f"{path}.env: no role {role!r} in environment {self.env.name!r}, whose roles are {', '.join(roles)}"
-                )
+        need_roles(f"{path}.env", self.env.name, roles, NEEDED)
         if self.team.parameter_sharing == "shared":
             raise ConfigError(
                 f"{path}.team.parameter_sharing: expected separate or lora: 'conversation' is frozen in stage 1"
