@@ -224,7 +224,7 @@ def _told(error: urllib.error.HTTPError) -> str:
         while isinstance(found, dict):
             found = found.get("error") or found.get("message") or found.get("detail") or text
         text = found if isinstance(found, str) else text
-    except ValueError:
+    except ValueError:  # no JSON: the text is shown as it is
         pass
     return json_files.shown(" ".join(text.split()), 300)
 
