@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ def choose(
     pallas: Callable[[str], Callable[..., Any]],
     refused: Callable[[str], str | None],
     pays: Collection[str] = (),
+    platforms: Mapping[str, str] = PLATFORM,
 ) -> Any:
     """Apply an operation in the form that ``impl`` names.
 
@@ -31,13 +32,15 @@ def choose(
         portable: the portable form.
         pallas: function of an impl that returns its form.
         refused: function of an impl that says why its form cannot be used, or returns None.
-        pays: impls whose forms auto takes, unless refused.
+        pays: impls whose forms auto takes, unless refused; of those for one platform the last that is not refused.
+        platforms: the platform of each impl that the operation has beside xla.
     """
-    if impl not in ("auto", "xla", *PLATFORM):
-        raise ValueError(f"impl is auto, xla, gpu or tpu, not {impl!r}")
-    if impl in PLATFORM:
+    names = ["auto", "xla", *platforms]
+    if impl not in names:
+        raise ValueError(f"impl is {', '.join(names[:-1])} or {names[-1]}, not {impl!r}")
+    if impl in platforms:
         if why := refused(impl):
             raise ValueError(f"impl {impl!r} {why}; auto and xla do")
         return pallas(impl)(*args)
-    forms = {PLATFORM[i]: pallas(i) for i in pays if refused(i) is None} if impl == "auto" else {}
+    forms = {platforms[i]: pallas(i) for i in pays if refused(i) is None} if impl == "auto" else {}
     return jax.lax.platform_dependent(*args, default=portable, **forms) if forms else portable(*args)

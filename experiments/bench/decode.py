@@ -31,8 +31,11 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF, HF_SHARED), {HF: 3, JAX: 2}),
     ),
     "accelerator": (
-        ("qwen2_5_0_5b", 1, 512, 64, (HF,), {}),
         ("qwen2_5_0_5b", 16, 512, 64, (JAX, HF, HF_SHARED), {}),
+        ("qwen2_5_3b", 16, 512, 64, (), {}),
+        ("qwen2_5_0_5b", 1, 512, 64, (HF,), {}),
+        ("qwen2_5_0_5b", 64, 1024, 256, (), {}),
+        ("qwen2_5_3b", 64, 1024, 256, (), {}),
     ),
     "tiny": (("tiny", 4, 16, 8, (JAX, HF, HF_SHARED, TUNIX), {JAX: 2}),),
     "tiny_accelerator": (("tiny", 4, 16, 8, (JAX, HF, HF_SHARED), {}),),

@@ -29,8 +29,9 @@ def model(cfg: Config, device: str = "cpu") -> Any:
     hf = cfg.to_hf()
     hf |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
-    net = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf))
-    return net.to(device=device, dtype=getattr(torch, cfg.dtype))
+    with torch.device(device):
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf.pop("model_type"), **hf))
+    return net.to(dtype=getattr(torch, cfg.dtype))
 
 
 def _wait(net: Any) -> None:

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench import SHAPES, Row, Suite, held, measure, torch_forms, trunk_ratio
+from experiments.bench import SHAPES, Row, Suite, held, machine, measure, torch_forms, trunk_ratio
 from experiments.bench.apart import apart
+from jaxmarl_llm.costs import model
+from jaxmarl_llm.costs.counts import ModelSize
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.decoder import Config, make_policy
 from jaxmarl_llm.training.learner import Batch, make_learner
@@ -35,6 +37,11 @@ CASES = {
     "accelerator": ("qwen2_5_0_5b", 16, 512, 64, 1, {}),
     "tiny": ("tiny", 4, 16, 8, 2, {JAX: 4.0}),
     "tiny_accelerator": ("tiny", 4, 16, 8, 1, {}),
+}
+# Shape, samples, prompt, response; ours alone, with its share of the device's peak.
+LARGE = {
+    "accelerator": (("qwen2_5_0_5b", 16, 1024, 512), ("qwen2_5_3b", 8, 1024, 512)),
+    "tiny_accelerator": (("tiny", 8, 16, 8),),
 }
 # Without float32 masters, which the others do not keep either.
 OPTIMIZER = Optimizer(learning_rate=1e-6, weight_decay=0.01, b2=0.999, float32_master_weights=False)
@@ -57,7 +64,8 @@ def run(suite: Suite) -> Iterator[Row]:
         with apart(suite, ours, *given, keep=keep) as mine, apart(suite, make, *given, micro, keep=keep) as its:
             forms, limits = {"ours": mine, other: its}, {other: trunk_ratio(group, p, r)}
             asked = {k: v for k, v in targets.items() if k == other}
-            yield measure("update", case, forms, suite.repeats, targets=asked, limits=limits, facts=facts)
+            row = measure("update", case, forms, suite.repeats, targets=asked, limits=limits, facts=facts)
+            yield dataclasses.replace(row, facts={**row.facts, **share_of_peak(suite, row, cfg, group, p, r)})
     for remat in (False, True):
         policy = make_policy(cfg, remat=remat)
         own = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
@@ -73,6 +81,42 @@ def run(suite: Suite) -> Iterator[Row]:
             unit="B",
             targets={} if remat or not targets else {JAX: 1 / 0.3},
         )
+    for sizes in LARGE.get(suite.name, ()):
+        yield large(suite, *sizes)
+
+
+def flops(cfg: Config, group: int, prompt: int, response: int) -> float:
+    """FLOPs of an update that sends each token once, forward and backward, nothing computed again.
+
+    Args:
+        cfg: the architecture.
+        group: samples of the prompt.
+        prompt: tokens.
+        response: tokens of each sample.
+    """
+    pairs = prompt**2 / 2 + group * response * (prompt + response / 2)
+    trunk = model.token_flops(ModelSize(cfg)) * (prompt + group * response) + model.attention_flops(cfg) * pairs
+    return 3 * (trunk + 2 * cfg.vocab_size * cfg.hidden_size * group * response)
+
+
+def large(suite: Suite, shape: str, group: int, p: int, r: int) -> Row:
+    """Row of ours alone."""
+    cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
+    said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
+    gain = rng.normal(size=(1, group)).astype(np.float32)
+    case = f"{shape}, G={group}, P={p}, R={r}"
+    row = measure("update", case, {"ours": ours(cfg, tokens, said, gain)}, suite.repeats)
+    return dataclasses.replace(row, facts={**row.facts, **share_of_peak(suite, row, cfg, group, p, r)})
+
+
+def share_of_peak(suite: Suite, row: Row, cfg: Config, group: int, p: int, r: int) -> dict[str, str]:
+    """Fact about ours on an accelerator: `flops` over the seconds, relative to the measured matmul peak."""
+    if not suite.accelerator:
+        return {}
+    done, seconds = flops(cfg, group, p, r), float(np.median(row.values["ours"]))
+    share = done / seconds / machine.matmul_peak(machine.sizes()[1])
+    return {"share of the matmul peak": f"{share:.2f} ({done:.3g} FLOP, {seconds:.3g} s)"}
 
 
 def _learner(policy: Policy) -> Any:

@@ -4,8 +4,9 @@
 
 The portable form is ``jax.nn.dot_product_attention``, which has the scores [B Q T T] in memory. The mask is known at
 trace time, so the form for TPU is a kernel of JAX, splash attention. It skips the blocks above the diagonal and has a
-backward pass of its own. The form for GPU is a tree without forks (`tree_pallas`). A program with cuDNN's kernel cannot
-be lowered, hence not be tested, on a machine without cuDNN.
+backward pass of its own. On GPU there are two forms. cudnn is cuDNN's kernel, for 16-bit numbers. A program with it
+cannot be lowered on a machine without a GPU, so auto takes it in a process with one. gpu is a tree without forks
+(`tree_pallas`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmarl_llm.kernels.select_impl import choose
+from jaxmarl_llm.kernels.select_impl import PLATFORM, choose
 
-PAYS = {"tpu": 1024}  # tokens from which auto takes a kernel; that for gpu has not been timed yet
+PAYS = {"tpu": 1024, "cudnn": 2048}  # tokens from which auto takes a kernel
 
 
 def causal_attention(
@@ -37,13 +38,18 @@ def causal_attention(
         q: queries.
         k: keys.
         v: values.
-        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it and T is a multiple of 128, at
-            least 1024, else xla.
+        impl: xla, gpu, tpu, cudnn or auto. auto is tpu where the program is lowered for it and T is a multiple of 128,
+            at least 1024. auto is cudnn on a GPU in 16 bits from 2048 tokens on. Otherwise auto is xla.
         interpret: run a Pallas form in Pallas' interpreter, on any machine.
     """
     t, heads, h = q.shape[1:]
 
     def refused(impl: str) -> str | None:
+        if impl == "cudnn":
+            if jax.default_backend() != "gpu":
+                return "needs a GPU in this process"
+            takes = q.dtype.itemsize == 2 and h % 8 == 0 and h <= 128
+            return None if takes else f"does not take {q.dtype} heads of size {h}"
         from jaxmarl_llm.kernels.attention import tree_pallas  # loads Pallas, which takes as long as JAX
 
         if impl == "tpu" and t % 128:
@@ -54,10 +60,15 @@ def causal_attention(
         impl,
         (q, k, v),
         portable=functools.partial(jax.nn.dot_product_attention, is_causal=True),
-        pallas=lambda impl: functools.partial({"gpu": _as_tree, "tpu": _splash}[impl], interpret),
+        pallas=lambda impl: functools.partial({"gpu": _as_tree, "tpu": _splash, "cudnn": _cudnn}[impl], interpret),
         refused=refused,
         pays=[impl for impl, least in PAYS.items() if t >= least],
+        platforms={**PLATFORM, "cudnn": "cuda"},
     )
+
+
+def _cudnn(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 def _as_tree(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -10,8 +10,8 @@ of values o_j. The parts are merged by
 
 (Hydragen, arXiv 2402.05099; FlashDecoding). The G Q/K query rows that share a prefix and a key head are the rows of one
 matrix product. A key of the prefix is therefore read once per group, and only keys below ``prefix_length`` are read.
-Own keys are one more part, read up to t on GPU; on TPU XLA computes it. The backward pass of a Pallas form runs the
-portable form.
+Own keys are one more part, read up to t on GPU; on TPU XLA computes it. Few keys need no parts on GPU: one operation
+computes all. The backward pass of a Pallas form runs the portable form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxmarl_llm.kernels.attention.constants import NEG
 from jaxmarl_llm.kernels.attention.group import group_attention
 from jaxmarl_llm.kernels.select_impl import choose
 
-PAYS = {"tpu": 256}  # keys of the prefix from which auto takes a kernel; that for gpu has not been timed yet
+PAYS = {"tpu": 256, "gpu": 256}  # keys of the prefix from which auto takes a kernel
 
 
 def group_decode_attention(
@@ -55,8 +55,8 @@ def group_decode_attention(
         own_k: keys of each sample.
         own_v: values of each sample.
         t: slot of the present token, which is already written; -1 for none.
-        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it and the prefix has room for 256
-            keys, else xla.
+        impl: xla, gpu, tpu or auto. auto is tpu or gpu where the program is lowered for it and the prefix has room for
+            256 keys, else xla.
         interpret: run a Pallas form in Pallas' interpreter, on any machine.
     """
     n, g, one, heads, h = q.shape
@@ -73,7 +73,7 @@ def group_decode_attention(
     def refused(impl: str) -> str | None:
         from jaxmarl_llm.kernels.attention import group_decode_pallas  # loads Pallas, which takes as long as JAX
 
-        return group_decode_pallas.refused(h)
+        return group_decode_pallas.refused(impl, h)
 
     t = jnp.asarray(t, jnp.int32)
     out = choose(
@@ -102,11 +102,14 @@ def _by_parts(
     own_v: jax.Array,
     t: jax.Array,
 ) -> jax.Array:
-    from jaxmarl_llm.kernels.attention.group_decode_pallas import parts
+    from jaxmarl_llm.kernels.attention.group_decode_pallas import WHOLE, parts, whole
 
     n, g, _, heads, h = q.shape
     kv, s = prefix_k.shape[2], own_k.shape[2]
     rows = (q * h**-0.5).reshape(n, g, kv, heads // kv, h)
+    if impl == "gpu" and prefix_k.shape[1] + s <= WHOLE:
+        out = whole(rows, prefix_k, prefix_v, prefix_length, own_k, own_v, t + 1, interpret=interpret)
+        return out.reshape(q.shape)
     found = []  # (m, l, o) with axes N G parts K Q/K
     if prefix_k.shape[1]:
         of_node = jnp.moveaxis(rows, 1, 2).reshape(n, kv, g * heads // kv, h)

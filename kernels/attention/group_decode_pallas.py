@@ -5,9 +5,10 @@ For rows q [M H] of a key head, and part j of its keys:
     s = q k^T        m_j = max s        l_j = sum exp(s - m_j)        o_j = exp(s - m_j) v        all float32
 
 GPU (Triton): a program takes one key head, up to 64 rows and a part of the keys. The keys are cut into as many parts as
-keep a large GPU busy, of at least 256 keys. Head sizes are rounded up to a power of two and rows to 16; the padding is
-masked. TPU (Mosaic): there is one part. A program takes a block of keys of several heads at once. Running m, l and o
-stay in on-chip memory from block to block. Blocks behind the last key are not fetched: the block index stays the same.
+keep a large GPU busy, of at least 256 keys. Few keys need no parts: there `whole` computes all of a sample in one
+operation. Head sizes are rounded up to a power of two and rows to 16; the padding is masked. TPU (Mosaic): there is one
+part. A program takes a block of keys of several heads at once. Running m, l and o stay in on-chip memory from block to
+block. Blocks behind the last key are not fetched: the block index stays the same.
 
 On TPU keys are [K H L], with tokens along the 128 lanes. XLA chooses this layout for a prefix of small heads in its own
 programs. A decoding loop therefore copies nothing, and no lane is empty at H = 64. A cache [.., L H] would leave half
@@ -25,23 +26,26 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as mosaic
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.attention.constants import NEG
+from jaxmarl_llm.kernels.pallas_triton import lacking, triton
 
 LARGEST = 256  # largest head size
 ON_CHIP = 1 << 20  # TPU: largest size in bytes of the keys and rows of one program
 KEYS, ROWS = 512, 512  # TPU: keys and rows of one block
 PART = 256  # GPU: least number of keys of a part
 PROGRAMS = 512  # GPU: number of programs that keeps it busy
+WHOLE = 1024  # GPU: keys of prefix and suffix up to which `whole` takes them, rather than parts
+WHOLE_FORM = {"wide": 64, "num_warps": 2, "num_stages": 4}  # GPU: keys of a block of `whole`, and how it is compiled
 
 Parts = tuple[Float[Array, "B J K M"], Float[Array, "B J K M"], Float[Array, "B J K M H"]]
 
 
-def refused(h: int) -> str | None:
-    """Say why there is no kernel for heads of size ``h``, or return None where there is one."""
-    return None if h % 8 == 0 and h <= LARGEST else f"does not take heads of size {h}"
+def refused(impl: str, h: int) -> str | None:
+    """Say why ``impl`` has no kernel for heads of size ``h``, or return None where it has one."""
+    fits = h % 8 == 0 and h <= LARGEST
+    return lacking(impl) or (None if fits else f"does not take heads of size {h}")
 
 
 def parts(
@@ -125,6 +129,75 @@ def _triton_body(
     triton.store(top.at[at], most[:, 0], mask=is_row)
     triton.store(total.at[at], sums[:, 0], mask=is_row)
     triton.store(out.at[(*at, pl.ds(0, deep))], values, mask=is_row[:, None] & units)
+
+
+def whole(
+    q: Float[Array, "N G K M H"],
+    prefix_k: Float[Array, "N P K H"],
+    prefix_v: Float[Array, "N P K H"],
+    length: Int[Array, " N"],
+    own_k: Float[Array, "N G S K H"],
+    own_v: Float[Array, "N G S K H"],
+    filled: Int[Array, ""],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "N G K M H"]:
+    """Compute the attention of one token of each sample on GPU, in one operation.
+
+    A program takes one sample and key head, and walks all its keys. The G programs of a node read its prefix from the
+    cache on the chip. A row without keys gives 0.
+
+    Args:
+        q: scaled query rows M of each key head.
+        prefix_k: keys of the shared prefix.
+        prefix_v: values of the shared prefix.
+        length: keys of the prefix to read.
+        own_k: keys of each sample.
+        own_v: values of each sample.
+        filled: keys of each sample to read.
+        interpret: run in Pallas' interpreter.
+    """
+    n, g, kv, m, h = q.shape
+    p, s = prefix_k.shape[1], own_k.shape[2]
+    tall, deep = max(16, pl.next_power_of_2(m)), max(16, pl.next_power_of_2(h))
+    form = dict(WHOLE_FORM)
+    wide = min(form.pop("wide"), 16 if q.dtype.itemsize == 4 else 8192 // deep)  # what registers hold
+    bounds = jnp.stack([jnp.minimum(length, p), jnp.broadcast_to(jnp.minimum(filled, s), (n,))], axis=1)
+    # An array without elements has no address.
+    some = lambda x: x if x.size else jnp.zeros([max(size, 1) for size in x.shape], x.dtype)
+    return pl.pallas_call(
+        functools.partial(_whole_body, tall=tall, wide=wide, deep=deep),
+        grid=(g * kv, n),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=triton.CompilerParams(**form),
+        interpret=interpret,
+        name="group_decode",
+    )(q, some(prefix_k), some(prefix_v), bounds.astype(jnp.int32), some(own_k), some(own_v))
+
+
+def _whole_body(
+    q: Any, pk: Any, pv: Any, bounds: Any, ok: Any, ov: Any, out: Any, *, tall: int, wide: int, deep: int
+) -> None:
+    kv, m, h = q.shape[2:]
+    node, g, head = pl.program_id(1), pl.program_id(0) // kv, pl.program_id(0) % kv
+    units, is_row = jnp.arange(deep) < h, jnp.arange(tall) < m
+    mask, here = is_row[:, None] & units, (node, g, head, pl.ds(0, tall), pl.ds(0, deep))
+    x = triton.load(q.at[here], mask=mask, other=0)
+
+    def walk(k: Any, v: Any, last: jax.Array, at: Any, carry: Any) -> Any:
+        def step(i: jax.Array, carry: Any) -> Any:
+            see = i * wide + jnp.arange(wide) < last
+            load = lambda ref: triton.load(ref.at[at(i)], mask=see[:, None] & units, other=0)
+            return fold(carry, product(x, load(k), (1, 1)), see[None], load(v), 0)
+
+        return jax.lax.fori_loop(0, pl.cdiv(last, wide), step, carry)
+
+    empty = jnp.full((tall, 1), NEG, jnp.float32), jnp.zeros((tall, 1), jnp.float32)
+    carry = *empty, jnp.zeros((tall, deep), jnp.float32)
+    carry = walk(pk, pv, bounds[node, 0], lambda i: (node, pl.ds(i * wide, wide), head, pl.ds(0, deep)), carry)
+    carry = walk(ok, ov, bounds[node, 1], lambda i: (node, g, pl.ds(i * wide, wide), head, pl.ds(0, deep)), carry)
+    _, total, value = carry
+    triton.store(out.at[here], (value / jnp.where(total > 0, total, 1.0)).astype(out.dtype), mask=mask)
 
 
 def _triton(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpret: bool) -> Parts:

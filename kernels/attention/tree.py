@@ -31,7 +31,7 @@ from jaxmarl_llm.kernels.matmul import matmul
 from jaxmarl_llm.kernels.select_impl import choose
 
 CHUNK = 128  # queries
-PAYS = {"tpu": 1024}  # tokens of a row from which auto takes a kernel; that for gpu has not been timed yet
+PAYS = {"tpu": 1024, "gpu": 4096}  # tokens of a row from which auto takes a kernel
 
 
 def tree_attention(
@@ -56,7 +56,7 @@ def tree_attention(
         end: index behind the last token of each token's subtree; 0 is padding.
         chunk: queries that the portable form takes at once.
         impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it and a row has 1024 tokens or more,
-            else xla.
+            gpu likewise from 4096 tokens, else xla.
         block: tokens of a block of the Pallas forms: a power of two, at least 16 (GPU), or a multiple of 128 (TPU).
         interpret: run a Pallas form in Pallas' interpreter, on any machine.
     """

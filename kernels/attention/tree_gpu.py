@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxmarl_llm.kernels.attention.constants import NEG
 from jaxmarl_llm.kernels.attention.group_decode_pallas import product
 from jaxmarl_llm.kernels.attention.tree_tiles import Lists, finish, fold, pulled
+from jaxmarl_llm.kernels.pallas_triton import triton
 
 
 def forward(

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.attention import tree_gpu, tree_tpu
+from jaxmarl_llm.kernels.pallas_triton import lacking
 
 FORMS = {"gpu": tree_gpu, "tpu": tree_tpu}
 
@@ -41,6 +42,8 @@ def refused(impl: str, h: int, block: int | None = None) -> str | None:
         h: head size.
         block: tokens of a block, or None for `block_size`.
     """
+    if why := lacking(impl):
+        return why
     if h % 8 or h > LARGEST[impl]:
         return f"does not take heads of size {h}"
     fits = block is None or (block % 128 == 0 if impl == "tpu" else block >= 16 and block & (block - 1) == 0)

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as mosaic
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxmarl_llm.kernels.head.head import NEG, Head
+from jaxmarl_llm.kernels.pallas_triton import lacking, triton
 
 BLOCK = 128
 DEPTH = 64  # GPU: hidden units of one partial product
@@ -38,7 +38,7 @@ def takes(head: Head, impl: str) -> bool:
         head: the linear map to logits.
         impl: gpu or tpu.
     """
-    return impl == "gpu" or BLOCK * head.dim * head.weight.dtype.itemsize <= ON_CHIP
+    return lacking(impl) is None if impl == "gpu" else BLOCK * head.dim * head.weight.dtype.itemsize <= ON_CHIP
 
 
 def block_stats(

@@ -121,6 +121,9 @@ OTHERS = {
     "machine": set(),
     "product": {"weights [out in]", "q k v, gate up joined", "a row at a time", "vmapped"},
     "invariant": {"invariant"},
+    "kernels": {"Pallas"},
+    "variants": {"XLA's attention", "layers unrolled"},
+    "profile": set(),
 }
 
 
