@@ -37,7 +37,7 @@ KEYS, ROWS = 512, 512  # TPU: keys and rows of one block
 PART = 256  # GPU: least number of keys of a part
 PROGRAMS = 512  # GPU: number of programs that keeps it busy
 WHOLE = 1024  # GPU: keys of prefix and suffix up to which `whole` takes them, rather than parts
-WHOLE_FORM = {"wide": 64, "num_warps": 2, "num_stages": 4}  # GPU: keys of a block of `whole`, and how it is compiled
+WIDE, WARPS = 64, 2  # GPU: keys of a block of `whole` at heads of 64, and warps of a program; measured on an H200
 
 Parts = tuple[Float[Array, "B J K M"], Float[Array, "B J K M"], Float[Array, "B J K M H"]]
 
@@ -160,8 +160,8 @@ def whole(
     n, g, kv, m, h = q.shape
     p, s = prefix_k.shape[1], own_k.shape[2]
     tall, deep = max(16, pl.next_power_of_2(m)), max(16, pl.next_power_of_2(h))
-    form = dict(WHOLE_FORM)
-    wide = min(form.pop("wide"), 16 if q.dtype.itemsize == 4 else 8192 // deep)  # what registers hold
+    wide = 16 if q.dtype.itemsize == 4 else max(16, min(WIDE, WIDE * 64 // deep))  # what registers hold
+    stages = 4 if deep <= 64 else 2  # blocks that fit in the memory on the chip, of smaller GPUs too
     bounds = jnp.stack([jnp.minimum(length, p), jnp.broadcast_to(jnp.minimum(filled, s), (n,))], axis=1)
     # An array without elements has no address.
     some = lambda x: x if x.size else jnp.zeros([max(size, 1) for size in x.shape], x.dtype)
@@ -169,7 +169,7 @@ def whole(
         functools.partial(_whole_body, tall=tall, wide=wide, deep=deep),
         grid=(g * kv, n),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=triton.CompilerParams(**form),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=interpret,
         name="group_decode",
     )(q, some(prefix_k), some(prefix_v), bounds.astype(jnp.int32), some(own_k), some(own_v))
