@@ -111,7 +111,7 @@ def measured(seen: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Figures by seed from the means of an evaluation."""
     of = {name: np.asarray(values, np.float64) for name, values in seen.items()}
     wasted = -of["unknown"] - of["repeated"] / 2 - of["malformed"] / 2
-    paid = sum(of[name] for name in tiny().reward)
+    paid = np.sum([of[name] for name in tiny().reward], axis=0)
     return {
         "accuracy": of["accuracy"],
         "turns": of["turns"],
