@@ -123,7 +123,6 @@ OTHERS = {
     "invariant": {"invariant"},
     "kernels": {"Pallas"},
     "variants": {"XLA's attention", "layers unrolled"},
-    "profile": set(),
 }
 
 
@@ -216,6 +215,16 @@ def test_naive_jax_and_ours_update_alike():
     other = update.jax.grad(update._naive_loss(policy))(own, *update._repeated(tokens, said, gain))
     for a, b in zip(update.jax.tree.leaves(slope), update.jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()) + 1e-9)
+
+
+def test_a_profile_names_operations_and_the_share_of_the_time_that_something_ran():
+    """In a process of its own: a profiler that crashes ends no other test."""
+    line = [sys.executable, "-m", "experiments.bench", "--suite=tiny_accelerator", "--only=profile"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=300)
+    for what in ("generation", "update"):
+        of = [x for x in done.stdout.splitlines() if x.startswith(f"- profile, {what}, tiny, G=4, P=16, R=8: ")]
+        assert len(of) == 10 and "device busy" in of[0] and "operations started" in of[1]
+        assert all(x.endswith(" times") for x in of[2:])
 
 
 def test_a_table_keeps_what_was_missed_and_says_where_it_is_from(tmp_path):
