@@ -7,7 +7,7 @@ from typing import Any
 try:
     from jax.experimental.pallas import triton
 except ImportError:
-    triton: Any = None  # type: ignore[no-redef]
+    triton: Any = None  # type: ignore[no-redef]  # a module above
 
 
 def lacking(impl: str) -> str | None:

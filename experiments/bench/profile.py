@@ -7,7 +7,6 @@ call's time is the device's waiting, for the host or for the start of an operati
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 import tempfile
 import time
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from experiments.bench import SHAPES, Row, Suite, decode, update
+from experiments.bench import Row, Suite, decode, update
 
 # Shape, samples, prompt, response.
 CASES = {
@@ -29,12 +27,8 @@ LONGEST = 8  # operations that are named
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    rng = np.random.default_rng(0)
     for shape, group, p, r in CASES[suite.name]:
-        cfg = dataclasses.replace(SHAPES[shape], dtype=suite.dtype)
-        tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
-        said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
-        gain = rng.normal(size=(1, group)).astype(np.float32)
+        cfg, tokens, said, gain = update.inputs(suite, shape, group, p, r)
         case = f"{shape}, G={group}, P={p}, R={r}"
         yield profiled(f"generation, {case}", decode.sampler(cfg, tokens, group, r))
         yield profiled(f"update, {case}", update.ours(cfg, tokens, said, gain))

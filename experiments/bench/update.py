@@ -49,11 +49,8 @@ OPTIMIZER = Optimizer(learning_rate=1e-6, weight_decay=0.01, b2=0.999, float32_m
 
 def run(suite: Suite) -> Iterator[Row]:
     shape, group, p, r, micro, targets = CASES[suite.name]
-    cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
-    tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
-    said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
-    gain = rng.normal(size=(1, group)).astype(np.float32)
-    given, case = (cfg, tokens, said, gain), f"{shape}, G={group}, P={p}, R={r}"
+    given, case = inputs(suite, shape, group, p, r), f"{shape}, G={group}, P={p}, R={r}"
+    cfg, *rows = given
     # Whether both forms of a comparison keep freed memory: naive JAX would grow to 17 GB.
     others: dict[str, tuple[Callable[..., Callable[[], None]], bool]] = {JAX: (naive, False)}
     if torch_forms.available():
@@ -69,11 +66,11 @@ def run(suite: Suite) -> Iterator[Row]:
     for remat in (False, True):
         policy = make_policy(cfg, remat=remat)
         own = {"params": jax.eval_shape(policy.init, jax.random.key(0))}
-        learner, batch = _learner(policy), _batch(tokens, said, gain)
+        learner, batch = _learner(policy), _batch(*rows)
         gradient: Any = learner.accumulate  # jitted
         size = {"ours": held(gradient.lower(own, None, batch, None).compile())}
         form = jax.jit(lambda own, *rows, policy=policy: jax.value_and_grad(_naive_loss(policy))(own, *rows))
-        size[JAX] = held(form.lower(own, *_repeated(tokens, said, gain)).compile())
+        size[JAX] = held(form.lower(own, *_repeated(*rows)).compile())
         yield Row(
             "update",
             f"peak bytes of the gradient{', layers recomputed' if remat else ''}, {case}",
@@ -83,6 +80,24 @@ def run(suite: Suite) -> Iterator[Row]:
         )
     for sizes in LARGE.get(suite.name, ()):
         yield large(suite, *sizes)
+
+
+def inputs(
+    suite: Suite, shape: str, group: int, prompt: int, response: int
+) -> tuple[Config, np.ndarray, np.ndarray, np.ndarray]:
+    """Architecture, one prompt [1 P], its completions [1 G R] and their advantages [1 G], all random.
+
+    Args:
+        suite: gives the dtype.
+        shape: a key of `SHAPES`.
+        group: samples of the prompt, G.
+        prompt: tokens, P.
+        response: tokens of each sample, R.
+    """
+    cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
+    tokens = rng.integers(0, cfg.vocab_size, (1, prompt)).astype(np.int32)
+    said = rng.integers(0, cfg.vocab_size, (1, group, response)).astype(np.int32)
+    return cfg, tokens, said, rng.normal(size=(1, group)).astype(np.float32)
 
 
 def flops(cfg: Config, group: int, prompt: int, response: int) -> float:
@@ -101,13 +116,9 @@ def flops(cfg: Config, group: int, prompt: int, response: int) -> float:
 
 def large(suite: Suite, shape: str, group: int, p: int, r: int) -> Row:
     """Row of ours alone."""
-    cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
-    tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
-    said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
-    gain = rng.normal(size=(1, group)).astype(np.float32)
-    case = f"{shape}, G={group}, P={p}, R={r}"
-    row = measure("update", case, {"ours": ours(cfg, tokens, said, gain)}, suite.repeats)
-    return dataclasses.replace(row, facts={**row.facts, **share_of_peak(suite, row, cfg, group, p, r)})
+    given = inputs(suite, shape, group, p, r)
+    row = measure("update", f"{shape}, G={group}, P={p}, R={r}", {"ours": ours(*given)}, suite.repeats)
+    return dataclasses.replace(row, facts={**row.facts, **share_of_peak(suite, row, given[0], group, p, r)})
 
 
 def share_of_peak(suite: Suite, row: Row, cfg: Config, group: int, p: int, r: int) -> dict[str, str]:

@@ -12,9 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
-from experiments.bench import SHAPES, Row, Suite, decode, measure, update
+from experiments.bench import Row, Suite, decode, measure, update
 from jaxmarl_llm.kernels.attention import group_decode
 from jaxmarl_llm.models import decoder
 
@@ -40,12 +38,9 @@ def chosen(
 
 def run(suite: Suite) -> Iterator[Row]:
     shape, group, p, r = CASES[suite.name]
-    cfg, rng = dataclasses.replace(SHAPES[shape], dtype=suite.dtype), np.random.default_rng(0)
+    cfg, tokens, said, gain = update.inputs(suite, shape, group, p, r)
     # Equal architectures share compiled programs. This one computes the same.
     other = dataclasses.replace(cfg, max_position=cfg.max_position + 1)
-    tokens = rng.integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
-    said = rng.integers(0, cfg.vocab_size, (1, group, r)).astype(np.int32)
-    gain = rng.normal(size=(1, group)).astype(np.float32)
     case = f"{shape}, G={group}, P={p}, R={r}"
     portable = mock.patch.dict(group_decode.PAYS, clear=True)
     forms = {

@@ -1,19 +1,25 @@
 """DoctorAgent-RL on `consult`: right diagnoses and turns against imitation, and questions without turn rewards.
 
-Arms, from the same parameters: ``imitated`` (after stage 0), ``trained`` (budgets of 2 to 6 turns), ``no turn rewards``
-(the same tasks and keys, weights of the turn rewards 0), and ``fixed`` (a budget of 4 turns, in stage 0 too). All are
-lanes of one program. Held-out patients are those of ``trained`` for every arm. Accuracy is the share of right
-diagnoses. A question is wasted when it is answered unknown, was asked before, or is malformed.
+Arms begin with the same parameters, as lanes of one program.
+
+- ``imitated``: after stage 0.
+- ``trained``: budgets of 2 to 6 turns.
+- ``no turn rewards``: the same tasks and keys, with weights 0 of the turn rewards.
+- ``fixed``: a budget of 4 turns, in stage 0 too.
+
+Held-out patients are those of ``trained`` for every arm. Accuracy is the share of right diagnoses. A question is wasted
+when it is answered unknown, was asked before, or is malformed.
 
 More turns without turn rewards would be the paper's effect. `experiments.studies.consult_bounds` rules that out:
 the best doctor takes 4.00 turns with turn rewards and 3.62 to 4.00 without. Wasted questions are claimed in its place.
 Their delta is half of what the imitated doctor wastes, and was chosen before any run without turn rewards.
 
-Calibrated (training rollouts, mean of the first 13 and of the last 2 of 80 steps):
-    2 layers, question and answer as two tokens, 500 x 64 supervised, 60 RL steps of 8, seed 100: accuracy .13 -> .15
-    1 layer, one letter an answer, 600 x 64 supervised, 60 RL steps of 16, seed 100: .15 -> .19 (.25 on the way)
-    1 layer, 1200 x 128 supervised, 80 RL steps of 16, rate 2e-3, seeds 100 101 102: .19 .28 .16 -> .39 .57 .26; turns
-    3.68 3.73 3.83 -> 3.34 4.03 3.68; unknown .19 .19 .26 -> .01 .01 .02 of an episode; still rising
+Calibrated on training rollouts: the mean of the first 13 steps, then of the last 2.
+
+- 2 layers, question and answer as two tokens, 500 x 64 supervised, 60 RL steps of 8, seed 100. Accuracy .13, .15.
+- 1 layer, one letter an answer, 600 x 64 supervised, 60 RL steps of 16, seed 100. Accuracy .15, .19.
+- 1 layer, 1200 x 128 supervised, 80 RL steps of 16, rate 2e-3, seeds 100 to 102. Accuracy .19 .28 .16, then .39 .57
+  .26, still rising. Turns 3.68 3.73 3.83, then 3.34 4.03 3.68. Unknown answers .19 .19 .26, then .01 .01 .02.
 """
 
 from __future__ import annotations
