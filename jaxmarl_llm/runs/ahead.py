@@ -1,7 +1,9 @@
-"""Rollouts of the RL phase, compiled in a thread while stage 0 trains."""
+"""Rollouts of the RL phase, compiled in threads beside the first step of stage 0."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable
 
@@ -38,13 +40,13 @@ def rollouts_of(step: TrainStep) -> Compilers:
             return env_runner.compiler(team, *parts, plan, sampling, remembers, held_out=held_out)
 
         evaluations = eval_samplings(cfg).values() if env_runner.held_out_size else ()
-        return [*(one(sampling, True) for sampling in evaluations), one(cfg.sampling, False)]
+        return [one(cfg.sampling, False), *(one(sampling, True) for sampling in evaluations)]  # the longest first
 
     return compilers
 
 
 class Ahead:
-    """A thread that compiles. An error in it is left to the run, which meets the same one.
+    """Threads that compile, as many as there are cores. An error is left to the run, which meets the same one.
 
     Args:
         compilers: As `rollouts_of` gives them; None: nothing is compiled.
@@ -53,19 +55,27 @@ class Ahead:
 
     def __init__(self, compilers: Compilers | None, state: TrainState):
         self._todo = [] if compilers is None or processes.count() > 1 else compilers(state)
-        self._thread = threading.Thread(target=self._work, daemon=True, name="compile ahead")
-        self._thread.start()
+        count = min(len(self._todo), os.cpu_count() or 1)
+        self._threads = [
+            threading.Thread(target=self._work, daemon=True, name=f"compile ahead {i}") for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _work(self) -> None:
         while self._todo:
-            try:
+            with contextlib.suppress(Exception):  # the run meets the same error where it can be shown
                 self._todo.pop(0)()
-            except Exception:  # the run meets the same error where it can be shown
-                return
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still compiled."""
+        return any(thread.is_alive() for thread in self._threads)
 
     def wait(self) -> None:
         """Return when everything is compiled."""
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> Ahead:
         return self
@@ -73,4 +83,4 @@ class Ahead:
     def __exit__(self, *error: object) -> None:
         """Compile nothing more, and wait for the end of a compilation in progress."""
         self._todo.clear()
-        self._thread.join()
+        self.wait()

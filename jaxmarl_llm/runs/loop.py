@@ -205,9 +205,6 @@ def _train(
     deadlines.set_step(step)
     with Ahead(recipe.ahead if step < cfg.sft.steps else None, state) as ahead:
         while step < recipe.total_steps and not done and not code:
-            if step == cfg.sft.steps:
-                with logger.stage("compile"):
-                    ahead.wait()
             extra = {}
             if _evaluates(cfg, step):
                 with logger.stage("evaluation", deadline="rollout"):
@@ -215,6 +212,9 @@ def _train(
             best.see(extra, step, functools.partial(save, state, True))
             with deadlines.stage("update"):
                 state, metrics = recipe.step(state, logger)
+            if ahead.busy:  # the steps to come have all cores, and a time that the first ones show
+                with logger.first("rollouts"), logger.stage("compile"):
+                    ahead.wait()
             step += 1
             deadlines.set_step(step)
             bad = bad + 1 if metrics.pop("bad", 0.0) else 0

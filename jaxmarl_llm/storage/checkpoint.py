@@ -96,11 +96,11 @@ class Checkpointer:
         step: its number. state: arrays; FloatingPointError if one holds NaN. meta: JSON values, such as configuration
         and versions; their ``step`` becomes the step.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-            floating = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
-            if floating and bool(jax.numpy.isnan(leaf).any()):
-                raise FloatingPointError(f"checkpoint {step}: {jax.tree_util.keystr(path)} holds NaN; not saved")
-        meta = {**meta, "step": step, "sha256": block_digests(state), "shapes": shapes(state)}
+        try:
+            found = block_digests(state)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"checkpoint {step}: {error}; not saved") from None
+        meta = {**meta, "step": step, "sha256": found, "shapes": shapes(state)}
         meta["seal"] = meta_checksum(meta)
         self._manager.save(
             step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))

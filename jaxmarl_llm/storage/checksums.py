@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.distributed import processes
@@ -21,6 +22,7 @@ from jaxmarl_llm.distributed.sharding import pieces
 from jaxmarl_llm.types import PyTree
 
 Index = tuple[slice, ...]
+NAN = "NaN"  # stands for the digest of a block that holds NaN
 Recorded = str | Mapping[str, str]  # of a leaf: its digest, or those of its blocks by position (`_position`)
 
 
@@ -42,12 +44,15 @@ def block_digests(tree: PyTree) -> dict[str, Recorded]:
     """SHA-256 of every leaf by path: as in `digests` for a leaf that is whole on a device, otherwise of each block.
 
     tree: arrays or numbers. For a tree on devices of several processes this is a collective. No array is sent: each
-    process hashes blocks that its own devices hold.
+    process hashes blocks that its own devices hold. Raises FloatingPointError, in every process, where a leaf holds
+    NaN. The values are on the host to be hashed, so no program is compiled to look for NaN.
     """
     leaves = _leaves(tree)
     own, others = _share(leaves)
-    found = _hashed([block for block in _blocks(leaves) if block.holder == own or others == 1])
+    found = _hashed([block for block in _blocks(leaves) if block.holder == own or others == 1], nan=True)
     every = _joined(found) if others > 1 else found
+    if bad := next((path for (path, _), digest in every.items() if digest == NAN), None):
+        raise FloatingPointError(f"{bad} holds NaN")
     out: dict[str, Any] = {}
     for (path, position), digest in every.items():
         if position is None:
@@ -143,24 +148,30 @@ def _index(position: str) -> Index:
     return tuple(slice(*map(int, part.split(":"))) for part in position.split(","))
 
 
-def _hashed(blocks: list[_Block]) -> dict[tuple[str, str | None], str]:
-    """Digests by path and position. Threads hash and copy from devices at once: hashlib releases the lock."""
+def _hashed(blocks: list[_Block], nan: bool = False) -> dict[tuple[str, str | None], str]:
+    """Digests by path and position. Threads hash and copy from devices at once: hashlib releases the lock.
+
+    nan: as in `_digest`.
+    """
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda block: _digest(block.values), blocks)
+        found = pool.map(lambda block: _digest(block.values, nan=nan), blocks)
         return {(block.path, block.position): digest for block, digest in zip(blocks, found)}
 
 
-def _digest(leaf: Any, hashes: bool = True) -> str:
+def _digest(leaf: Any, hashes: bool = True, nan: bool = False) -> str:
     """SHA-256 of dtype, shape and bytes. A collective for an array that is split over processes.
 
-    hashes: False takes part in bringing the array together, and does not hash it.
+    hashes: False takes part in bringing the array together, and does not hash it. nan: whether `NAN` is returned where
+    a value is NaN.
     """
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
-    found = hashlib.sha256(f"{dtype} {np.shape(leaf) or (1,)} ".encode())
+    found, seen = hashlib.sha256(f"{dtype} {np.shape(leaf) or (1,)} ".encode()), False
+    nan = nan and jnp.issubdtype(dtype, jnp.floating)
     for piece in pieces(leaf):
         if hashes:
             found.update(np.ascontiguousarray(piece).tobytes())
-    return found.hexdigest()
+            seen = seen or (nan and bool(np.isnan(piece).any()))
+    return NAN if seen else found.hexdigest()
 
 
 def _positions(recorded: Recorded | None) -> set[str | None]:

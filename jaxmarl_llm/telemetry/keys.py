@@ -56,7 +56,7 @@ KEYS = {
     "logprob_diff": "largest difference of log-probs between sampler and learner, over all models",
     "time/{rollout, reward, update, memory, step}": "seconds; written by the logger from its stages",
     "time/{evaluation, save}": "seconds of an evaluation and of the save before the step; absent: none",
-    "time/compile": "seconds of compilations, which are part of the other times; absent: none",
+    "time/compile": "seconds of tracing and compiling, which are part of the other times; absent: none",
     "speed/{rollout, reward, update, step}": "tokens per second; written by the logger where token counts are given",
     "nonfinite_metrics": "values of this step that were NaN or infinite; absent: none",
 }

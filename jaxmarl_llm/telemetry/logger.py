@@ -23,8 +23,11 @@ from jaxmarl_llm.telemetry.backends import Backend, Panel, TensorBoard, Wandb
 from jaxmarl_llm.telemetry.forecast import Schedule
 from jaxmarl_llm.telemetry.metrics_file import JsonLines
 
-# What JAX reports of a compilation: lowering, and compiling or reading a program that is kept.
-COMPILES = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
+# What JAX reports of a compilation: tracing, lowering, and compiling or reading a program that is kept.
+COMPILES = tuple(
+    f"/jax/core/compile/{part}_duration" for part in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
+CLOCK = 1e-4  # seconds by which JAX's clock and ours may differ
 
 
 class Logger:
@@ -64,6 +67,7 @@ class Logger:
         self.workdir = Path(workdir)
         self._last = -1 if resume_step is None else resume_step
         self._stages: dict[str, float] = {}
+        self._compiles: list[tuple[float, float]] = []  # start and end of each compilation of the step, in order
         self._thread = threading.get_ident()
         self._seen: set[str] = set()
         self._warned: set[str] = set()
@@ -96,12 +100,17 @@ class Logger:
         self.close()
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        """Add the seconds of a compilation to ``time/compile``. A listener for ``jax.monitoring``.
+        """Take in the seconds of a compilation, for ``time/compile``. A listener for ``jax.monitoring``.
 
-        A compilation in another thread is left out, because the step does not wait for the compilation.
+        A function that is traced inside another one is reported first, and its seconds are part of the other's. A
+        compilation in another thread is left out, because the step does not wait for the compilation.
         """
         if event in COMPILES and threading.get_ident() == self._thread:
-            self._stages["compile"] = self._stages.get("compile", 0.0) + duration_secs
+            now = time.perf_counter()
+            start = now - duration_secs
+            while self._compiles and self._compiles[-1][0] >= start - CLOCK:
+                self._compiles.pop()
+            self._compiles.append((start, now))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, float | None]:
         """Write the metrics of one step with the times of the stages since the last call; returns what was written.
@@ -112,7 +121,9 @@ class Logger:
             raise ValueError(f"step {step} was logged after step {self._last}: each step is logged once, in order")
         now = time.perf_counter()
         times = {**self._stages, "step": now - self._clock}
-        self._last, self._clock, self._stages = step, now, {}
+        if self._compiles:
+            times["compile"] = times.get("compile", 0.0) + sum(end - start for start, end in self._compiles)
+        self._last, self._clock, self._stages, self._compiles = step, now, {}, []
         row = {**metrics, **{f"time/{k}": v for k, v in times.items()}, **throughput(metrics, times)}
         clean = {key: _scalar(key, value) for key, value in row.items()}
         nonfinite = sum(value is None for value in clean.values())

@@ -1,4 +1,4 @@
-"""Programs of RL are compiled while stage 0 trains, and not again."""
+"""Programs of RL are compiled beside the first step of stage 0, and not again."""
 
 import threading
 
@@ -46,7 +46,8 @@ def test_a_run_compiles_its_rollouts_beside_stage_0_and_once(tmp_path):
     cfg, made = recipe()
     with Compiled() as compiled:
         loop.fit(cfg, made, tmp_path)
-    assert compiled.threads == ["compile ahead"] * 3, "two evaluations and the rollout of training"
+    assert len(compiled.threads) == 3, "two evaluations and the rollout of training"
+    assert all(name.startswith("compile ahead") for name in compiled.threads)
 
 
 def test_without_stage_0_nothing_is_compiled_ahead(tmp_path):
@@ -56,13 +57,13 @@ def test_without_stage_0_nothing_is_compiled_ahead(tmp_path):
     assert compiled.threads == ["MainThread"] * 3
 
 
-def test_an_error_is_left_to_the_run_and_the_end_waits_for_nothing_more():
+def test_an_error_is_left_to_the_run_and_the_others_go_on():
     def fail():
         raise ValueError("no such program")
 
     done: list[int] = []
     with Ahead(lambda state: [lambda: done.append(1), fail, lambda: done.append(2)], None) as ahead:
         ahead.wait()
-    assert done == [1]
+    assert sorted(done) == [1, 2] and not ahead.busy
     with Ahead(None, None) as ahead:
         ahead.wait()

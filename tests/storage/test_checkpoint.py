@@ -238,6 +238,19 @@ def test_nan_is_refused_and_the_step_before_stays(run, dtype):
     assert_is(with_saver(run, work), 3)
 
 
+def test_a_save_compiles_nothing(tmp_path):
+    """A compilation would wait for those in other threads, and would repeat for every shape of the state."""
+    state = {"odd": jax.device_put(np.ones((3, 1, 7), np.float32)), "more": jax.device_put(np.ones(11, np.float32))}
+    compiled = []
+    listen = lambda event, duration, **_: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        with_saver(tmp_path, lambda saver: saver.save(1, state, {}))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+
+
 # --- damage ----------------------------------------------------------------------
 
 

@@ -114,7 +114,7 @@ def refuse(*_):
     raise AssertionError("an array is brought together")
 
 sharding._everywhere, hashed, original = refuse, [], checksums._digest
-checksums._digest = lambda *args: hashed.append(1) or original(*args)
+checksums._digest = lambda *args, **more: hashed.append(1) or original(*args, **more)
 recorded = block_digests(saved | {"also": saved["n"]})
 assert sum(processes.all_gather(len(hashed))) == 4  # two blocks, and two leaves that both processes hold
 recorded.pop("['also']")
@@ -122,7 +122,14 @@ slices, jax.lax.slice = jax.lax.slice, refuse
 assert set(recorded["['x']"]) == {"0:2,0:6", "2:4,0:6"}, recorded
 assert damaged(saved, recorded) == []
 spoilt = values.copy()
-spoilt[3, 5] = 0  # in the part of process 1
+spoilt[3, 5] = np.nan  # in the part of process 1
+try:
+    block_digests(cut(spoilt, P("fsdp")))
+except FloatingPointError as error:
+    assert str(error) == "['x'] holds NaN"
+else:
+    raise AssertionError("NaN of one process is not known to both")
+spoilt[3, 5] = 0
 assert damaged(cut(spoilt, P("fsdp")), recorded) == ["['x']"] * process
 sharding._everywhere, jax.lax.slice = gather, slices
 for axes in (P(None, "fsdp"), P()):

@@ -96,6 +96,14 @@ def test_compilations_are_timed_apart(tmp_path):
     assert "time/compile" not in logger.log(3, {})  # the listener is gone
 
 
+def test_a_trace_within_a_trace_is_counted_once(tmp_path):
+    trace, compiled = (f"/jax/core/compile/{part}_duration" for part in ("jaxpr_trace", "backend_compile"))
+    with Logger(tmp_path, resume_step=None, total_steps=1, primary=False) as logger:
+        for event, seconds in ((trace, 0.5), (trace, 1.0), (trace, 4.0), (compiled, 2.0)):
+            jax.monitoring.record_event_duration_secs(event, seconds)
+        assert logger.log(1, {})["time/compile"] == pytest.approx(6.0, abs=1e-2)  # the first two ran within the third
+
+
 def test_the_study_compares_with_the_seconds_that_were_left():
     """Evaluations and saves are known from the middle of training on; before, the forecast is too short."""
     from experiments.studies.time_to_end import errors
