@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-WINDOW = 30  # steps
-SLOW = 1.5  # a step that takes this many times the median is no example of the steps to come
+WINDOW = 60  # steps
 
 
 class Schedule(NamedTuple):
@@ -91,12 +90,12 @@ class Forecast:
         return (end - step) * self._step() + evaluations * self._mean("evaluation") + saves * self._mean("save")
 
     def _step(self) -> float:
-        """Seconds of a step that neither compiles, evaluates nor saves."""
+        """Seconds of a step that neither compiles, evaluates nor saves: the mean of the middle half of what is known."""
         if not self._plain:
             return self._first
-        middle = sorted(self._plain)[len(self._plain) // 2]
-        usual = [seconds for seconds in self._plain if seconds <= SLOW * middle]
-        return sum(usual) / len(usual)
+        quarter = len(self._plain) // 4
+        middle = sorted(self._plain)[quarter : len(self._plain) - quarter]
+        return sum(middle) / len(middle)
 
     def _mean(self, kind: str) -> float:
         """Mean seconds of an evaluation or of a save; the first one counts only when it is the only one."""
