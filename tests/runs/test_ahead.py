@@ -1,6 +1,7 @@
 """Programs of RL are compiled beside the first step of stage 0, and not again."""
 
 import threading
+import time
 
 import jax
 
@@ -48,6 +49,25 @@ def test_a_run_compiles_its_rollouts_beside_stage_0_and_once(tmp_path):
         loop.fit(cfg, made, tmp_path)
     assert len(compiled.threads) == 3, "two evaluations and the rollout of training"
     assert all(name.startswith("compile ahead") for name in compiled.threads)
+
+
+def test_the_second_step_waits_for_what_is_compiled(tmp_path):
+    cfg, made = recipe()
+    stepped, take, done, seen = threading.Event(), made.step, [], []
+
+    def step(state, logger):
+        out = take(state, logger)
+        stepped.set()
+        return out
+
+    def slow():
+        stepped.wait(100)
+        time.sleep(0.5)
+        done.append(1)
+
+    made.step, made.ahead = step, lambda state: [slow]
+    loop.fit(cfg, made, tmp_path, callbacks=[lambda number, state, metrics: seen.append(list(done))])
+    assert seen[0] == [1]
 
 
 def test_without_stage_0_nothing_is_compiled_ahead(tmp_path):

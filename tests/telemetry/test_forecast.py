@@ -114,3 +114,18 @@ def test_the_study_compares_with_the_seconds_that_were_left():
     assert stage_0.seconds == sum(row["time/step"] for row in known[:20])
     np.testing.assert_allclose(stage_0.errors[-2:], 0, atol=1e-9)  # the save of step 15 is in the row of step 16
     assert (training.errors[1:] > 0).all() and training.errors[-1] == pytest.approx(SAVE / (left(known, 57) - SAVE))
+
+
+def test_the_study_has_compilations_apart():
+    from experiments.studies.time_to_end import errors
+
+    def training(compiles):
+        known = rows()
+        if compiles:
+            known[45] |= {"time/compile": COMPILE, "time/step": known[45]["time/step"] + COMPILE}
+        return errors(SCHEDULE, [{"step": i, **row} for i, row in enumerate(known, 1)])[1]
+
+    with_it, without = training(True), training(False)
+    np.testing.assert_allclose(with_it.errors, without.errors, atol=1e-9)
+    assert (with_it.compiled[:16] < without.compiled[:16] - 0.05).all()  # steps 30 to 45; the compilation is in step 46
+    np.testing.assert_allclose(with_it.compiled[16:], without.compiled[16:], atol=1e-9)
