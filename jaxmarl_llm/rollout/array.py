@@ -244,8 +244,8 @@ def make_rollout(
         memory_config: settings of the adaptive memory; None: no memory.
 
     Raises:
-        ConfigError: the environment lacks what the plan asks for, models to be stacked are not alike, or a plan that
-            grows chooses what is not there (`growth.try_choice`) or has an assignment.
+        ConfigError: the environment lacks what the plan asks for, or models to be stacked are not alike. A plan that
+            grows chooses what is not there (`growth.try_choice`), or has an assignment.
     """
     plan.check(env)
     try_choice(plan, team)

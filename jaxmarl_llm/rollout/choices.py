@@ -81,10 +81,11 @@ def thompson(players: int = 1) -> Choose:
     """Make a choice by Thompson sampling over nodes and models, as MARS^2 grows a tree (arXiv 2604.14564).
 
     A value is drawn from Beta(1 + sum of r, 1 + n - sum of r) over n rewards r in [0, 1]. From the root the choice goes
-    down. At a node it compares one value of each child, over the rewards of that child's children, with the value of
+    down. At a node it draws one value for each child, over the rewards of that child's children. It draws one value for
     "a new child here", over the rewards of the node's own children. The largest decides: the choice goes to that child,
-    or names this node. Then a value of each model is drawn, over the rewards of the node's children that this model
-    wrote. The largest one plays. Rewards that are not known do not count, and others are clipped to [0, 1].
+    or names this node. Then it draws a value for each model, over the rewards of the node's children that this model
+    wrote. The model of the largest value plays. Rewards that are not known do not count, and others are clipped to
+    [0, 1].
 
     Args:
         players: number of models that may play a role.

@@ -28,7 +28,7 @@ class Grown(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Where the next expansion of each task begins."""
+    """Beginning of the next expansion of each task."""
 
     named: tuple[Array, Array]  # int32 [B] each: parent and player, as ``choose`` returned them
     parent: Array  # int32 [B]: the last one of its line that is not closed; the root where the choice is not possible

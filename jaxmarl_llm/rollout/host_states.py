@@ -183,7 +183,7 @@ class Growing:
 
 
 def next_states(plan: Plan, env: HostEnv, team: Team, assignment: Array | None) -> Following | Growing:
-    """What a host rollout of a plan asks for its states.
+    """Make the object that a host rollout of a plan asks for its states.
 
     Args:
         plan: Plan of sampling.
