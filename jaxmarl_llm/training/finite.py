@@ -86,7 +86,7 @@ def check_choices(plan: Plan, tree: Tree, step: Any) -> None:
     chex.assert_tree_all_finite(
         jnp.where(played.all(), 0.0, jnp.nan),
         custom_message=f"step {{}}: plan {plan.name}: {{}} of {{}} choices name no expansion made before, or no player",
-        custom_message_format_vars=(jnp.asarray(step), (~played).sum(), played.size),
+        custom_message_format_vars=(jnp.asarray(step), (~played).sum(), jnp.asarray(played.size)),
     )
 
 

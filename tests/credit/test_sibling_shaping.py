@@ -34,6 +34,17 @@ def test_golden_numbers(ddof, want):
     np.testing.assert_allclose(advantage, want, atol=6e-4)
 
 
+def test_the_term_added_to_the_standard_deviation():
+    """Rewards that differ by 2e-6 have a standard deviation of 1e-6, far above 1e-9."""
+    table = Table()
+    for pay in (0.0, 2e-6):
+        table.act(0, 0, 0, pay=pay)
+    plain = chain(ShapeBySiblings(0.0), PerCompletion(), GroupRelative("task"))
+    np.testing.assert_allclose(table.credit(plain)[1], [-0.5, 0.5], atol=1e-3)
+    exact = chain(ShapeBySiblings(0.0), PerCompletion(), GroupRelative("task", eps=1e-9))
+    np.testing.assert_allclose(table.credit(exact)[1], [-1.0, 1.0], atol=2e-3)
+
+
 def grown(rng, tasks=3, expansions=7, roles=2):
     """Trees grown node by node, expansions count as turns; some rewards are unknown, and the last rows are padding."""
     task = np.tile(np.arange(tasks), expansions + 1).astype(np.int32)

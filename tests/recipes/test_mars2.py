@@ -13,6 +13,8 @@ from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import mars2
+from jaxmarl_llm.rollout.plans import grow
+from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.loop import fit
 from jaxmarl_llm.training import drivers
 from jaxmarl_llm.training.config import SFT, Past, RunConfig
@@ -119,7 +121,14 @@ def test_bad_configurations(change, message):
         config(**change).check("config")
 
 
+def ahead(key, parents, players, rewards, n):
+    return n, 0
+
+
 def test_what_only_the_environment_shows():
+    plan = grow(4, ahead, (("tests", 1.0),))
+    with pytest.raises(ConfigError, match=r"^plan grow\(4, ahead\): choose before expansion 0: expected -1"):
+        phases.make_recipe(config(), plan, mars2.algorithm(config()))
     with pytest.raises(ConfigError, match=r"^plan\.expansions: expected 4, the number of turns of environment 'pro"):
         mars2.make(config(expansions=5))
     with pytest.raises(ConfigError, match=r"^config\.past\.size: expected 0 with plan grow\(4, thompson\), which"):

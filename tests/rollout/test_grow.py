@@ -19,6 +19,7 @@ from jaxmarl_llm.rollout.array import layout, make_rollout, table_rows
 from jaxmarl_llm.rollout.env_runner import make_env_runner
 from jaxmarl_llm.rollout.growth import try_choice
 from jaxmarl_llm.rollout.plans import grow
+from jaxmarl_llm.training import finite
 from jaxmarl_llm.types import Model, Role, Team
 from tests.rollout.test_host import BYTES, EOS, as_host, go, lines, make_params, policy
 
@@ -200,14 +201,18 @@ def watched(seen):
     """Names the root, and shows what a choice is given."""
 
     def choose(key, parents, players, rewards, n):
-        jax.debug.callback(lambda *x: seen.append([np.asarray(y) for y in x]), parents, players, rewards, n)
+        own = jax.random.key_data(key)
+        jax.debug.callback(lambda *x: seen.append([np.asarray(y) for y in x]), parents, players, rewards, n, own)
         return -1, 0
 
     return choose
 
 
 def test_what_a_choice_is_given():
-    """Expansions in order; from n on nothing; rewards that are not known are NaN, others the weighted team reward."""
+    """Expansions in order; from n on nothing; rewards that are not known are NaN, others the weighted team reward.
+
+    No two choices of a rollout have one key.
+    """
     seen, team = [], writers()
     host = go(as_host(noisy()), team, [jax.tree.map(lambda x: x[0], tasks_of())],
               grow(ATTEMPTS, watched(seen), (("tests", 2.0),)))  # fmt: skip
@@ -218,6 +223,8 @@ def test_what_a_choice_is_given():
     np.testing.assert_array_equal(mine[0], [-1] * (ATTEMPTS - 1) + [-2])
     np.testing.assert_array_equal(mine[1], [0] * (ATTEMPTS - 1) + [-1])
     np.testing.assert_allclose(mine[2], [*paid, np.nan], rtol=1e-6)
+    keys = {(int(row[3]), *row[4].tolist()) for row in seen[-4 * ATTEMPTS :]}  # four rows: one task, and padding
+    assert len({key[1:] for key in keys}) == len(keys) >= ATTEMPTS
 
 
 def test_a_state_that_cannot_be_observed_is_closed():
@@ -305,6 +312,9 @@ def test_a_choice_that_is_wrong_during_a_run():
     tree = jax.device_get(compiled(env, team, plan)(make_params(team), None, tasks, KEY, jnp.int32(0)))
     assert tree.transitions.played.tolist() == [True] * 2 + [False] * 8 and tree.counts.sequences == 2
     assert (tree.transitions.parent == -1).all() and not tree.nodes.valid[2:].any()
+    program = chex.chexify(jax.jit(lambda tree: (finite.check_choices(plan, tree, 7), tree)[1]), async_check=False)
+    with pytest.raises(AssertionError, match=r"step 7: plan grow\(5, rarely\): 8 of 10 choices name no expansion"):
+        program(tree)
     runner = make_env_runner(EnvConfig("programs", {"protocol": "refine", "attempts": ATTEMPTS, "tasks": 8}))
     runner.env = env
     with pytest.raises(ConfigError, match=wanted + "'coder', got another choice$"):
