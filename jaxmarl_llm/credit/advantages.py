@@ -205,6 +205,53 @@ def advantage_alignment(
     return jnp.where(valid, credit, 0.0)
 
 
+def sibling_shaping(
+    rewards: Float[Array, "J A"],
+    parent: Int[Array, " J"],
+    task: Int[Array, " J"],
+    valid: Bool[Array, " J"],
+    *,
+    num_tasks: int,
+    max_turns: int,
+    strength: float,
+    mix: float,
+    shaped_parents: bool = False,
+) -> Float[Array, "J A"]:
+    """Shape rewards of a tree by parents and siblings (MARS^2, arXiv 2604.14564): ``r + strength (r - b)``.
+
+    ``b = (1 - mix) r_parent + mix (mean of the siblings without the transition itself)``. Children of the root have no
+    parent: b is the mean of the siblings. Without a sibling b is the parent's reward. With neither the reward stays as
+    it is. All terms are rewards before shaping, unless ``shaped_parents`` is set.
+
+    Args:
+        rewards: reward of each transition for each role [J A].
+        parent: row of the transition before [J], -1 at a root and for padding.
+        task: task of each transition [J]; transitions without a parent are siblings in their task.
+        valid: transitions whose reward is known [J]. Others are no sibling and no parent, and get 0.
+        num_tasks: number of tasks.
+        max_turns: number of turns of the longest line of play; read with ``shaped_parents``.
+        strength: gamma of the paper, 0.5 in its scripts.
+        mix: lambda of the paper, 0.5 in its scripts.
+        shaped_parents: whether r_parent is the parent's shaped reward. The authors' code shapes in place, from the root
+            down.
+    """
+    num, root = parent.shape[0], parent < 0
+    family = jnp.where(root, num + task, parent)
+    known = jnp.where(valid[:, None], rewards, 0.0)
+    total = jax.ops.segment_sum(known, family, num + num_tasks)[family]
+    others = jax.ops.segment_sum(valid.astype(rewards.dtype), family, num + num_tasks)[family] - 1.0
+    siblings = (total - known) / jnp.maximum(others, 1.0)[:, None]
+    has_parent, has_siblings = (~root & valid[jnp.maximum(parent, 0)])[:, None], (others > 0)[:, None]
+
+    def shaped(above: Array) -> jax.Array:
+        both = (1.0 - mix) * above + mix * siblings
+        baseline = jnp.where(has_parent, jnp.where(has_siblings, both, above), jnp.where(has_siblings, siblings, known))
+        return jnp.where(valid[:, None], known + strength * (known - baseline), 0.0)
+
+    below = lambda _, x: shaped(x[jnp.maximum(parent, 0)])  # each pass is right one turn further down
+    return jax.lax.fori_loop(0, max_turns if shaped_parents else 1, below, known)
+
+
 def group_ids(*columns: Int[Array, " C"], sizes: tuple[int, ...]) -> tuple[Int[Array, " C"], int]:
     """Mixed-radix key of several columns, and the number of keys: ``((c0 * size1) + c1) * size2 + c2 ...``.
 

@@ -28,6 +28,7 @@ from jaxmarl_llm.credit.advantages import (
     group_advantage,
     group_ids,
     joint_values,
+    sibling_shaping,
     step_episodes,
 )
 from jaxmarl_llm.credit.returns import own_turns, returns_to_go, step_returns
@@ -150,6 +151,36 @@ class ReturnToGo:
 
 
 @dataclass(frozen=True)
+class ShapeBySiblings:
+    """A return rule: rewards shaped by the parent and the siblings of each transition (`advantages.sibling_shaping`).
+
+    Attributes:
+        strength: Factor of the difference to the baseline; 0 leaves rewards as they are.
+        mix: Share of the siblings in the baseline; the rest is the parent's.
+        shaped_parents: Whether the parent's reward is its shaped one.
+    """
+
+    strength: float = 0.5
+    mix: float = 0.5
+    shaped_parents: bool = False
+
+    def __call__(self, tree: Tree, signal: Signal) -> Signal:
+        moves, sizes = tree.transitions, signal.sizes
+        shaped = sibling_shaping(
+            signal.reward,
+            moves.parent,
+            moves.task,
+            moves.valid,
+            num_tasks=sizes.num_tasks,
+            max_turns=sizes.max_turns,
+            strength=self.strength,
+            mix=self.mix,
+            shaped_parents=self.shaped_parents,
+        )
+        return signal.replace(returns=shaped, known=moves.valid)
+
+
+@dataclass(frozen=True)
 class PerCompletion:
     """Give each completion its role's return over the joint actions that the completion is part of.
 
@@ -186,6 +217,7 @@ class GroupRelative:
         singleton: Advantage of a group of one: ``zero``, or ``raw``, its value (Dr. MAS).
         stats_over: Members that the statistics count: ``steps``, or ``episodes``, the first completion of each in the
             group.
+        eps: Term added to the standard deviation.
     """
 
     group: str | Grouping = "node"
@@ -194,6 +226,7 @@ class GroupRelative:
     ddof: int = 0
     singleton: str = "zero"
     stats_over: str = "steps"
+    eps: float = 1e-6
 
     def __call__(self, tree: Tree, signal: Signal) -> Signal:
         moves, value, valid = tree.transitions, signal.value, signal.valid
@@ -211,6 +244,7 @@ class GroupRelative:
             baseline=self.baseline,
             normalise=self.normalise,
             ddof=self.ddof,
+            eps=self.eps,
             singleton=self.singleton,
             counted=counted,
         )

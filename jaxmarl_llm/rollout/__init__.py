@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxmarl_llm.rollout import plans
+    from jaxmarl_llm.rollout import choices, plans
     from jaxmarl_llm.rollout.array import make_rollout
     from jaxmarl_llm.rollout.env_pool import EnvPool
     from jaxmarl_llm.rollout.env_runner import RolloutResult, make_env_runner
     from jaxmarl_llm.rollout.host import HostSettings, play
-    from jaxmarl_llm.rollout.plans import Branch, Plan, flat, handoff, node_wise, product, single
+    from jaxmarl_llm.rollout.plans import Branch, Plan, flat, grow, handoff, node_wise, product, single
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -24,6 +24,7 @@ else:
             "Plan": f"{__name__}.plans",
             "RolloutResult": f"{__name__}.env_runner",
             "flat": f"{__name__}.plans",
+            "grow": f"{__name__}.plans",
             "handoff": f"{__name__}.plans",
             "make_env_runner": f"{__name__}.env_runner",
             "make_rollout": f"{__name__}.array",
@@ -32,7 +33,7 @@ else:
             "product": f"{__name__}.plans",
             "single": f"{__name__}.plans",
         },
-        modules={"plans": f"{__name__}.plans"},
+        modules={"choices": f"{__name__}.choices", "plans": f"{__name__}.plans"},
     )
 
 __all__ = [
@@ -41,7 +42,9 @@ __all__ = [
     "HostSettings",
     "Plan",
     "RolloutResult",
+    "choices",
     "flat",
+    "grow",
     "handoff",
     "make_env_runner",
     "make_rollout",

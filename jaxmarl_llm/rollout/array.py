@@ -21,7 +21,9 @@ from jaxmarl_llm.distributed.sharding import cut_rows
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.rollout.array_grow import play_expansions
 from jaxmarl_llm.rollout.array_turn import Given, Place, RolloutSpec, Rows, Tables, acting_models, join, play_turn
+from jaxmarl_llm.rollout.growth import check_unassigned, try_choice
 from jaxmarl_llm.rollout.keys import RESET, fold
 from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
 from jaxmarl_llm.types import Counts, PyTree, Team, Tree
@@ -231,7 +233,8 @@ def make_rollout(
 
     Arguments of the result. memory: unused without ``memory_config``. tasks: pytree with leading axis B. key: typed;
     consumed by folding. version: integer written into the steps. assignment: int [B A], which of ``Team.players`` plays
-    each role of each task, or [B M A], which does at each turn. None: its own model plays every role.
+    each role of each task, or [B M A], which does at each turn. None: its own model plays every role. A plan that grows
+    names the players itself and takes no assignment.
 
     Args:
         team: roles, models and critics.
@@ -241,9 +244,11 @@ def make_rollout(
         memory_config: settings of the adaptive memory; None: no memory.
 
     Raises:
-        ConfigError: the environment lacks what the plan asks for, or models to be stacked are not alike.
+        ConfigError: the environment lacks what the plan asks for, or models to be stacked are not alike. A plan that
+            grows chooses what is not there (`growth.try_choice`), or has an assignment.
     """
     plan.check(env)
+    try_choice(plan, team)
     spec = RolloutSpec(team, env, plan, sampling, memory_config)
     _check_stacked(spec)
 
@@ -256,7 +261,12 @@ def make_rollout(
         assignment: jax.Array | None = None,
     ) -> Tree:
         batch = jax.tree.leaves(tasks)[0].shape[0]
-        given, frontier = Given(params, memory, version, assignment), {ROOT: start(env, tasks, key)}
+        given, roots = Given(params, memory, version, assignment), start(env, tasks, key)
+        if plan.choose is not None:
+            check_unassigned(plan, assignment)
+            models = 1 if team.batch_models else len(acting_models(spec, 0, True))
+            return finish(play_expansions(spec, given, roots), models * env.max_turns)
+        frontier = {ROOT: roots}
         walk, tables, first, launches = frontiers(plan, env, batch), [], Rows(0, 0, 0), 0
         for segment in segments(plan, env, batch):
             rows = _period_rows(plan, env, segment, walk)

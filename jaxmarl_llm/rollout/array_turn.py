@@ -203,20 +203,24 @@ def observe_nodes(spec: RolloutSpec, given: Given, place: Place, turn: int, numb
     return Observed(nodes, seen.active, player >= learning[role])
 
 
-def sample_keys(key: jax.Array, role: Array, group: int) -> jax.Array:
+def sample_keys(key: jax.Array, role: Array, group: int, earlier: jax.Array | None = None) -> jax.Array:
     """PRNG keys of the samples of each node. The nodes of a state follow each other: N = F W.
 
     Args:
         key: keys of the states [F].
         role: roles of the seats [N].
         group: samples of a node, G.
+        earlier: number of samples that each state had before [F]; None: none.
 
     Returns:
         Keys [N G].
     """
     n = len(role)
     node_key = fold(jnp.repeat(key, n // len(key)), PLAY, role)
-    return fold(jnp.repeat(node_key[:, None], group, 1), jnp.arange(group)[None].repeat(n, 0))
+    order = jnp.arange(group)[None].repeat(n, 0)
+    if earlier is not None:
+        order = order + jnp.repeat(earlier, n // len(key))[:, None]
+    return fold(jnp.repeat(node_key[:, None], group, 1), order)
 
 
 def generate_nodes(
@@ -317,7 +321,14 @@ def step_rows(given: Given, seen: Observed, made: Completions, first_node: int |
     )
 
 
-def joint_step(spec: RolloutSpec, place: Place, seen: Observed, made: Completions, actions: np.ndarray) -> Stepped:
+def joint_step(
+    spec: RolloutSpec,
+    place: Place,
+    seen: Observed,
+    made: Completions,
+    actions: np.ndarray,
+    earlier: jax.Array | None = None,
+) -> Stepped:
     """Every state of a branch, stepped with every joint action, and its rewards.
 
     Args:
@@ -326,6 +337,7 @@ def joint_step(spec: RolloutSpec, place: Place, seen: Observed, made: Completion
         seen: nodes of the branch.
         made: completions of the nodes.
         actions: sample index of every seat [J W]. An empty seat takes part with sample 0 alone.
+        earlier: number of joint actions that were played from each state before [F]; None: none.
     """
     f, w, g, j = place.task.shape[0], spec.env.seats, made.tokens.shape[1], len(actions)
     spread = lambda x: jnp.repeat(x[:, None], j, 1)
@@ -333,6 +345,8 @@ def joint_step(spec: RolloutSpec, place: Place, seen: Observed, made: Completion
     tokens = made.tokens.reshape(f, w, g, -1)[:, seat, actions]
     length = made.length.reshape(f, w, g)[:, seat, actions]
     order = jnp.broadcast_to(jnp.arange(j), (f, j))
+    if earlier is not None:
+        order = order + earlier[:, None]
     keys_of = jax.vmap(lambda stream: fold(spread(place.key), stream, order))
     env_key, child_key = keys_of(jnp.array([ENV, CHILD]))
     wide = jax.tree.map(spread, place.state)
@@ -412,10 +426,24 @@ def rank_or_stop(plan: Plan, stepped: Stepped, reached: Reached) -> Reached:
     return reached
 
 
-def play_branch(
-    spec: RolloutSpec, given: Given, branch: Branch, place: Place, number: int | jax.Array, first: Rows
-) -> tuple[Tables, list[tuple[Branch, Place]]]:
-    """Play one turn of the states of one branch.
+class Acted(NamedTuple):
+    """Result of `act`: rows of the tables, what the joint actions led to, and their rows [F J] among transitions."""
+
+    tables: Tables
+    stepped: Stepped
+    row: jax.Array
+
+
+def act(
+    spec: RolloutSpec,
+    given: Given,
+    branch: Branch,
+    place: Place,
+    number: int | jax.Array,
+    first: Rows,
+    earlier: jax.Array | None = None,
+) -> Acted:
+    """Observe the states of one branch, sample completions, and play the joint actions.
 
     Args:
         spec: static arguments of the rollout.
@@ -424,30 +452,43 @@ def play_branch(
         place: states of the branch.
         number: number of this turn, which may be traced.
         first: first rows of this branch.
-
-    Returns:
-        Rows of the tables, and the states that the plan continues, by branch.
+        earlier: number of joint actions that were played from each state before [F]; None: none.
     """
     plan, env, f = spec.plan, spec.env, place.task.shape[0]
     group, actions = plan.width(branch), np.array(plan.actions(branch, env.seats))
     seen = observe_nodes(spec, given, place, branch.turn, number)
-    keys = sample_keys(place.key, seen.nodes.role, group)
+    keys = sample_keys(place.key, seen.nodes.role, group, earlier)
     acting = acting_roles(spec, branch.turn, given.assignment is not None)
     made = generate_nodes(spec, given.params, seen.nodes, keys, acting, branch.turn)
     steps = step_rows(given, seen, made, first.nodes)
-    stepped = joint_step(spec, place, seen, made, actions)
+    stepped = joint_step(spec, place, seen, made, actions, earlier)
     moves = transition_rows(place, seen, stepped, actions, first, group, number)
     row = first.transitions + jnp.arange(f * len(actions)).reshape(f, -1)
+    branched = steps.valid.sum() if group > 1 else jnp.zeros((), jnp.int32)
+    return Acted(Tables(seen.nodes, steps, moves, branched[None]), stepped, row)
+
+
+def play_branch(
+    spec: RolloutSpec, given: Given, branch: Branch, place: Place, number: int | jax.Array, first: Rows
+) -> tuple[Tables, list[tuple[Branch, Place]]]:
+    """Play one turn of the states of one branch.
+
+    Arguments are those of `act`.
+
+    Returns:
+        Rows of the tables, and the states that the plan continues, by branch.
+    """
+    plan = spec.plan
+    tables, stepped, row = act(spec, given, branch, place, number, first)
     ends = stepped.done | ~stepped.played
     reached = rank_or_stop(plan, stepped, Reached(stepped.state, stepped.child_key, row, ends))
     onward = []
-    for i in range(len(actions)):
+    for i in range(row.shape[1]):
         to = plan.follow(branch, i)
         if to is not None:
             one = jax.tree.map(lambda x, i=i: x[:, i], reached)
             onward.append((to, Place(one.state, one.key, one.parent, place.task, one.done)))
-    branched = steps.valid.sum() if group > 1 else jnp.zeros((), jnp.int32)
-    return Tables(seen.nodes, steps, moves, branched[None]), onward
+    return tables, onward
 
 
 def play_turn(

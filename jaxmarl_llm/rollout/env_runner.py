@@ -36,6 +36,7 @@ from jaxmarl_llm.rollout.array import check_seats, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.external import Engines
 from jaxmarl_llm.rollout.failures import RolloutFailure
+from jaxmarl_llm.rollout.growth import check_choices
 from jaxmarl_llm.rollout.host import HostRollout, HostSettings, Recall, play
 from jaxmarl_llm.rollout.launches import here
 from jaxmarl_llm.rollout.plans import Plan
@@ -234,6 +235,7 @@ class ArrayEnvRunner(EnvRunner):
         rollout = self._compiled(team, plan, sampling, memory_config)
         tree = to_host(rollout(*self._arguments(params, memory, indices, key, version, held_out, assignment)))
         check_seats(self.env, tree)
+        check_choices(plan, team, tree)
         decode = team.models[0].tokenizer.decode
 
         def prompt(row: int) -> str:

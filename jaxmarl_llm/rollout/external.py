@@ -28,7 +28,7 @@ from jaxmarl_llm.generation.engine import (
 from jaxmarl_llm.generation.engine_http import client_of
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models import hf_weights, peft_files
-from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, as_completion, pad, sample_keys
+from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, as_completion, request_keys
 from jaxmarl_llm.types import Model, Params, Team
 
 KEY = "config.engine.urls"
@@ -206,7 +206,6 @@ class EngineSampler:
 
 def _seeds(requests: Sequence[GenerationRequest]) -> list[int]:
     """A seed of 63 bits for each request, from the key of its state and its role."""
-    size = bucket(len(requests), 4)
-    data, roles = pad(np.stack([r.key for r in requests]), size), pad(np.array([r.role for r in requests]), size)
-    words = np.asarray(jax.random.key_data(sample_keys(data, roles, group=1)))[: len(requests), 0].astype(np.uint64)
+    keys = request_keys(requests, bucket(len(requests), 4), group=1)
+    words = np.asarray(jax.random.key_data(keys))[: len(requests), 0].astype(np.uint64)
     return [int(high << np.uint64(32) | low) & (2**63 - 1) for high, low in words]

@@ -22,10 +22,10 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action, Prompt
 from jaxmarl_llm.rollout.env_pool import EnvPool, Failure, raised
 from jaxmarl_llm.rollout.failures import RolloutFailure
+from jaxmarl_llm.rollout.host_states import LiveState, PlayedAction, next_states
 from jaxmarl_llm.rollout.keys import CHILD, ENV, RESET, fold
 from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, SamplerFactory, here, pad
-from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
-from jaxmarl_llm.rollout.ranking import best_first, stops, team_value
+from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.rollout.tables import (
     Costs,
     NodeRow,
@@ -75,16 +75,6 @@ class HostSettings(NamedTuple):
     sampler: SamplerFactory = here  # what samples completions
 
 
-class LiveState(NamedTuple):
-    """An environment state that is still played."""
-
-    branch: Branch
-    state: Any  # of the environment
-    key: np.ndarray  # key data [2]
-    parent: int  # row of the transition that led here, -1 at a root
-    task: int
-
-
 class Seat(NamedTuple):
     """A role that acts in a state: its index in ``Team.roles`` and its prompt."""
 
@@ -98,15 +88,6 @@ class SeatSamples(NamedTuple):
     role: str
     completions: list[SampledCompletion]
     first_step: int
-
-
-class PlayedAction(NamedTuple):
-    """A joint action that was played, and the environment state it led to."""
-
-    place: int  # index of its state in ``HostFrontier.states``
-    transition: int  # row
-    state: Any  # None where the environment failed
-    key: np.ndarray  # key data [2] of the state it led to
 
 
 def play(
@@ -149,6 +130,7 @@ class HostFrontier:
         self.cut_tokens = self.env_calls = self.unplayed = 0
         self.cut_prompts: collections.Counter[str] = collections.Counter()
         self._team, self._pool, self._env, self._settings = team, pool, pool.env, settings
+        self._next = next_states(settings.plan, pool.env, team, settings.assignment)
         self._sampler = settings.sampler(team, params, settings.sampling, settings.version)
 
     def reset(self, tasks: Sequence[Any], key: jax.Array) -> None:
@@ -161,13 +143,12 @@ class HostFrontier:
                 self.unplayed += 1
             else:
                 self.states.append(LiveState(ROOT, state, roots[i], -1, i))
+        self.states = self._next.first(self.states)
 
     def play_turn(self) -> None:
         """One turn of every state."""
         seats = self.observe()
-        if not self.states:
-            return
-        self.advance(self.step(self.request_completions(seats)))
+        self.advance(self.step(self.request_completions(seats)) if self.states else [])
 
     def observe(self) -> list[list[Seat]]:
         """The seats of every state, in the order of the environment's roles.
@@ -213,7 +194,7 @@ class HostFrontier:
             role, first, node = self._team.roles[seat.role].name, len(self.rows.steps), len(self.rows.nodes)
             ids = request.prompt_ids
             self.rows.nodes.append(NodeRow(ids, seat.role, request.model, live.task, self.turn, live.parent))
-            learns = self._player(live.task, seat.role) < self._team.roles[seat.role].learning
+            learns = self._next.player(live.task, seat.role, self.turn) < self._team.roles[seat.role].learning
             source = POLICY if learns else FROZEN
             for action, logprobs in completions:
                 self.rows.steps.append(StepRow(node, action.ids, logprobs, action.truncated, source))
@@ -226,7 +207,7 @@ class HostFrontier:
         """Play the joint actions of every state, and add them to the transitions table."""
         plan = self._settings.plan
         chosen = [plan.actions(live.branch, len(own)) for live, own in zip(self.states, samples, strict=True)]
-        env_keys, child_keys = _action_keys([live.key for live in self.states], [len(a) for a in chosen])
+        env_keys, child_keys = _action_keys(self.states, [len(a) for a in chosen])
         joint = [(i, j) for i, actions in enumerate(chosen) for j in range(len(actions))]
         calls = []
         for i, j in joint:
@@ -255,18 +236,11 @@ class HostFrontier:
         return played
 
     def advance(self, played: Sequence[PlayedAction]) -> None:
-        """Replace the states by those that the plan continues from, and begin the next turn.
+        """Replace the states by those that are played next, and begin the next turn.
 
         ``played``: joint actions of one state stand together, in the order of ``Plan.actions``.
         """
-        reached = []
-        for place, siblings in itertools.groupby(played, key=lambda action: action.place):
-            live = self.states[place]
-            for position, action in enumerate(self._ranked(list(siblings))):
-                branch = self._settings.plan.follow(live.branch, position)
-                if branch is not None and not self.rows.transitions[action.transition].done:
-                    reached.append(LiveState(branch, action.state, action.key, action.transition, live.task))
-        self.states = reached
+        self.states = self._next.next(self.states, played, self.rows.transitions)
         self.turn += 1
 
     def result(self) -> HostRollout:
@@ -281,13 +255,6 @@ class HostFrontier:
         steps = self.rows.transitions[transition].steps if transition >= 0 else ()
         return tuple(self.records[step].role for step in steps)
 
-    def _player(self, task: int, role: int) -> int:
-        """Position in ``Team.players(role)`` of the model that acts for the role in this turn."""
-        assignment = self._settings.assignment
-        if assignment is None:
-            return 0
-        return int(assignment[task, role] if assignment.ndim == 2 else assignment[task, self.turn, role])
-
     def _request(self, live: LiveState, role: int, prompt: Prompt) -> GenerationRequest:
         """The request for one seat of a state; counts the tokens cut from its prompt."""
         name, tokenizer = self._team.roles[role].name, self._team.model_of(role).tokenizer
@@ -295,9 +262,9 @@ class HostFrontier:
         self.cut_tokens += fitted.cut
         if fitted.cut:
             self.cut_prompts[name] += 1
-        model = self._team.players(role)[self._player(live.task, role)]
+        model = self._team.players(role)[self._next.player(live.task, role, self.turn)]
         width = self._settings.plan.width(live.branch)
-        return GenerationRequest(model, width, live.task, role, live.key, fitted.ids)
+        return GenerationRequest(model, width, live.task, role, live.key, fitted.ids, live.earlier)
 
     def _step_environments(self, tasks: Sequence[int], calls: Sequence[tuple]) -> list[Any]:
         """(state, rewards by role, done) or a `Failure` of each call of ``step``; the verifier's rewards if local."""
@@ -311,48 +278,40 @@ class HostFrontier:
             results[i] = replace_rewards(results[i], verdict)
         return results
 
-    def _ranked(self, siblings: list[PlayedAction]) -> list[PlayedAction]:
-        """The joint actions of one state in the order that ``Plan.follow`` counts; none where the plan stops."""
-        plan = self._settings.plan
-        if not plan.rank and plan.stop_above is None:
-            return siblings
-        rows = [self.rows.transitions[action.transition] for action in siblings]
-        by_component = np.moveaxis(np.stack([row.rewards for row in rows]), 1, 0)
-        rewards: Mapping[str, np.ndarray] = dict(zip(self._env.components, by_component, strict=True))
-        value, valid = team_value(plan, rewards), np.array([row.valid for row in rows])
-        if stops(plan, value, valid):
-            return []
-        return [siblings[i] for i in best_first(value, valid)] if plan.rank else siblings
-
 
 def seed_of(data: np.ndarray) -> int:
     """The integer seed that a host environment receives: the 64 bits of ``data``, key data [2]."""
     return int(data[0]) << 32 | int(data[1])
 
 
-def _action_keys(keys: Sequence[np.ndarray], groups: Sequence[int]) -> tuple[dict[int, np.ndarray], ...]:
+def _action_keys(states: Sequence[LiveState], groups: Sequence[int]) -> tuple[dict[int, np.ndarray], ...]:
     """Key data of the joint actions of every state: of the environment's step, and of the state it leads to.
 
-    ``keys``: key data of the states. ``groups``: number of joint actions of each. By state: [G 2]. States with equally
-    many joint actions are computed at once.
+    ``groups``: number of joint actions of each of ``states``. By state: [G 2]. States with equally many joint actions
+    are computed at once.
     """
     stores: tuple[dict[int, np.ndarray], ...] = ({}, {})
     for group in sorted(set(groups)):
         these = [i for i, number in enumerate(groups) if number == group]
-        data = pad(np.stack([keys[i] for i in these]), bucket(len(these), 4))
-        for store, rows in zip(stores, _branch_keys(data, group=group)):
+        size = bucket(len(these), 4)
+        data, earlier = (
+            pad(np.stack(x), size) for x in zip(*((states[i].key, np.int32(states[i].earlier)) for i in these))
+        )
+        for store, rows in zip(stores, _branch_keys(data, earlier, group=group)):
             store.update(zip(these, np.asarray(rows)))
     return stores
 
 
 @functools.partial(jax.jit, static_argnames=("group",))
-def _branch_keys(data: jax.Array | np.ndarray, *, group: int) -> tuple[jax.Array, jax.Array]:
+def _branch_keys(
+    data: jax.Array | np.ndarray, earlier: jax.Array | np.ndarray, *, group: int
+) -> tuple[jax.Array, jax.Array]:
     """Key data [N G 2] of the environment's step of each joint action and of the state it leads to.
 
-    ``data``: key data of the states [N 2].
+    ``data``: key data of the states [N 2]. ``earlier``: joint actions played from each state before [N].
     """
     keys = jnp.repeat(jax.random.wrap_key_data(jnp.asarray(data))[:, None], group, 1)
-    order = jnp.broadcast_to(jnp.arange(group), keys.shape)
+    order = jnp.asarray(earlier)[:, None] + jnp.arange(group)
     return jax.random.key_data(fold(keys, ENV, order)), jax.random.key_data(fold(keys, CHILD, order))
 
 

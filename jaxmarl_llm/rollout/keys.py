@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Streams folded into a state's key. Roles and samples are folded below PLAY.
-ENV, PLAY, CHILD, RESET = range(4)
+# Streams folded into a state's key. Roles and samples are folded below PLAY, numbers of expansions below CHOOSE.
+ENV, PLAY, CHILD, RESET, CHOOSE = range(5)
 
 
 def fold(key: jax.Array, *data: Any) -> jax.Array:

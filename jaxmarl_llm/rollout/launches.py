@@ -35,6 +35,7 @@ class GenerationRequest(NamedTuple):
     role: int  # index into Team.roles
     key: np.ndarray  # key data of the state [2]; `keys.fold` adds role and sample
     prompt_ids: Sequence[int]
+    earlier: int = 0  # samples that the state had before these
 
 
 class SampledCompletion(NamedTuple):
@@ -90,17 +91,30 @@ class RolloutWeights:
         return self._cut[model.name]
 
 
+def request_keys(requests: Sequence[GenerationRequest], size: int, *, group: int) -> jax.Array:
+    """Keys of the samples [N G] of requests, and of copies of the last one.
+
+    Args:
+        requests: The nodes.
+        size: N, at least their number.
+        group: Samples of a node, G.
+    """
+    columns = zip(*((r.key, np.int32(r.role), np.int32(r.earlier)) for r in requests))
+    return sample_keys(*(pad(np.stack(column), size) for column in columns), group=group)
+
+
 @functools.partial(jax.jit, static_argnames=("group",))
-def sample_keys(data: jax.Array | np.ndarray, role: jax.Array | np.ndarray, *, group: int) -> jax.Array:
+def sample_keys(data: jax.Array, role: jax.Array, earlier: jax.Array, *, group: int) -> jax.Array:
     """Keys of the samples [N G].
 
     Args:
         data: Key data of the states [N 2].
         role: Index of the role of each state [N].
+        earlier: Samples that each state had before [N].
         group: Samples of a state, G.
     """
     keys = jnp.repeat(fold(jax.random.wrap_key_data(jnp.asarray(data)), PLAY, role)[:, None], group, 1)
-    return fold(keys, jnp.broadcast_to(jnp.arange(group), keys.shape))
+    return fold(keys, jnp.asarray(earlier)[:, None] + jnp.arange(group))
 
 
 def pad(rows: np.ndarray, size: int) -> np.ndarray:
@@ -221,8 +235,7 @@ class TeamSampler:
         size = len(ready.length)
         tokens, length, active = sharding.put_rows((ready.tokens, ready.length, np.arange(size) < len(part)))
         limit = sharding.put_rows(pad(np.array([self._limit(r) for r in part], np.int32), size)) if limited else None
-        data, roles = pad(np.stack([r.key for r in part]), size), pad(np.array([r.role for r in part]), size)
-        keys = sample_keys(data, roles, group=part[0].group)
+        keys = request_keys(part, size, group=part[0].group)
         return PromptRows(tokens, length, keys, active, ready.prefix, ready.start, limit)
 
 

@@ -2,8 +2,9 @@
 
 A plan is a few pure functions of a place in the tree. It knows nothing of models or environments, and the engines know
 no plan by name. Its decisions are static (independent of samples). So array rollouts compile, and the number of samples
-is known before anything runs. Only *which* sample continues (``rank``) and whether any does (``stop_above``) may depend
-on rewards. Equal arguments give equal plans: what was compiled for one is found again.
+is known before anything runs. Three things may depend on rewards: *which* sample continues (``rank``), whether any does
+(``stop_above``), and which state is expanded next (``choose``). Equal arguments give equal plans: what was compiled for
+one is found again.
 
 Samples of one agent for a trajectory of k turns with G per branching node:
 
@@ -12,6 +13,7 @@ Samples of one agent for a trajectory of k turns with G per branching node:
     handoff    G at each node, one goes on                   k G
     product    G at every node                               G + ... + G^k  (the naive joint search: G^k leaves)
                or G_t at every node of turn t                G_1 + G_1 G_2 + ... + G_1 ... G_k
+    grow       1 at each of k states, chosen in turn         k            (the root, or behind an earlier one)
 
 With W seats acting at once, G samples a seat make G ``aligned`` joint actions (the g-th of every seat). Or they make
 G^W ``cross`` ones (each with each). A tree of crossed actions has G^(W t) states at turn t.
@@ -20,15 +22,22 @@ G^W ``cross`` ones (each with each). A tree of crossed actions has G^(W t) state
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import HostEnv
+from jaxmarl_llm.types import Array
 
 JOINT = ("aligned", "cross")
+
+# (key, parents [k], players [k], rewards [k], n []) -> (expansion to go on from or -1, player): see `grow`
+Choose = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], tuple[Array | int, Array | int]]
 
 
 class Branch(NamedTuple):
@@ -46,8 +55,9 @@ class Plan(NamedTuple):
     ``joint``: how the samples of seats that act at once are combined, ``aligned`` or ``cross``.
     ``rank``: joint actions are numbered for ``follow`` as sampled (False), or from the best team reward down.
     ``stop_above``: a state whose joint actions' mean team reward is above it is not played on at all (None: never).
-    ``reward``: (component, weight) pairs of the team reward that ``rank`` and ``stop_above`` read.
+    ``reward``: (component, weight) pairs of the team reward that ``rank``, ``stop_above`` and ``choose`` read.
     ``turns``: the number of turns of the environments that the plan is for; None: any.
+    ``choose``: the state that each turn expands, and its player, see `grow`; None: ``follow`` says what is played.
     """
 
     name: str
@@ -59,6 +69,7 @@ class Plan(NamedTuple):
     stop_above: float | None = None
     reward: tuple[tuple[str, float], ...] = ()
     turns: int | None = None
+    choose: Choose | None = None
 
     def actions(self, branch: Branch, seats: int) -> tuple[tuple[int, ...], ...]:
         """The joint actions at a state of ``seats`` seats, each the sample index of every seat. In order."""
@@ -68,8 +79,19 @@ class Plan(NamedTuple):
     def check(self, env: ArrayEnv | HostEnv) -> None:
         """Raises ConfigError when ``env`` lacks what the plan needs.
 
-        That is a local verifier, a component of ``reward``, or as many turns as the plan has widths.
+        That is a local verifier, a component of ``reward``, or as many turns as the plan has widths or expansions. A
+        plan that grows needs the same roles at every turn, because it may expand any state at any turn.
         """
+        if self.choose is not None and self.turns != env.max_turns:
+            raise ConfigError(
+                f"plan.expansions: expected {env.max_turns}, the number of turns of environment {env.name!r}, got "
+                f"{self.turns}: {self.name}"
+            )
+        if self.choose is not None and isinstance(env, ArrayEnv) and len({frozenset(a) for a in env.actors}) > 1:
+            raise ConfigError(
+                f"plan {self.name}: expected the same roles at every turn of environment {env.name!r}, got actors "
+                f"{env.actors}"
+            )
         if self.turns not in (None, env.max_turns):
             raise ConfigError(
                 f"plan.group: expected one width for each of the {env.max_turns} turns of environment {env.name!r}, "
@@ -79,9 +101,10 @@ class Plan(NamedTuple):
             raise ConfigError(
                 f"plan {self.name}: environment {env.name!r} has no local verifier; expected continuation='continue'"
             )
-        if not self.rank and self.stop_above is None:
+        readers = {"rank": self.rank, "stop_above": self.stop_above is not None, "choose": self.choose is not None}
+        why = next((name for name, reads in readers.items() if reads), None)
+        if why is None:
             return
-        why = "rank" if self.rank else "stop_above"
         if not self.reward:
             raise ConfigError(
                 f"plan {self.name}: {why} needs a reward; environment {env.name!r} pays {', '.join(env.components)}"
@@ -168,6 +191,50 @@ def node_wise(group: int | tuple[int, ...], continuation: str = "continue") -> P
 
     width = lambda b: sizes[min(b.turn, len(sizes) - 1)] if b.trunk else 1
     return Plan(f"node_wise({group}, {continuation})", width, follow, local)
+
+
+@functools.cache
+def grow(expansions: int, choose: Choose, reward: tuple[tuple[str, float], ...] = ()) -> Plan:
+    """A tree that grows: each of k expansions goes on from a state that ``choose`` names (MARS^2, arXiv 2604.14564).
+
+    An expansion is one turn of the environment, with one sample of each seat. It begins at the root, or behind an
+    earlier expansion. ``choose(key, parents, players, rewards, n) -> (parent, player)`` is a pure function in JAX, and
+    runs once for each task before each expansion:
+
+    - ``key``: a typed PRNG key, its own for each task and expansion.
+    - ``parents`` int32 [k]: the expansion that each expansion went on from, -1 for the root, -2 from n on.
+    - ``players`` int32 [k]: the position in `Team.players` of each expansion's model, -1 from n on.
+    - ``rewards`` float32 [k]: the team reward of each expansion. NaN where it is not known, and from n on.
+    - ``n`` int32 []: the number of expansions made so far.
+    - ``parent``: the expansion to go on from, from 0 to n - 1, or -1 for the root.
+    - ``player``: the position in `Team.players` of the model that acts, for every role that acts.
+
+    Behind an expansion that ended the episode nothing can be played. Where ``choose`` names such an expansion, the next
+    one begins at the state before it: the two become siblings. So every task has k expansions. Row ``turn`` of the
+    tables is the number of the expansion, and ``parent`` is the transition that was gone on from. The j-th expansion of
+    a state has the keys of the j-th sample of a static plan. So `choices.root` samples the first turn of ``flat(k)``,
+    and `choices.last` the episode of ``flat(1)``. `rollout.choices` has functions to choose by.
+
+    Args:
+        expansions: k, equal to the number of turns of the environment.
+        choose: the function above; hashable.
+        reward: (component, weight) pairs of the team reward that ``choose`` reads.
+
+    Raises:
+        ConfigError: ``expansions`` is below 1, or ``choose`` is no function of five arguments.
+    """
+    if expansions < 1:
+        raise ConfigError(f"plan.expansions: expected >= 1, got {expansions}")
+    try:
+        inspect.signature(choose).bind(*range(5))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "plan.choose: expected a function (key, parents, players, rewards, n) -> (parent, player), got "
+            f"{choose!r}: {error}"
+        ) from None
+    name = getattr(choose, "__name__", type(choose).__name__)
+    follow = lambda b, j: Branch(b.turn + 1, True)
+    return Plan(f"grow({expansions}, {name})", lambda b: 1, follow, reward=reward, turns=expansions, choose=choose)
 
 
 def single() -> Plan:

@@ -27,6 +27,7 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.array import table_rows
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, HostEnvRunner, make_env_runner
 from jaxmarl_llm.rollout.external import Engines
+from jaxmarl_llm.rollout.growth import try_choice
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
 from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.runs.ahead import Compilers, rollouts_of
@@ -365,6 +366,9 @@ def make_recipe(
             cfg.credit.baseline,
         )
     plan.check(env_runner.env)
+    try_choice(plan, team)
+    if cfg.past.size and plan.choose is not None:
+        raise ConfigError(f"config.past.size: expected 0 with plan {plan.name}, which chooses who plays")
     remembers = algorithm.memory
     if cfg.past.size and remembers is not None:
         raise ConfigError("config.past.size: expected 0 with a memory: past policies have none")

@@ -4,7 +4,7 @@ On the host, values are read as they come, and the error is a `FloatingPointErro
 chex assertions: the caller wraps the outermost transformation by `chex.chexify`, see `runs.compiled.make_program`.
 
 Rewards that could not be computed are no fault of a run: their transitions are invalid, and no check reads them. Steps
-are counted as in the metrics, from 1.
+are counted as in the metrics, from 1. `check_choices` is the one check that is not of a number.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxmarl_llm.credit.returns import scalarise
 from jaxmarl_llm.credit.rules import RewardWeights
+from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.types import Array, Params, PyTree, Team, TrainState, Tree
 
 
@@ -69,6 +70,24 @@ def check_rollout(team: Team, tree: Tree, step: Any) -> None:
         mine = steps.valid & (role_of == index)
         own = mine[:, None] & steps.loss_mask
         require_finite(step, f"role {role.name!r}", "sampler log-probabilities", steps.logprobs, own)
+
+
+def check_choices(plan: Plan, tree: Tree, step: Any) -> None:
+    """Choices of a plan that grows: an array rollout leaves an expansion unplayed whose choice is not possible.
+
+    Args:
+        plan: Plan of sampling; nothing is checked unless it grows.
+        tree: An array rollout, inside a compiled run.
+        step: Number of the step; may be traced.
+    """
+    if plan.choose is None:
+        return
+    played = tree.transitions.played
+    chex.assert_tree_all_finite(
+        jnp.where(played.all(), 0.0, jnp.nan),
+        custom_message=f"step {{}}: plan {plan.name}: {{}} of {{}} choices name no expansion made before, or no player",
+        custom_message_format_vars=(jnp.asarray(step), (~played).sum(), jnp.asarray(played.size)),
+    )
 
 
 def check_rewards(team: Team, tree: Tree, weights: RewardWeights, step: Any) -> None:

@@ -459,9 +459,12 @@ class TrainStep:
         return {**state.params, "agents": agents}, assignment
 
     def co_players(self, key: Array) -> Array | None:
-        """Which of several models that learn a role plays it, for each task [B A]; None: each role has one model."""
+        """Which of several models that learn a role plays it, for each task [B A].
+
+        None: each role has one model, or the plan chooses who plays.
+        """
         counts = jnp.array([role.learning for role in self.team.roles])
-        if max(role.learning for role in self.team.roles) == 1:
+        if self.plan.choose is not None or max(role.learning for role in self.team.roles) == 1:
             return None
         share = jax.random.uniform(jax.random.fold_in(key, OPPONENTS), (self.cfg.batch, len(self.team.roles)))
         return jnp.floor(share * counts).astype(jnp.int32)

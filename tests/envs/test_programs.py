@@ -128,6 +128,37 @@ def test_one_coder_alone():
     assert paid == [{"tests": [1], "operations": [3], "excess": [0], "invalid": [0]}]
 
 
+def test_a_program_is_refined():
+    """The last program and a sign for each shown example; every attempt is paid; the last one ends the episode."""
+    said = ["ad", "i", "", "daiin", "dai", ("dai", False), "ii", "dai"]
+    prompts, paid, done, state = play("refine", *said)
+    entries = ["", "|ad---", "|i+--", "|?---", "|?---", "|dai+++", "|?---", "|ii---"]
+    assert prompts == [("coder", f"C01,37,99{entry}>", True) for entry in entries]
+    assert done and not compiled("refine")[2](state).active[0]
+    assert [p["tests"][0] for p in paid] == pytest.approx([0, 0, 0, 0, 1, 0, 1 / 3, 1], abs=1e-6)
+    assert [p["operations"][0] for p in paid] == [2, 1, 0, 0, 3, 0, 2, 3]
+    assert [p["excess"][0] for p in paid] == [0] * 8
+    assert [p["invalid"][0] for p in paid] == [0, 0, -1, -1, 0, -1, 0, 0]
+
+
+def test_refinement_goes_on_from_any_state():
+    """Two programs from one state: each has the prompt and the rewards of a line of play of its own."""
+    _, step, observe = compiled("refine")
+    *_, state = play("refine", "ad")
+    for program, signs in (("dai", "+++"), ("i", "+--")):
+        after, rewards, done = step(KEY, state, *row(program))
+        seen = observe(after)
+        assert BYTES.decode(seen.tokens[0, : seen.length[0]]) == f"C01,37,99|{program}{signs}>"
+        assert not done and float(rewards["tests"][0]) == (program == "dai")
+
+
+def test_the_number_of_attempts():
+    env = programs.make(programs.Config(protocol="refine", attempts=3))
+    assert env.max_turns == 3 and env.actors == ((0,),) * 3
+    assert programs.make(CONFIGS["refine"]).max_turns == 8
+    assert programs.prompt_length(CONFIGS["refine"]) == len("C01,37,99|abcd+-+>")
+
+
 @pytest.mark.parametrize(
     "program, tests, used, beyond, invalid",
     [
@@ -202,13 +233,21 @@ def test_demonstrations_have_the_planted_mistakes(name):
     count = collections.Counter()
     for role, samples in shown.items():
         for prompt, reply in said(samples):
-            found = re.fullmatch(r"([PC])(\d\d,\d\d,\d\d)(\|[abdghimn]{1,4})?>", prompt)
+            found = re.fullmatch(r"([PC])(\d\d,\d\d,\d\d)(\|[abdghimn]{1,4})?([-+]{3})?>", prompt)
             assert found and found[1] == programs.MARKS[role] and re.fullmatch("[abdghimn]{1,4}", reply)
             count[role] += 1
             if role == "planner":
                 assert list(reply) == sorted(reply) and found[3] is None
                 any_order = {"".join(p) for p in itertools.permutations(reply)}
                 count["right sketch"] += any(fits(p, found[2]) for p in any_order)
+            elif found[4]:
+                before = found[3][1:]
+                assert found[4] == "".join("+" if fits(before, x) else "-" for x in found[2].split(","))
+                count["refined"] += 1
+                count["repeated"] += reply == before
+                count["right before"] += fits(before, found[2])
+                assert reply == before or not fits(before, found[2])
+                count["mended"] += fits(reply, found[2]) and not fits(before, found[2])
             elif found[3]:
                 body = reply[:-2] if len(reply) > len(found[3]) - 1 else reply
                 assert sorted(body) == list(found[3][1:]) and reply in (body, body + "nn")
@@ -219,7 +258,11 @@ def test_demonstrations_have_the_planted_mistakes(name):
     if name == "plan":
         assert 0.45 < shares["right sketch"] < 0.7  # half, and look-alikes that fit the three examples too
         assert 0.1 < shares["padded"] < 0.2  # 0.3 of the programs of one or two operations, half of all
-    assert 0.25 < shares["right program"] < 0.55
+    if name == "refine":
+        assert 0.4 < shares["refined"] < 0.6 and 0.1 < shares["right before"] < 0.3 and shares["mended"] > 0.05
+        assert shares["repeated"] < 0.5 < shares["right program"] + 0.1
+    else:
+        assert 0.25 < shares["right program"] < 0.55
 
 
 def test_without_mistakes_demonstrations_are_right():
@@ -241,6 +284,7 @@ def test_without_mistakes_demonstrations_are_right():
         ({"lookalike_rate": 1.5}, r"args\.lookalike_rate: expected a probability in .0, 1., got 1\.5"),
         ({"order_error": 0.5}, "order_error"),
         ({"tasks": 0}, r"args\.tasks: expected"),
+        ({"attempts": 0}, r"args\.attempts: expected >= 1, got 0"),
     ],
 )
 def test_bad_configurations(bad, message):

@@ -611,7 +611,7 @@ def noisy():
 @functools.cache
 def as_host(env):
     """The array environment behind the face of a Python one."""
-    reset, observe, step, verify = (jax.jit(f) for f in (env.reset, env.observe, env.step, env.verify))
+    reset, observe, step = (jax.jit(f) for f in (env.reset, env.observe, env.step))
     key_of = lambda seed: jax.random.wrap_key_data(jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32))
     by_role = lambda rewards: {r: {c: float(v[i]) for c, v in rewards.items()} for i, r in enumerate(env.roles)}
 
@@ -631,7 +631,7 @@ def as_host(env):
 
     return HostEnv(
         env.name, env.roles, env.max_turns, env.components, lambda seed, task: reset(key_of(seed), task),
-        host_observe, host_step, lambda state: by_role(verify(state)),
+        host_observe, host_step, env.verify and (lambda state: by_role(jax.jit(env.verify)(state))),
     )  # fmt: skip
 
 

@@ -89,6 +89,14 @@ CASES = {
         "core_code",
         {"env": EnvConfig("programs", {"tasks": 64}), "team": team(max_new_tokens=5), "stage_one": 2, "plans": 3},
     ),
+    "mars2": (
+        "mars2",
+        {
+            "env": EnvConfig("programs", {"tasks": 64, "protocol": "refine", "attempts": 3}),
+            "team": team(max_new_tokens=5, models={"coder": ("coder", "partner")}, overrides={"partner": SMALL}),
+            "expansions": 3,
+        },
+    ),
     "advantage_alignment, past policies": (
         "advantage_alignment",
         {

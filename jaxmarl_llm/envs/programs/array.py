@@ -6,12 +6,16 @@ eight operations, at most four in a program. The protocols, and who acts at whic
     plan     planner    P05,38,91>         adi     a sketch: the operations that the program needs, in any order
              coder      C05,38,91|adi>     dai     the program; it sees the sketch in the order of the alphabet
     solo     coder      C05,38,91>         dai
+    refine   coder      C05,38,91>         ai      as often as ``attempts`` says; each turn is a whole attempt
+             coder      C05,38,91|ai--->   dai     the last program, and a sign for each example: + right, - wrong
 
 An example is two digits, input and output; examples are sorted by input. A completion ends with eos. Sketch and program
 are 1 to 4 letters of operations. Any other completion is malformed. A malformed sketch is shown as ``?``, and a
-malformed program passes no test. A program need not keep to the sketch.
+malformed program passes no test. A program need not keep to the sketch. With ``refine`` a malformed program is shown as
+``?``, with a wrong sign for each example. The episode does not end before its last attempt. So an attempt may go on
+from any earlier one (`rollout.plans.grow`).
 
-Rewards, paid at the last turn but for ``invalid``
+Rewards, paid for every program; ``invalid`` for every completion
 
     tests        share of the hidden examples that the program gets right, to all roles
     operations   number of operations of the program, to the coder; 0 where it is malformed
@@ -39,7 +43,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.config import one_of
+from jaxmarl_llm.config import at_least, one_of
 from jaxmarl_llm.envs import checks
 from jaxmarl_llm.envs.array_env import (
     PAD,
@@ -49,6 +53,7 @@ from jaxmarl_llm.envs.array_env import (
     Samples,
     completion_end,
     encoded,
+    join,
     task_draws,
     text_samples,
     to_all,
@@ -59,12 +64,13 @@ from jaxmarl_llm.envs.prompt_grammar import prompt_row, prompt_text
 from jaxmarl_llm.envs.splits import draw_task
 
 COMPONENTS = ("tests", "operations", "excess", "invalid")
-ROLES = {"plan": ("planner", "coder"), "solo": ("coder",)}  # in the order of their turns
+ROLES = {"plan": ("planner", "coder"), "solo": ("coder",), "refine": ("coder",)}  # in the order of their turns
 MARKS = {"planner": "P", "coder": "C"}
 SHOWN = HIDDEN = 3  # examples of a task
 ZERO = ord("0")
 LOOKALIKES = dict(zip("ambgdhin", "magbhdni", strict=True))  # an operation -> the one it is mistaken for
 NO_EFFECT = "nn"  # operations that change nothing
+RIGHT, WRONG = "+", "-"  # signs of shown examples, behind the last program of protocol refine
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Config:
     seed: int = 0  # of the training tasks
     tasks: int = 1024  # training tasks
     protocol: str = "plan"  # who acts when, see above
+    attempts: int = 8  # programs of an episode, with protocol refine
     lengths: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)  # weights of tasks whose shortest program has 1 to 4 operations
     # Probabilities of mistakes in demonstrations.
     lookalike_rate: float = 0.5  # one operation of a sketch, or of a program alone, is mistaken for another one
@@ -83,6 +90,7 @@ class Config:
     def check(self, path: str) -> None:
         checks.tasks_and_seed(path, self)
         one_of(f"{path}.protocol", self.protocol, tuple(ROLES))
+        at_least(f"{path}.attempts", self.attempts, 1)
         checks.weights(path, self, "lengths", tuple(f"{k + 1} operations" for k in range(LONGEST)))
         checks.probabilities(path, self, "lookalike_rate", "order_error_rate", "padding_rate")
 
@@ -96,10 +104,25 @@ class Config:
         """The roles of the protocol."""
         return ROLES[self.protocol]
 
+    @property
+    def refines(self) -> bool:
+        """Whether each turn is a whole attempt."""
+        return self.protocol == "refine"
+
+    @property
+    def turns(self) -> int:
+        """The number of turns of an episode."""
+        return self.attempts if self.refines else len(self.roles)
+
+    @property
+    def shown_length(self) -> int:
+        """The number of tokens that a prompt shows of the turn before."""
+        return LONGEST + SHOWN * self.refines
+
 
 def prompt_length(config: Config) -> int:
     """P: the number of tokens of the longest prompt without memory."""
-    return 1 + (3 * SHOWN - 1) + (1 + LONGEST) * ("planner" in config.roles) + 1
+    return 1 + (3 * SHOWN - 1) + (1 + config.shown_length) * (config.turns > 1) + 1
 
 
 def entry_length(config: Config) -> int:
@@ -113,8 +136,8 @@ class State:
 
     task: dict[str, Int[Array, "..."]]  # one row of make_tasks
     turn: Int[Array, ""]
-    sketch: Int[Array, "4"]  # bytes, PAD behind the last one
-    sketch_length: Int[Array, ""]
+    before: Int[Array, " T"]  # what the prompt shows of the turn before: a sketch, or a program and signs; then PAD
+    before_length: Int[Array, ""]
     done: Bool[Array, ""]
 
 
@@ -124,18 +147,18 @@ def make(config: Config) -> ArrayEnv:
         name="programs",
         roles=config.roles,
         seats=1,
-        max_turns=len(config.roles),
+        max_turns=config.turns,
         components=COMPONENTS,
-        actors=tuple((role,) for role in range(len(config.roles))),
-        reset=reset,
+        actors=tuple((min(turn, len(config.roles) - 1),) for turn in range(config.turns)),
+        reset=partial(reset, config),
         observe=partial(observe, config),
         step=partial(step, config),
     )
 
 
-def reset(key: Array, task: Mapping[str, Array]) -> State:
+def reset(config: Config, key: Array, task: Mapping[str, Array]) -> State:
     """The first state of an episode on ``task``, one row of `make_tasks`."""
-    none = jnp.full(LONGEST, PAD, jnp.int32)
+    none = jnp.full(config.shown_length, PAD, jnp.int32)
     return State(jax.tree.map(jnp.int32, task), jnp.int32(0), none, jnp.int32(0), jnp.bool_(False))
 
 
@@ -145,8 +168,8 @@ def observe(config: Config, state: State) -> Observation:
     mark = encoded("".join(MARKS[name] for name in config.roles))[role]
     commas = jnp.full((SHOWN, 1), ord(","), jnp.int32)
     examples = jnp.concatenate([ZERO + state.task["shown"], commas], axis=1).reshape(-1)
-    sketch = (state.sketch_length > 0, [(state.sketch, state.sketch_length)])
-    tokens, length = prompt_row(mark, [(examples, 3 * SHOWN - 1)], [sketch], prompt_length(config))
+    before = (state.before_length > 0, [(state.before, state.before_length)])
+    tokens, length = prompt_row(mark, [(examples, 3 * SHOWN - 1)], [before], prompt_length(config))
     return Observation(role[None], tokens[None], length[None], ~state.done[None])
 
 
@@ -175,24 +198,38 @@ def step(
     """The state after a completion, the rewards of the turn, and whether the episode has finished."""
     said = _read(tokens[0], length[0])
     codes = state.turn >= len(config.roles) - 1
-    order = jnp.sort(jnp.where(said.digits > 0, said.digits, len(OPERATIONS) + 1))
-    letters = jnp.concatenate([encoded(OPERATIONS), jnp.array([PAD], jnp.int32)])[order - 1]
-    malformed = jnp.full(LONGEST, PAD, jnp.int32).at[0].set(UNREADABLE)
+    before, size = _shown(config, state, said)
     after = State(
         task=state.task,
         turn=state.turn + 1,
-        sketch=jnp.where(said.proper, letters, malformed),
-        sketch_length=jnp.where(said.proper, said.size, 1),
-        done=codes,
+        before=before,
+        before_length=size,
+        done=state.turn >= config.turns - 1,
     )
     return unless_finished(state, after, _rewards(config, state, said, codes))
 
 
+def _shown(config: Config, state: State, said: Letters) -> tuple[Int[Array, " T"], Int[Array, ""]]:
+    """What the next prompt shows of a turn in which ``said`` was read, and how many tokens that is."""
+    digits = said.digits
+    if not config.refines:  # the operations of a sketch, in the order of the alphabet
+        digits = jnp.sort(jnp.where(digits > 0, digits, len(OPERATIONS) + 1))
+    letters = jnp.concatenate([jnp.array([PAD]), encoded(OPERATIONS), jnp.array([PAD])])[digits].astype(jnp.int32)
+    malformed = jnp.full(LONGEST, PAD, jnp.int32).at[0].set(UNREADABLE)
+    program = jnp.where(said.proper, letters, malformed), jnp.where(said.proper, said.size, 1)
+    signs = jnp.where(_right(said, state.task["shown"]), ord(RIGHT), ord(WRONG)), SHOWN
+    return join([program, signs] if config.refines else [program], config.shown_length)
+
+
+def _right(said: Letters, examples: Int[Array, "3 2"]) -> Bool[Array, "3"]:
+    """Whether ``said``, as a program, does what each of ``examples`` (input, output) shows."""
+    row = jnp.sum(said.digits * 9 ** jnp.arange(LONGEST))
+    return jnp.asarray(results(), jnp.int32)[row, examples[:, 0]] == examples[:, 1]
+
+
 def _rewards(config: Config, state: State, said: Letters, codes: Bool[Array, ""]) -> dict[str, Float[Array, " A"]]:
     """The rewards of a turn in which ``said`` was read; ``codes``: it is the program."""
-    row = jnp.sum(said.digits * 9 ** jnp.arange(LONGEST))
-    inputs, wanted = state.task["hidden"][:, 0], state.task["hidden"][:, 1]
-    right = jnp.asarray(results(), jnp.int32)[row, inputs] == wanted
+    right = _right(said, state.task["hidden"])
     own = jnp.arange(len(config.roles)) == jnp.minimum(state.turn, len(config.roles) - 1)
     used = jnp.where(codes & said.proper, said.size, 0)
     beyond = jnp.maximum(used - state.task["shortest"], 0)
@@ -260,7 +297,9 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
     Mistakes are systematic. With probability ``lookalike_rate`` one operation of the shortest program is mistaken for
     another one (`LOOKALIKES`). A planner names the operations, in the order of the alphabet. A coder keeps to the
     sketch that it sees. With probability ``order_error_rate`` it writes the program backwards. With ``padding_rate`` it
-    adds `NO_EFFECT` where there is room. ``context`` is not used.
+    adds `NO_EFFECT` where there is room. With protocol refine half of the prompts show a program with such mistakes.
+    Where it is right on all shown examples, the reply repeats it. Elsewhere the reply is another program, whose
+    mistakes are drawn anew. ``context`` is not used.
     """
     out = {}
     for index, role in enumerate(config.roles):
@@ -273,15 +312,40 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
 def _demonstration(rng: np.random.Generator, config: Config, role: str) -> tuple[str, str]:
     """A prompt and completion of ``role``."""
     task = drawn(rng, config)
-    program = task.program
+    if role == "planner":
+        return prompt_text("P", shown_text(task)), _sketch(_mistaken(rng, config, task.program))
+    meant = _mistaken(rng, config, task.program)
+    sketch = [_sketch(meant)] * ("planner" in config.roles)
+    program = _written(rng, config, meant)
+    if config.refines and rng.random() < 0.5:
+        entry, right = program + _signs(program, task.shown), _signs(program, task.shown) == RIGHT * SHOWN
+        reply = program if right else _written(rng, config, _mistaken(rng, config, task.program))
+        return prompt_text("C", shown_text(task), [entry]), reply
+    return prompt_text("C", shown_text(task), sketch), program
+
+
+def _mistaken(rng: np.random.Generator, config: Config, program: str) -> str:
+    """``program``, or with probability ``lookalike_rate`` one with a mistaken operation."""
     if rng.random() < config.lookalike_rate:
         at = rng.integers(len(program))
-        program = program[:at] + LOOKALIKES[program[at]] + program[at + 1 :]
-    sketch = "".join(sorted(program))
-    if role == "planner":
-        return prompt_text("P", shown_text(task)), sketch
+        return program[:at] + LOOKALIKES[program[at]] + program[at + 1 :]
+    return program
+
+
+def _sketch(program: str) -> str:
+    return "".join(sorted(program))
+
+
+def _written(rng: np.random.Generator, config: Config, program: str) -> str:
+    """``program`` as a coder writes it: backwards, or with operations that change nothing."""
     if rng.random() < config.order_error_rate:
         program = program[::-1]
     if rng.random() < config.padding_rate and len(program) + len(NO_EFFECT) <= LONGEST:
         program += NO_EFFECT
-    return prompt_text("C", shown_text(task), [sketch] * ("planner" in config.roles)), program
+    return program
+
+
+def _signs(program: str, examples: np.ndarray) -> str:
+    """A sign for each of ``examples`` [n 2] (input, output)."""
+    right = results()[code_of(program), examples[:, 0]] == examples[:, 1]
+    return "".join(RIGHT if yes else WRONG for yes in right)
