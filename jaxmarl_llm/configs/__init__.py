@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         magrpo,
         malt,
         marshal,
+        mashost,
         rema,
         waltzrl,
     )
@@ -32,6 +33,7 @@ __all__ = [
     "magrpo",
     "malt",
     "marshal",
+    "mashost",
     "rema",
     "waltzrl",
 ]

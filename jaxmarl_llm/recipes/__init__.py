@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         magrpo,
         malt,
         marshal,
+        mashost,
         rema,
         waltzrl,
     )
@@ -37,6 +38,7 @@ __all__ = [
     "magrpo",
     "malt",
     "marshal",
+    "mashost",
     "rema",
     "waltzrl",
 ]
