@@ -43,9 +43,9 @@ def chain_of(nodes: Nodes, number: int) -> list[str]:
     """Roles from the node of ``number`` (from 1) of ``nodes`` to the end of its chain, which listens to nobody."""
     roles = []
     while number:
-        role, heard = nodes[number - 1]
-        roles.append(role)
-        number = int(heard)
+        node = nodes[number - 1]
+        roles.append(node[0])
+        number = int(node[1])
     return roles
 
 
@@ -75,16 +75,15 @@ def best(config: Config) -> Best:
     share = 1 - config.hard_share, config.hard_share
     mean = {g: share[0] * easy + share[1] * hard for g, (easy, hard) in worth.items()}
     fixed = max(every, key=lambda g: mean[g])
-    easy, hard = (max(every, key=lambda g, t=t: worth[g][t]) for t in (0, 1))
+    easy, hard = max(every, key=lambda g: worth[g][0]), max(every, key=lambda g: worth[g][1])
     return Best(fixed, mean[fixed], (easy, hard), share[0] * worth[easy][0] + share[1] * worth[hard][1])
 
 
 def main() -> None:
     """Print the best graphs of the environment as it is."""
     found = best(Config())
-    name = lambda nodes: "".join(nodes) or "none"
-    easy, hard = map(name, found.of_type)
-    print(f"best fixed graph: {name(found.fixed)}, {found.fixed_worth:.4f}")
+    fixed, easy, hard = ("".join(nodes) or "none" for nodes in (found.fixed, *found.of_type))
+    print(f"best fixed graph: {fixed}, {found.fixed_worth:.4f}")
     print(f"by query: {easy} for easy and {hard} for hard queries, {found.worth:.4f}")
     print(f"to be won: {found.worth - found.fixed_worth:.4f}")
 

@@ -13,10 +13,11 @@ number of actions that are left, this one included. Actions:
     d1, d2 ...  delete a node that nobody listens to; later nodes move up by one number
     x           run the graph and end the episode
 
-An action is not possible when a node that it names is not there, when a checker would listen to nobody, when somebody
-listens to the node to delete, or when there is no node to run. Nor is any other completion possible. Such an action
-changes nothing but the number of actions left. After the last action the graph is run without an x. A node listens to
-an earlier node alone, so every graph is acyclic. A graph has at most as many nodes as there are actions.
+An action is not possible when a node that it names is not there, or when a checker would listen to nobody. Deletion is
+not possible where somebody listens to the node, and a run is not possible without a node. Nor is any other completion
+possible. Such an action changes nothing but the number of actions left. After the last action the graph is run without
+an x. A node listens to an earlier node alone, so every graph is acyclic. A graph has at most as many nodes as there are
+actions.
 
 The query has four digits and three operations. It is hard when it has a product (*), and easy otherwise. Workers are
 functions with planted accuracy. A solver is right with probability .98 on easy queries and .5 on hard ones, whatever it
@@ -69,7 +70,7 @@ from jaxmarl_llm.envs.array_env import (
     to_all,
     unless_finished,
 )
-from jaxmarl_llm.envs.prompt_grammar import prompt_row, prompt_text
+from jaxmarl_llm.envs.prompt_grammar import Piece, prompt_row, prompt_text
 from jaxmarl_llm.envs.splits import draw_task
 
 ROLES = ("builder",)
@@ -177,9 +178,10 @@ def observe(config: Config, state: State) -> Observation:
     left, shown = jnp.maximum(config.actions - state.turn, 0), config.actions - 1  # one action at least is left
     graph = state.graph
     nodes = jnp.stack([encoded(WORKERS)[graph.role], ZERO + graph.heard], axis=1)[:shown].reshape(-1)
-    entries = [(1, [(nodes, 2 * jnp.minimum(graph.size, shown))]), (1, [((ZERO + left)[None], 1)])]
-    query = state.task["query"], 2 * DIGITS - 1
-    tokens, length = prompt_row("B", [query], entries, prompt_length(config))
+    query: Piece = (state.task["query"], 2 * DIGITS - 1)
+    made: Piece = (nodes, 2 * jnp.minimum(graph.size, shown))
+    digit: Piece = ((ZERO + left)[None], 1)
+    tokens, length = prompt_row("B", [query], [(1, [made]), (1, [digit])], prompt_length(config))
     return Observation(jnp.zeros(1, jnp.int32), tokens[None], length[None], ~state.done[None])
 
 
@@ -303,8 +305,8 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
 
     They are the actions of random constructions on training queries, one after the other. ``exit_rates``,
     ``delete_rate`` and ``impossible_rate`` are the probabilities of its actions. The query's type decides the rate of
-    exits alone. All other actions add a node. With probability ``chain_rate`` it is a checker that listens to the last node, where there
-    is one. Otherwise each possible node has equal probability. ``context`` is not used.
+    exits alone. All other actions add a node. With probability ``chain_rate`` it is a checker that listens to the last
+    node, where there is one. Otherwise each possible node has equal probability. ``context`` is not used.
     """
     rng = np.random.default_rng([seed, 2])
     pairs: list[tuple[str, str]] = []
@@ -359,4 +361,5 @@ def deletions(nodes: list[str]) -> list[str]:
 def without(nodes: list[str], number: int) -> list[str]:
     """``nodes`` without the one of that ``number``, to which nobody listens; later ones move up by one."""
     kept = nodes[: number - 1] + nodes[number:]
-    return [f"{role}{int(heard) - (int(heard) > number)}" for role, heard in kept]
+    heard = [int(node[1]) for node in kept]
+    return [f"{node[0]}{other - (other > number)}" for node, other in zip(kept, heard, strict=True)]
