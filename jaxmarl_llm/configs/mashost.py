@@ -27,14 +27,17 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 
 def tiny() -> Config:
-    return Config(
-        steps=150,
+    base = Config()
+    return dataclasses.replace(
+        base,
+        steps=80,
         batch=32,
         team=TeamConfig(backbone=TINY, max_new_tokens=3, remat=False),
         env=EnvConfig("build", eval_tasks=1024),
-        optimizer=Optimizer(learning_rate=2e-3),
+        loss=dataclasses.replace(base.loss, entropy_coef=0.01),
+        optimizer=Optimizer(learning_rate=1e-3),
         sft=SFT(steps=400, batch=64, samples=4096, optimizer=Optimizer(learning_rate=5e-3)),
-        run=RunConfig(eval_every=75, checkpoint_every=150),
+        run=RunConfig(eval_every=40, checkpoint_every=80),
     )
 
 
