@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         malt,
         mars2,
         marshal,
+        mashost,
         rema,
         waltzrl,
     )
@@ -34,6 +35,7 @@ __all__ = [
     "malt",
     "mars2",
     "marshal",
+    "mashost",
     "rema",
     "waltzrl",
 ]

@@ -1,7 +1,7 @@
 """Credit for several rewards and for completions that are too long.
 
-`GroupDecoupled` takes the place of the whole standard chain. `SoftOverlong` goes
-between `rules.PerCompletion` and `rules.GroupRelative`. `complete_steps` selects what is trained.
+`GroupDecoupled` and `SumOfCredits` take the place of the whole standard chain. `Reweigh` goes before a return rule, and
+`SoftOverlong` between `rules.PerCompletion` and `rules.GroupRelative`. `complete_steps` selects what is trained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxmarl_llm.config import at_least, finite
 from jaxmarl_llm.credit.advantages import group_advantage, step_episodes
 from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.credit.returns import scalarise
-from jaxmarl_llm.credit.rules import Signal, Whiten
+from jaxmarl_llm.credit.rules import CreditRule, Signal, Whiten
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import Array, Tree
 
@@ -63,6 +63,61 @@ class GroupDecoupled:
         )
         stats = replace(whole.stats, variance=sums.variance)
         return Whiten(ddof=self.ddof)(tree, whole.replace(advantage=total, stats=stats))
+
+
+@dataclass(frozen=True)
+class Reweigh:
+    """Replace the scalar reward by another weighted sum of the reward components. Goes before a return rule.
+
+    ``config.reward`` weighs the components for every rule. A part of `SumOfCredits` may need other weights.
+
+    Attributes:
+        weights: Pairs (component, weight), at least one.
+        key: Name of the weights, for error messages.
+    """
+
+    weights: tuple[tuple[str, float], ...]
+    key: str = "Reweigh.weights"
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            raise ConfigError(f"{self.key}: expected pairs (component, weight), got none")
+        for name, weight in self.weights:
+            finite(f"{self.key}.{name}", weight)
+
+    def __call__(self, tree: Tree, signal: Signal) -> Signal:
+        rewards = tree.transitions.rewards
+        for name, _ in self.weights:
+            if name not in rewards:
+                raise ConfigError(f"{self.key}: the environment pays no {name!r}; it pays {', '.join(rewards)}")
+        return signal.replace(reward=scalarise(rewards, dict(self.weights)))
+
+
+@dataclass(frozen=True)
+class SumOfCredits:
+    """Add the advantages of several credits, each with rewards, returns and groups of its own.
+
+    Each part begins with the rewards of ``config.reward``. A completion has an advantage where every part gives it one.
+    Value, groups and statistics are those of the first part, for metrics and selection.
+
+    Attributes:
+        parts: Whole chains, from rewards to advantages; at least one.
+    """
+
+    parts: tuple[CreditRule, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ConfigError("SumOfCredits.parts: expected at least one credit rule, got none")
+
+    def __call__(self, tree: Tree, signal: Signal) -> Signal:
+        first, *others = (part(tree, signal) for part in self.parts)
+        total, valid = first.advantage, first.valid
+        assert total is not None and valid is not None, "a part of SumOfCredits gives no advantages"
+        for other in others:
+            assert other.advantage is not None and other.valid is not None, "a part of SumOfCredits gives no advantages"
+            total, valid = total + other.advantage, valid & other.valid
+        return first.replace(advantage=jnp.where(valid, total, 0.0), valid=valid)
 
 
 def soft_overlong(length: Int[Array, " C"], max_length: int, cache: int) -> Float[jax.Array, " C"]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         malt,
         mars2,
         marshal,
+        mashost,
         rema,
         waltzrl,
     )
@@ -39,6 +40,7 @@ __all__ = [
     "malt",
     "mars2",
     "marshal",
+    "mashost",
     "rema",
     "waltzrl",
 ]

@@ -5,7 +5,15 @@ import pytest
 
 from jaxmarl_llm.credit.assign import Credit, assign, standard_rule
 from jaxmarl_llm.credit.rules import GroupRelative, PerCompletion, ReturnToGo, Whiten, chain
-from jaxmarl_llm.credit.shaping import GroupDecoupled, SoftOverlong, complete_episodes, complete_steps, soft_overlong
+from jaxmarl_llm.credit.shaping import (
+    GroupDecoupled,
+    Reweigh,
+    SoftOverlong,
+    SumOfCredits,
+    complete_episodes,
+    complete_steps,
+    soft_overlong,
+)
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.training import unequal_groups
 from tests.recipes.test_fidelity import ROWS, SIZES, Table
@@ -145,3 +153,91 @@ def test_truncated_completions_or_their_episodes_are_left_out(select, kept):
 def test_a_bad_setting_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+# Several credits
+
+
+def test_a_sum_of_credits_by_hand():
+    """Two samples of one task: the standard advantage of the first reward, and three times the second one as it is."""
+    table = scores([(0, 0, 1.0), (0, 4, 2.0)])
+    own = chain(Reweigh((("short", 3.0),)), ReturnToGo(), PerCompletion(), GroupRelative("task", "none", "none"))
+    returns, got = table.credit(SumOfCredits((standard_rule(Credit(group="task")), own)), right=1.0)
+    np.testing.assert_allclose(returns, [0, 4])
+    np.testing.assert_allclose(got, [-1 + 3, 1 + 6], atol=1e-5)
+
+
+SUM = SumOfCredits(
+    (
+        chain(ReturnToGo(), PerCompletion(), GroupRelative("task_role", normalise="none")),
+        chain(
+            Reweigh((("short", -0.5), ("right", 2.0))),
+            ReturnToGo(discount=0.0),
+            PerCompletion(),
+            GroupRelative("role", "none", "none"),
+        ),
+    )
+)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_sum_of_credits_on_ragged_trees_equals_the_loop(seed):
+    """Random forests with invalid joint actions: a part that compares returns, and one of rewards as they are."""
+    rng = np.random.default_rng(seed)
+    table, rows, parents = Table(("right", "short")), [], []
+    for task in range(3):
+        begin = len(rows)
+        for _ in range(rng.integers(4, 16)):
+            above = [j for j in range(begin, len(rows)) if rows[j][1] < 5]
+            up = int(rng.choice(above)) if above and rng.random() < 0.7 else -1
+            turn, role = (rows[up][1] + 1 if up >= 0 else 0), int(rng.integers(3))
+            right, short = (float(x) for x in rng.integers(-3, 4, 2))
+            table.act(role, task, turn, up, right=right, short=short)
+            rows.append((task, turn, role, right, short))
+            parents.append(up)
+    tree, n = table.tree(), len(rows)
+    paid = rng.random(n) < 0.8
+    tree = tree.replace(transitions=tree.transitions.replace(valid=np.pad(paid, (0, ROWS - n))))
+    got = assign(SUM, tree, weights={"right": 1.0}, sizes=SIZES)
+
+    children = [[c for c in range(n) if parents[c] == j] for j in range(n)]
+    known, value = [False] * n, [0.0] * n
+    for j in reversed(range(n)):  # a child has a later row
+        counted = [c for c in children[j] if known[c]]
+        known[j] = bool(paid[j]) and (bool(counted) or not children[j])
+        # The role of the completion is paid in the table, and no other role is.
+        value[j] = returns_of(j, rows, children, known, rows[j][2])
+    for j in range(n):
+        group = [value[i] for i in range(n) if known[i] and rows[i][0] == rows[j][0] and rows[i][2] == rows[j][2]]
+        want = value[j] - np.mean(group) + 2 * rows[j][3] - 0.5 * rows[j][4] if known[j] else 0.0
+        if len(group) == 1 and known[j]:
+            want = 2 * rows[j][3] - 0.5 * rows[j][4]
+        assert bool(got.valid[j]) == known[j]
+        assert float(got.advantage[j]) == pytest.approx(want, abs=1e-4)
+    assert 0 < sum(known) < n
+
+
+def returns_of(j, rows, children, known, role):
+    """Return of a role from joint action ``j`` on: its own reward, and the mean over the known children."""
+    later = [returns_of(c, rows, children, known, role) for c in children[j] if known[c]]
+    return (rows[j][3] if rows[j][2] == role else 0.0) + (np.mean(later) if later else 0.0)
+
+
+def test_parts_that_disagree_on_validity_and_bad_sums():
+    def one_unknown(tree, signal):
+        return signal.replace(valid=signal.valid & (np.arange(ROWS) != 1))
+
+    first = chain(ReturnToGo(), PerCompletion(), GroupRelative("task", normalise="none"))
+    tree = scores([(0, 0, 1.0), (0, 4, 2.0), (0, 5, 0.0)]).tree()
+    for parts in ((first, chain(*first.rules, one_unknown)), (chain(*first.rules, one_unknown), first)):
+        got = assign(SumOfCredits(parts), tree, weights={"right": 1.0}, sizes=SIZES)
+        np.testing.assert_array_equal(got.valid[:3], [True, False, True])
+        np.testing.assert_allclose(got.advantage[:3], [-6, 0, 4], atol=1e-5)
+    with pytest.raises(ConfigError, match=r"^SumOfCredits\.parts: expected at least one credit rule, got none$"):
+        SumOfCredits(())
+    with pytest.raises(ConfigError, match=r"^Reweigh\.weights: expected pairs \(component, weight\), got none$"):
+        Reweigh(())
+    with pytest.raises(ConfigError, match=r"^Reweigh\.weights\.short: expected a finite number, got inf$"):
+        Reweigh((("short", float("inf")),))
+    with pytest.raises(ConfigError, match=r"^config\.some: the environment pays no 'long'; it pays right, short"):
+        scores([(0, 0, 1.0)]).credit(chain(Reweigh((("long", 1.0),), "config.some"), *first.rules), right=1.0)

@@ -70,6 +70,10 @@ CASES = {
         "doctor_agent",
         {"env": EnvConfig("consult", {"budgets": (2, 3)}, eval_tasks=4), "team": team(max_new_tokens=2), "group": 4},
     ),
+    "mashost": (
+        "mashost",
+        {"env": EnvConfig("build", {"actions": 3}, eval_tasks=4), "team": team(max_new_tokens=3), "group": 4},
+    ),
     "rema, two epochs": ("rema", {"team": team(max_new_tokens=8), "group": 4, "switch": 2}),
     "marshal, code's form": (
         "marshal",
