@@ -90,7 +90,7 @@ class Forecast:
         return (end - step) * self._step() + evaluations * self._mean("evaluation") + saves * self._mean("save")
 
     def _step(self) -> float:
-        """Seconds of a step that neither compiles, evaluates nor saves: the mean of the middle half of what is known."""
+        """Mean seconds of the middle half of the known steps that neither compile, evaluate nor save."""
         if not self._plain:
             return self._first
         quarter = len(self._plain) // 4
