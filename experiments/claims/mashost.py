@@ -30,7 +30,7 @@ Calibrated on seeds 100, 101, 102. Figures are in this order.
   actions it is .514 .512 .738 after 80 steps, and worth is .731 .812 .813.
 - So the effects were .031 .036 .041 of worth, .94 .97 .99 nodes, and .44 .36 .57 of impossible actions.
 
-    python -m experiments.claims.mashost       the calibration seeds, 100 to 102
+    python -m experiments.claims.mashost       the calibration seeds, 100 to 102, in 8 minutes on one core
 """
 
 from __future__ import annotations
@@ -115,10 +115,12 @@ def measured(evaluate: Callable[..., dict], params: Params, which: jax.Array, da
         data: Their tasks.
     """
     hard = np.asarray(data.held_out["hard"]) == 1
-    every, easy, difficult = (
+    easy, difficult = (
         {k: np.asarray(v, np.float64) for k, v in evaluate(params, which, data.held_out, None, of).items()}
-        for of in (hard | True, ~hard, hard)
+        for of in (~hard, hard)
     )
+    share = hard.mean(1)
+    every = {k: (1 - share) * easy[k] + share * difficult[k] for k in easy}  # both are means over the same episodes
     return {
         "worth": every["chance"] + every["cost"],
         "accuracy": every["accuracy"],

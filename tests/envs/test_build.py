@@ -96,7 +96,7 @@ def random_words(rng, n, twins):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_random_episodes_are_those_of_a_slow_twin(name):
     """With the property of graphs: acyclic, an answer node unless there is no node, and at most as many as actions."""
-    config, n, rng = CONFIGS[name], 500, np.random.default_rng(0)
+    config, n, rng = CONFIGS[name], 300, np.random.default_rng(0)
     env, tasks = build.make(config), build.make_tasks(config, n=n)
     twins = [Twin(config, bytes(query.tolist()).decode()) for query in tasks["query"]]
     assert [twin.hard for twin in twins] == (tasks["hard"] == 1).tolist()
