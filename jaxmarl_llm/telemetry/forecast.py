@@ -93,7 +93,7 @@ class Forecast:
         """Mean seconds of the middle half of the known steps that neither compile, evaluate nor save."""
         if not self._plain:
             return self._first
-        quarter = len(self._plain) // 4
+        quarter = (len(self._plain) + 1) // 4
         middle = sorted(self._plain)[quarter : len(self._plain) - quarter]
         return sum(middle) / len(middle)
 

@@ -126,13 +126,13 @@ def host_tree(monkeypatch, plan, work, natural, ends_at=None):
     """The tree of a real host rollout of ``work``, and the recorder. ``natural``: as for `Recorded`."""
     names = [f"r{i}" for i in range(len(work.roles))]
     recorder = Recorded(natural)
-    keys = lambda data, role, *, group: (len(data), group)
+    keys = lambda data, role, earlier, *, group: (len(data), group)
     zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
     monkeypatch.setattr(launches, "generate_launch", recorder)
     monkeypatch.setattr(prefix_cache, "_put", lambda pool, *_: pool)
     monkeypatch.setattr(prefix_cache, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
     monkeypatch.setattr(launches, "sample_keys", keys)
-    monkeypatch.setattr(host, "_branch_keys", lambda data, *, group: zeros(len(data), group))
+    monkeypatch.setattr(host, "_branch_keys", lambda data, earlier, *, group: zeros(len(data), group))
     monkeypatch.setattr(host, "_root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)
 
     seen = itertools.count()
