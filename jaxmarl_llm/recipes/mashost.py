@@ -16,8 +16,9 @@ Kept: one policy for roles, listeners, deletion and exit; a relative reward of t
 each action. Changed: workers are functions with planted accuracy (`build`), in place of language models. The graph
 answers once. Inferred: the two weights of r, what each is paid for, and that r is not normalised.
 
-Expected: on `build` more accuracy minus cost than the best fixed graph, and larger graphs for hard queries. Without r
-more actions are impossible. `experiments.studies.build_bounds` computes what the best graphs reach.
+Measured on `build` (docs/systems.md): larger graphs for hard queries than for easy ones, and fewer impossible actions
+with r than without. More accuracy minus cost than the best fixed graph is not decided.
+`experiments.studies.build_bounds` computes the best graphs.
 """
 
 from __future__ import annotations
