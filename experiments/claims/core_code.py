@@ -26,7 +26,6 @@ Calibrated on seeds 100, 101, 102. Figures are held-out pass rates in this order
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +33,12 @@ import numpy as np
 
 from experiments.claims import Claim, Finding, arms, minus
 from experiments.configs.core_code import plans, tiny
+from experiments.studies.phase_runs import stage
 from jaxmarl_llm.envs.programs.array import Config as Programs
 from jaxmarl_llm.envs.programs.array import make_tasks
 from jaxmarl_llm.envs.programs.language import code_of, results, shortest_programs
 from jaxmarl_llm.recipes.core_code import make
 from jaxmarl_llm.runs.compiled import make_evaluation, task_data
-from jaxmarl_llm.runs.phases import Phase, Recipe
-from jaxmarl_llm.training.drivers import TracedDriver
 from jaxmarl_llm.types import TrainState
 
 GOLDEN = "tests/recipes/test_core_code.py"
@@ -99,24 +97,6 @@ def best_rate(tasks: dict[str, np.ndarray], lengths: tuple[float, ...]) -> float
         best = functions[np.argmax(expected)]
         rates.append((best[hidden[:, 0]] == hidden[:, 1]).mean())
     return float(np.mean(rates))
-
-
-def stage(recipe: Recipe, phase: Phase) -> Callable[..., TrainState]:
-    """(seeds, data, states, steps) -> states after those steps of a phase of the recipe.
-
-    The steps are those of a compiled run (`runs.compiled`).
-    """
-
-    def run(seed: jax.Array, data: Any, state: TrainState, steps: jax.Array) -> TrainState:
-        driver = TracedDriver(seed, data)
-
-        def step(state: TrainState, i: jax.Array) -> tuple[TrainState, None]:
-            state, _ = phase.step(driver, state, i)
-            return state.replace(step=state.step + 1), None
-
-        return jax.lax.scan(step, state, steps)[0]
-
-    return jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None)))
 
 
 def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:

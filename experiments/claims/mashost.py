@@ -42,9 +42,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.claims import Claim, Finding, arms, minus
-from experiments.claims.core_code import stage
 from experiments.configs.mashost import tiny, trajectory
 from experiments.studies.build_bounds import best
+from experiments.studies.phase_runs import stage
 from jaxmarl_llm.envs.build.array import Config as Build
 from jaxmarl_llm.recipes.mashost import Config, make
 from jaxmarl_llm.runs.compiled import make_evaluation, task_data

@@ -76,15 +76,16 @@ class Credit:
         in_range(f"{path}.discount", self.discount, 0, 1)
 
 
-def standard_rule(cfg: Credit, *, until_next_turn: bool = False, singleton: str = "zero") -> Chain:
+def standard_rule(cfg: Credit, *, until_next_turn: bool = False, singleton: str = "zero", eps: float = 1e-6) -> Chain:
     """The standard chain: return-to-go, one value for each completion, comparison within its group.
 
     Args:
         cfg: Discount, group, baseline and normalisation.
         until_next_turn: See `rules.ReturnToGo`.
         singleton: See `rules.GroupRelative`.
+        eps: See `rules.GroupRelative`.
     """
-    compare = GroupRelative(cfg.group, cfg.baseline, cfg.normalise, cfg.ddof, singleton, cfg.stats_over)
+    compare = GroupRelative(cfg.group, cfg.baseline, cfg.normalise, cfg.ddof, singleton, cfg.stats_over, eps)
     return chain(ReturnToGo(cfg.discount, until_next_turn), PerCompletion(cfg.joint_action_reduce), compare)
 
 

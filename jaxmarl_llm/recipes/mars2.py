@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 
 from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.config import at_least, in_range, one_of
-from jaxmarl_llm.credit.assign import Credit
-from jaxmarl_llm.credit.rules import Chain, GroupRelative, PerCompletion, ShapeBySiblings, chain
+from jaxmarl_llm.credit.assign import Credit, standard_rule
+from jaxmarl_llm.credit.rules import Chain, ShapeBySiblings, chain
 from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
@@ -65,6 +65,8 @@ class Config(BaseConfig):
         in_range(f"{path}.mix", self.mix, 0, 1)
         if self.credit.group != "task":
             raise ConfigError(f"{path}.credit.group: expected 'task', a tree, got {self.credit.group!r}")
+        if self.credit.discount != 1:
+            raise ConfigError(f"{path}.credit.discount: expected 1: an attempt has its own reward and no return-to-go")
 
 
 def players(cfg: Config) -> int:
@@ -80,10 +82,8 @@ def make_plan(cfg: Config) -> Plan:
 
 def rule(cfg: Config) -> Chain:
     """The chain of credit rules of ``cfg``: shaped rewards, compared within the tree."""
-    shape = ShapeBySiblings(cfg.strength, cfg.mix, cfg.shaped_parents)
-    credit = cfg.credit
-    compare = GroupRelative(credit.group, credit.baseline, credit.normalise, credit.ddof, eps=1e-9)
-    return chain(shape, PerCompletion(), compare)
+    _, *others = standard_rule(cfg.credit, eps=1e-9).rules  # in place of the return-to-go
+    return chain(ShapeBySiblings(cfg.strength, cfg.mix, cfg.shaped_parents), *others)
 
 
 def algorithm(cfg: Config) -> Algorithm:

@@ -22,7 +22,7 @@ from jaxmarl_llm.rollout.array import Block, layout, make_rollout
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, RolloutResult, array_lessons
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.critic import stacks_of_rows
-from jaxmarl_llm.training.finite import check_choices, number_of, update_check
+from jaxmarl_llm.training.finite import check_traced_choices, number_of, update_check
 from jaxmarl_llm.training.learner import Batch, Learner, Scored, optimize, update_models
 from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
@@ -215,7 +215,7 @@ class TracedDriver:
         parts = {k: params[k] for k in ("shared", "agents")}
         tree = rollout(parts, state.memory, batch, key, state.step, assignment)
         if self.debug:
-            check_choices(step.plan, tree, number_of(state))
+            check_traced_choices(step.plan, tree, number_of(state))
         return tree, None
 
     def lay_out(

@@ -4,7 +4,7 @@ On the host, values are read as they come, and the error is a `FloatingPointErro
 chex assertions: the caller wraps the outermost transformation by `chex.chexify`, see `runs.compiled.make_program`.
 
 Rewards that could not be computed are no fault of a run: their transitions are invalid, and no check reads them. Steps
-are counted as in the metrics, from 1. `check_choices` is the one check that is not of a number.
+are counted as in the metrics, from 1. `check_traced_choices` is the one check that is not of a number.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_rollout(team: Team, tree: Tree, step: Any) -> None:
         require_finite(step, f"role {role.name!r}", "sampler log-probabilities", steps.logprobs, own)
 
 
-def check_choices(plan: Plan, tree: Tree, step: Any) -> None:
+def check_traced_choices(plan: Plan, tree: Tree, step: Any) -> None:
     """Choices of a plan that grows: an array rollout leaves an expansion unplayed whose choice is not possible.
 
     Args:

@@ -65,6 +65,15 @@ def test_golden_numbers(changes, shaped, advantage):
         np.testing.assert_allclose(got, advantage, atol=6e-4)
 
 
+def test_small_differences_are_compared_too():
+    """The term added to the standard deviation is 1e-9: a difference of 2e-6 is no smaller than one of 2."""
+    table = Table(("tests",))
+    for pay in (0.0, 2e-6):
+        table.act(0, 0, 0, tests=pay)
+    _, got = table.credit(mars2.rule(config(strength=0.0)), tests=1.0)
+    np.testing.assert_allclose(got, [-1.0, 1.0], atol=2e-3)
+
+
 def test_the_loss_is_that_of_the_paper():
     loss = mars2.Config().loss
     assert (loss.ratio_level, loss.tis_clip, loss.kl_coef, loss.kl_kind) == ("sequence", 2.0, 1e-3, "k3")
@@ -112,6 +121,7 @@ BAD = [
     ({"strength": 1.5}, r"^config\.strength: expected"),
     ({"mix": -0.1}, r"^config\.mix: expected"),
     ({"credit": Credit(group="node")}, r"^config\.credit\.group: expected 'task', a tree, got 'node'$"),
+    ({"credit": Credit(0.9, "task")}, r"^config\.credit\.discount: expected 1: an attempt has its own reward"),
 ]
 
 

@@ -312,7 +312,8 @@ def test_a_choice_that_is_wrong_during_a_run():
     tree = jax.device_get(compiled(env, team, plan)(make_params(team), None, tasks, KEY, jnp.int32(0)))
     assert tree.transitions.played.tolist() == [True] * 2 + [False] * 8 and tree.counts.sequences == 2
     assert (tree.transitions.parent == -1).all() and not tree.nodes.valid[2:].any()
-    program = chex.chexify(jax.jit(lambda tree: (finite.check_choices(plan, tree, 7), tree)[1]), async_check=False)
+    checked = jax.jit(lambda tree: (finite.check_traced_choices(plan, tree, 7), tree)[1])
+    program = chex.chexify(checked, async_check=False)
     with pytest.raises(AssertionError, match=r"step 7: plan grow\(5, rarely\): 8 of 10 choices name no expansion"):
         program(tree)
     runner = make_env_runner(EnvConfig("programs", {"protocol": "refine", "attempts": ATTEMPTS, "tasks": 8}))
