@@ -16,10 +16,11 @@ Kept: the above, with one shared model and a KL to the policy after stage 0. Cha
 (``loss.kl_coef``, k3) with the fixed coefficient .05. The paper takes it off the rewards, with an adaptive coefficient
 that is at least .05. Advantages are whitened by role over the batch. Inferred: a malformed query is out of form too.
 
-``trained_roles`` names the roles that learn. Roles of the others' models stay as after stage 0. So the generator alone
+``trained_roles`` names the roles that learn. A model of none of them stays as after stage 0. So the generator alone
 learns where it has a model of its own.
 
-Nothing is claimed yet.
+Nothing is claimed yet. In ``mmoa_rag:tiny`` a team after 1200 supervised steps has F1 .24 (seed 100): it asks well, and
+selects as by chance. Whether joint training gains more than training of the generator is not measured.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def observe(settings: Settings, state: State) -> Observation:
 
 
 class Move(NamedTuple):
-    """What a role's completion leads to.
+    """Result of a role's completion.
 
     Attributes:
         places: Facts that the next role reads, as places; NONE behind them.
