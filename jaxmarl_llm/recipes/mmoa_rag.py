@@ -52,7 +52,7 @@ class Config(ActorCritic):
     """Configuration of MMOA-RAG."""
 
     recipe: str = "mmoa_rag"
-    trained_roles: tuple[str, ...] = NEEDED
+    trained_roles: tuple[str, ...] = NEEDED  # roles that learn; the models of the others stay as after stage 0
     gae_lambda: float = 0.95
     team: TeamConfig = TeamConfig(parameter_sharing="shared", critic="head", max_new_tokens=12)
     env: EnvConfig = EnvConfig("facts")
