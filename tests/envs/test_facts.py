@@ -227,7 +227,7 @@ def test_searches_of_random_queries_are_those_of_a_slow_twin():
         want = twin_search(known, queries[:4])
         assert search.look_up(known, queries[:4]) == want
         assert [[f for f, hit in zip(known, row) if hit] for row in np.asarray(got)[: len(want)]] == want
-        assert int(read.count) == len(queries)
+        assert int(read.number) == len(queries)
         assert bool(read.clean) == all(re.fullmatch("[a-z0-9*]{1,2}", q) for q in queries)
         hits += sum(map(bool, want))
     assert hits > 100

@@ -198,7 +198,7 @@ def step(
         done=role == GENERATOR,
     )
     proper = jnp.stack([asked.proper, chosen.proper, brief])[role]
-    found = [evidence(task["path"], after.documents), evidence(task["path"], after.kept), 0.0]
+    found = [evidence(task["path"], after.documents), evidence(task["path"], after.kept), jnp.zeros(())]
     own = jnp.arange(len(ROLES)) == role
     rewards = {
         "f1": to_all(ROLES, jnp.where(after.done, f1, 0.0)),
@@ -231,7 +231,7 @@ def ask(settings: Settings, task: Mapping[str, Array], tokens: Array, ended: Arr
     other = ~returned[task["noise"]] & returned.any()
     noise = jnp.where(other & (jnp.cumsum(other) <= settings.distractors), task["noise"], FACTS)
     shown = shown.at[noise].set(True, mode="drop")
-    proper = ended & (size <= LONGEST) & (queries.count <= QUERIES) & queries.clean
+    proper = ended & (size <= LONGEST) & (queries.number <= QUERIES) & queries.clean
     return Move(jnp.nonzero(shown, size=settings.documents, fill_value=NONE)[0].astype(jnp.int32), proper)
 
 

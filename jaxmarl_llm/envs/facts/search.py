@@ -30,14 +30,14 @@ class Queries(NamedTuple):
         text: The first two characters of each query.
         size: Number of characters of each query.
         proper: Whether each query is there and well-formed.
-        count: Number of queries of the completion, which may be above Q.
+        number: Number of queries of the completion, which may be above Q.
         clean: Whether every query of the completion is well-formed.
     """
 
     text: Int[Array, "Q 2"]
     size: Int[Array, " Q"]
     proper: Bool[Array, " Q"]
-    count: Int[Array, ""]
+    number: Int[Array, ""]
     clean: Bool[Array, ""]
 
 
