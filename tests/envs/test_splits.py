@@ -37,6 +37,7 @@ GENERATED = {
     "maze_text": ({}, "walls"),
     "programs": ({}, "shown"),
     "build": ({}, "query"),
+    "facts": ({}, "facts"),
     "dispatch": ({}, "query"),
     "dispatch_solo": ({}, "query"),
     "relay_dispatch": ({}, "meaning"),
@@ -152,8 +153,8 @@ def prompts_of(environment):
 
 
 def test_every_generated_environment_is_looked_at():
-    """Prompts of a maze do not show where the team began, prompts of consult not all answers of a patient."""
-    assert {*CONTENT, "maze", "maze_text", "consult"} == set(GENERATED)
+    """Prompts of a maze do not show where the team began, and those of consult and facts a part of the task."""
+    assert {*CONTENT, "maze", "maze_text", "consult", "facts"} == set(GENERATED)
 
 
 @pytest.mark.parametrize("name", CONTENT)

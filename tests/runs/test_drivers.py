@@ -122,6 +122,14 @@ CASES = {
     ),
     "iac": ("iac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="head"), "gae_lambda": 0.5}),
     "iac, own critics": ("iac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="separate")}),
+    "mmoa_rag": (
+        "mmoa_rag",
+        {
+            "env": EnvConfig("facts", {"tasks": 64}, eval_tasks=4),
+            "team": team(max_new_tokens=6, parameter_sharing="shared", critic="head"),
+            "group": 2,
+        },
+    ),
     "maac": ("maac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="joint"), "group": 2}),
 }
 
@@ -132,7 +140,7 @@ def make(name: str) -> Recipe:
     sft = SFT(SFT_STEPS, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128)
     common = {"seed": SEED, "steps": STEPS, "batch": 4, "sft": sft, "optimizer": OPTIMIZER}
     cfg = module.Config(**{**common, **changes})
-    if recipe in ("iac", "maac"):  # larger steps diverge
+    if recipe in ("iac", "maac", "mmoa_rag"):  # larger steps diverge
         slow = dataclasses.replace(OPTIMIZER, learning_rate=0.01)
         cfg = dataclasses.replace(cfg, optimizer=slow, critic_optimizer=slow)
     cfg.check("config")

@@ -1,0 +1,53 @@
+"""MMOA-RAG (arXiv 2501.15228). Variants:
+
+tiny          `facts`, one model of 33 thousand parameters for rewriter, selector and generator; CPU, minutes
+free          the same without penalties: the F1 of the answer alone
+generator     the generator has a model of its own, and it alone learns; the others stay as after stage 0
+
+    jaxmarl-llm train --config=mmoa_rag:tiny --workdir=runs/mmoa_rag
+"""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+from jaxmarl_llm.agents.team import Backbone, TeamConfig
+from jaxmarl_llm.config import one_of, to_dict
+from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.recipes.mmoa_rag import Config
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.optimizers import Optimizer
+
+VARIANTS = ("tiny", "free", "generator")
+TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+def get_config(variant: str = "tiny") -> ConfigDict:
+    one_of("variant", variant or "tiny", VARIANTS)
+    return ConfigDict(to_dict(globals()[variant or "tiny"]()))
+
+
+def tiny() -> Config:
+    base = Config()
+    return dataclasses.replace(
+        base,
+        steps=100,
+        batch=32,
+        team=TeamConfig(parameter_sharing="shared", backbone=TINY, critic="head", max_new_tokens=12, remat=False),
+        env=EnvConfig("facts", eval_tasks=512),
+        optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=0.5),
+        sft=SFT(steps=1500, batch=32, samples=16384, optimizer=Optimizer(learning_rate=3e-3)),
+        run=RunConfig(eval_every=50, checkpoint_every=100),
+    )
+
+
+def free() -> Config:
+    return dataclasses.replace(tiny(), reward={"f1": 1.0})
+
+
+def generator() -> Config:
+    cfg = tiny()
+    team = dataclasses.replace(
+        cfg.team, parameter_sharing="separate", models={"rewriter": "reader", "selector": "reader"}
+    )
+    return dataclasses.replace(cfg, team=team, trained_roles=("generator",))
