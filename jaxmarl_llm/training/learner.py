@@ -64,6 +64,7 @@ class Batch(struct.PyTreeNode):
     reference: Float[Array, "N G R"] | None = None
     values: NodeTargets | None = None
     forest: Forest | None = None  # in place of tokens and length, which are then empty
+    imitation: Float[Array, "N G R"] | None = None  # weights of what experts wrote, see `losses.row_loss`
     rows: Int[Array, "N G"] | None = None  # of the tree's table of steps; read on the host alone, where weights are
 
 
@@ -76,6 +77,8 @@ def trunk_tokens(batch: Batch) -> int:
     if batch.forest is not None:
         return int((np.asarray(batch.forest.end) > 0).sum())
     trained = np.asarray(batch.weights) > 0
+    if batch.imitation is not None:
+        trained = trained | (np.asarray(batch.imitation) > 0)
     last = np.where(trained, np.arange(trained.shape[-1]), 0).max(-1)  # no loss term reads its hidden state
     return int(np.where(trained.any((1, 2)), batch.length, 0).sum() + last.sum())
 
@@ -205,6 +208,7 @@ def _row_data(batch: Batch) -> RowData:
         sampler_logprobs=jnp.asarray(batch.sampler_logprobs),
         old=None if batch.old is None else jnp.asarray(batch.old),
         reference=None if batch.reference is None else jnp.asarray(batch.reference),
+        imitation=None if batch.imitation is None else jnp.asarray(batch.imitation),
     )
 
 
@@ -365,13 +369,13 @@ def optimize(
             gaps.append(scored.gap)
             if epoch == 0:
                 logprobs.append(scored.logprobs)
-        total = {k: sum(m[k] for m in totals) for k in totals[0]}
+        total = {k: sum(m[k] for m in totals if k in m) for k in {k: None for m in totals for k in m}}
         own, opt_state, norm, fine = sharding.settle(learner.apply(own, opt_state, gradient, total["loss"]))
         ok = ok * fine
         if report is not None:
             report(fine, totals, gaps, gradient)
         weight = total.pop("weight")
-        whole = ("loss", "value_loss")  # sums; the others are means over what was weighed
+        whole = ("loss", "value_loss", "imitation")  # sums; the others are means over what was weighed
         mean = {k: v if k in whole else v / jnp.where(weight > 0, weight, 1.0) for k, v in total.items()}
         if epoch == 0:
             metrics = mean | {"grad_norm": norm, "logprob_diff": functools.reduce(jnp.maximum, gaps)}
