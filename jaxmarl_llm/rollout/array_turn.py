@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.agents.memory import MemoryConfig
-from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.generate import by_row, sample_completions
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.generation.scoring import scored_menu
+from jaxmarl_llm.rollout.experts import Experts, experts_of, with_experts
 from jaxmarl_llm.rollout.keys import CHILD, ENV, PLAY, fold
-from jaxmarl_llm.rollout.menus import menu_of
+from jaxmarl_llm.rollout.menus import score_menu
 from jaxmarl_llm.rollout.plans import Branch, Plan
 from jaxmarl_llm.rollout.recall import retrieve
 from jaxmarl_llm.types import (
@@ -120,7 +119,7 @@ class Observed(NamedTuple):
     nodes: Nodes
     occupied: jax.Array  # bool [F W]: the environment has a role in this seat
     frozen: jax.Array  # bool [F W]: the model does not learn from what it plays here
-    expert: Expert | None = None  # experts that answer in place of models; None: the environment has none
+    expert: Experts | None = None  # experts that answer in place of models; None: the environment has none
 
     @property
     def sampled(self) -> Nodes:
@@ -128,14 +127,6 @@ class Observed(NamedTuple):
         if self.expert is None:
             return self.nodes
         return self.nodes.replace(valid=self.nodes.valid & ~self.expert.answers)
-
-
-class Expert(NamedTuple):
-    """What experts answer at the nodes of a branch, see `Observation`."""
-
-    answers: jax.Array  # bool [F W]: an expert takes part here
-    tokens: jax.Array  # [F W R]
-    length: jax.Array  # [F W]; 0: there is no answer
 
 
 class Stepped(NamedTuple):
@@ -221,22 +212,7 @@ def observe_nodes(spec: RolloutSpec, given: Given, place: Place, turn: int, numb
         valid=active & jnp.repeat(~place.done, w),
     )
     learning = jnp.array([r.learning for r in spec.team.roles])
-    return Observed(nodes, seen.active, player >= learning[role], _experts(spec, seen))
-
-
-def _experts(spec: RolloutSpec, seen: Observation) -> Expert | None:
-    """The experts of ``seen``, an observation of F states. Raises ConfigError where R has no room for their answers."""
-    if seen.expert is None:
-        return None
-    assert seen.expert_length is not None
-    width, length = seen.expert.shape[-1], seen.expert_length.reshape(-1)
-    if width > spec.response:
-        raise ConfigError(
-            f"config.team.max_new_tokens: expected at least {width}, the tokens of an expert's answer in environment "
-            f"{spec.env.name!r}, got {spec.response}"
-        )
-    tokens = jnp.pad(seen.expert.reshape(-1, width), ((0, 0), (0, spec.response - width)))
-    return Expert(length >= 0, tokens, jnp.maximum(length, 0))
+    return Observed(nodes, seen.active, player >= learning[role], experts_of(spec.env, seen, spec.response))
 
 
 def sample_keys(key: jax.Array, role: Array, group: int, earlier: jax.Array | None = None) -> jax.Array:
@@ -298,60 +274,6 @@ def generate_nodes(
         out = jax.tree.map(lambda old, new, where=where: old.at[where].set(new, mode="drop"), out, made)
     assert out is not None
     return out
-
-
-def score_menu(
-    spec: RolloutSpec,
-    params: Params,
-    nodes: Nodes,
-    choices: tuple[str, ...],
-    acting: Mapping[int, Sequence[int]],
-    turn: int,
-) -> Completions:
-    """The completions of a menu at every node, with log-probs under the node's own model.
-
-    Args:
-        spec: static arguments of the rollout.
-        params: parameters of the team.
-        nodes: prompts of N seats.
-        choices: texts of the menu.
-        acting: models that may act, each with the roles that it may play (`acting_roles`).
-        turn: a turn with the same actors as this one.
-    """
-    team, n, k = spec.team, len(nodes.length), len(choices)
-    every = np.arange(n).reshape(-1, spec.env.seats)
-    shape = (n, k, spec.response)
-    nothing = jnp.zeros((n, k), jnp.int32)
-    out = Completions(jnp.zeros(shape, jnp.int32), nothing, jnp.zeros(shape), nothing > 0)
-    for m, roles in acting.items():
-        for role in roles:
-            model, at = team.models[m], jnp.asarray(every[:, spec.env.seats_of(turn, (role,))].reshape(-1))
-            mine = ((nodes.model == m) & (nodes.role == role))[at]
-            menu = menu_of(choices, model, team.roles[role], spec.response)
-            rows = (nodes.tokens[at], nodes.length[at], nodes.valid[at] & mine)
-            made = scored_menu(model.policy, model.variables(params), *rows, menu, spec.sampling)
-            where = jnp.where(mine, at, n)
-            out = jax.tree.map(lambda old, new, where=where: old.at[where].set(new, mode="drop"), out, made)
-    return out
-
-
-def with_experts(seen: Observed, made: Completions) -> Completions:
-    """``made`` with the answers of experts in the place of completions. Their log-probs are 0: nobody sampled them.
-
-    Args:
-        seen: nodes of the branch.
-        made: completions of the nodes.
-    """
-    if seen.expert is None:
-        return made
-    answers, tokens, length = seen.expert
-    alive = (answers & seen.nodes.valid)[:, None]
-    return Completions(
-        tokens=jnp.where(alive[..., None], tokens[:, None], made.tokens),
-        length=jnp.where(alive, length[:, None], made.length),
-        logprobs=jnp.where(alive[..., None], 0.0, made.logprobs),
-        truncated=made.truncated & ~alive,
-    )
 
 
 def _launch(
@@ -458,7 +380,7 @@ def joint_step(
     played = spread(~place.done) & ~twin
     finite = jnp.stack([jnp.isfinite(r).all(-1) for r in rewards.values()]).all(0)
     if seen.expert is not None:  # what an expert did not answer has no reward
-        finite = finite & ~(seen.expert.answers & (seen.expert.length == 0)).reshape(f, w).any(1)[:, None]
+        finite = finite & ~seen.expert.silent.reshape(f, w).any(1)[:, None]
     clean = {c: jnp.where(played[..., None], jnp.nan_to_num(rewards[c]), 0.0) for c in spec.env.components}
     return Stepped(state, child_key, clean, done, played, finite)
 
@@ -562,10 +484,12 @@ def act(
     acting = acting_roles(spec, branch.turn, given.assignment is not None)
     choices = plan.choices(branch)
     if choices:
-        made = score_menu(spec, given.params, seen.sampled, choices, acting, branch.turn)
+        models = {m: [(r, env.seats_of(branch.turn, (r,))) for r in able] for m, able in acting.items()}
+        made = score_menu(spec.team, given.params, seen.sampled, env.seats, choices, models, spec.sampling)
     else:
         made = generate_nodes(spec, given.params, seen.sampled, keys, acting, branch.turn)
-    made = with_experts(seen, made)
+    if seen.expert is not None:
+        made = with_experts(seen.expert, seen.nodes.valid, made)
     steps = step_rows(given, seen, made, first.nodes, SCRIPTED if choices else POLICY)
     stepped = joint_step(spec, place, seen, made, actions, earlier)
     moves = transition_rows(place, seen, stepped, actions, first, group, number)

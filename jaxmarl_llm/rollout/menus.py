@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.decoding import Completions
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.generation.scoring import scored_menu
 from jaxmarl_llm.models.tokenizer import Tokenizer
 from jaxmarl_llm.rollout.plans import Branch, Plan
-from jaxmarl_llm.types import Model, Role, Team
+from jaxmarl_llm.types import Model, Nodes, Params, Role, Team
 
 
 def menu_ids(choices: tuple[str, ...], model: Model, role: Role) -> list[list[int]]:
@@ -54,6 +59,42 @@ def menu_of(choices: tuple[str, ...], model: Model, role: Role, response: int) -
     length = np.array([[len(ids) for ids in rows]], np.int32)
     stopped = np.array([[ids[-1] in model.tokenizer.stop_ids for ids in rows]])
     return Completions(jnp.asarray(tokens), jnp.asarray(length), jnp.zeros(tokens.shape), jnp.asarray(~stopped))
+
+
+def score_menu(
+    team: Team,
+    params: Params,
+    nodes: Nodes,
+    seats: int,
+    choices: tuple[str, ...],
+    acting: Mapping[int, Sequence[tuple[int, Sequence[int]]]],
+    sampling: Sampling,
+) -> Completions:
+    """The completions of a menu at every node, with log-probs under the node's own model.
+
+    Args:
+        team: Roles and models.
+        params: Parameters of the team.
+        nodes: Prompts of N seats. The seats of a state follow each other.
+        seats: W, the seats of a state.
+        choices: Texts of the menu.
+        acting: Models that may act, each with the roles that it may play and the seats of these.
+        sampling: The distribution that log-probs are of.
+    """
+    n, response = len(nodes.length), max(role.max_new_tokens for role in team.roles)
+    every = np.arange(n).reshape(-1, seats)
+    shape, nothing = (n, len(choices), response), jnp.zeros((n, len(choices)), jnp.int32)
+    out = Completions(jnp.zeros(shape, jnp.int32), nothing, jnp.zeros(shape), nothing > 0)
+    for m, roles in acting.items():
+        for role, own in roles:
+            model, at = team.models[m], jnp.asarray(every[:, list(own)].reshape(-1))
+            mine = ((nodes.model == m) & (nodes.role == role))[at]
+            menu = menu_of(choices, model, team.roles[role], response)
+            rows = (nodes.tokens[at], nodes.length[at], nodes.valid[at] & mine)
+            made = scored_menu(model.policy, model.variables(params), *rows, menu, sampling)
+            where = jnp.where(mine, at, n)
+            out = jax.tree.map(lambda old, new, where=where: old.at[where].set(new, mode="drop"), out, made)
+    return out
 
 
 def check_menus(plan: Plan, team: Team, env: ArrayEnv) -> None:
