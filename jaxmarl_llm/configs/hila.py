@@ -30,20 +30,24 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 def tiny() -> Config:
     return dataclasses.replace(
         Config(),
-        steps=150,
+        steps=100,
         batch=64,
         team=TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=1, remat=False),
         env=EnvConfig("defer", eval_tasks=1024),
         optimizer=Optimizer(learning_rate=1e-3),
         sft=SFT(steps=100, batch=64, samples=4096, optimizer=Optimizer(learning_rate=3e-3)),
-        run=RunConfig(eval_every=50, checkpoint_every=150),
+        run=RunConfig(eval_every=50, checkpoint_every=100),
     )
 
 
 def outer() -> Config:
     base = tiny()
-    taught = dataclasses.replace(base.sft, steps=400, samples=8192)
-    return dataclasses.replace(base, env=EnvConfig("defer", {"planted": False}, eval_tasks=1024), sft=taught)
+    return dataclasses.replace(
+        base,
+        steps=200,
+        env=EnvConfig("defer", {"planted": False}, eval_tasks=1024),
+        sft=dataclasses.replace(base.sft, steps=400, samples=8192),
+    )
 
 
 def inner() -> Config:
