@@ -14,7 +14,7 @@ from jaxmarl_llm.generation.decoding import Completions
 
 
 class Experts(NamedTuple):
-    """What experts answer at N nodes.
+    """Answers of experts at N nodes.
 
     Attributes:
         answers: An expert takes the place of the model.
