@@ -56,8 +56,8 @@ def menu_advantage(
 ) -> Float[jax.Array, " C"]:
     """Advantage of each choice: ``K share (R - mean)``, where the mean over the menu is weighted by the shares.
 
-    K is the number of valid choices. With equal shares it is ``R - mean`` (HILA). With the policy's shares, the mean of
-    ``A grad log pi`` over the menu is the exact gradient of the expected return of a policy that chooses from it.
+    K is the number of valid choices. With equal shares it is ``R - mean`` (HILA). With the policy's shares, take the
+    mean of ``A grad log pi`` over the menu. It is the exact gradient of the expected return of choosing from the menu.
 
     Args:
         value: Return R of each choice.

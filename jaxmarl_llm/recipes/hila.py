@@ -1,8 +1,8 @@
 """HILA: a policy answers itself, has an answer made, or defers to an expert; two loops (arXiv 2603.07972).
 
-Stage 0 imitates random choices (``sft``). Two peers have answered a question, and the chooser has four choices: the
-answer of peer 1, that of peer 2, create a new one, or defer to an expert. No choice is sampled in training. Every
-choice of the menu is played, and the policy scores it.
+Stage 0 imitates random choices (``sft``). Two peers have answered a question. The chooser takes one of their answers,
+has a new one created, or defers to an expert. No choice is sampled in training. Every choice of the menu is played, and
+the policy scores it.
 
 Inner loop, a policy gradient on the choices:
 
