@@ -84,10 +84,10 @@ class Config:
     tasks: int = 1024  # training tasks
     planted: bool = True  # the creator is a function; False: a role
     # Probability of a right answer, for each type.
-    peer_1: Shares = (0.95, 0.3, 0.2, 0.2)
-    peer_2: Shares = (0.3, 0.95, 0.3, 0.2)
-    creator: Shares = (0.6, 0.6, 0.9, 0.2)  # with ``planted``
-    expert: Shares = (1.0, 1.0, 1.0, 1.0)
+    peer_1: Shares = (0.95, 0.3, 0.2, 0.2)  # of the first peer
+    peer_2: Shares = (0.3, 0.95, 0.3, 0.2)  # of the second peer
+    creator: Shares = (0.6, 0.6, 0.9, 0.2)  # of the creator, with ``planted``
+    expert: Shares = (1.0, 1.0, 1.0, 1.0)  # of the expert, where it answers
     silent: float = 0.0  # probability that the expert does not answer
     taught: Shares = (1.0, 1.0, 1.0, 0.0)  # of an answer in demonstrations of the creator to be right; else any digit
 
