@@ -109,7 +109,7 @@ def policy_choices(key: Array, tree: Tree) -> Bool[jax.Array, " C"]:
         Whether each completion is the one drawn; False outside menus.
     """
     steps, count = tree.steps, len(tree.nodes.role)
-    menu = steps.valid & (steps.source == SCRIPTED)
+    menu = jnp.asarray(steps.valid & (steps.source == SCRIPTED))
     noisy = completion_logprobs(tree) + jax.random.gumbel(key, steps.node.shape)  # the largest one is such a draw
     noisy = jnp.where(menu, noisy, -jnp.inf)
     return menu & (noisy == jax.ops.segment_max(noisy, steps.node, count)[steps.node])

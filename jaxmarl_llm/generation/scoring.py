@@ -52,10 +52,10 @@ def score_hidden(
         completions: Token ids.
         sampling: The distribution that log-probs are of, with a temperature above 0.
     """
-    completions = jnp.asarray(completions)
+    ids = jnp.asarray(completions)
     if (head := fused_head(policy, variables, sampling)) is not None:
-        return head_logprob(hidden, head, completions, temperature=sampling.temperature)
-    rows = hidden.reshape(-1, *hidden.shape[2:]), completions.reshape(-1, completions.shape[-1])
+        return head_logprob(hidden, head, ids, temperature=sampling.temperature)
+    rows = hidden.reshape(-1, *hidden.shape[2:]), ids.reshape(-1, ids.shape[-1])
     parts = sharding.row_parts()
     if parts == 1 or len(hidden) % parts:
         logprob, entropy = _score_rows(policy, sampling, variables, rows)
@@ -65,7 +65,7 @@ def score_hidden(
         split_rows = sharding.cut_rows(jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows), rest=None)
         score_part = functools.partial(_score_rows, policy, sampling)
         logprob, entropy = jax.vmap(score_part)(sharding.copies(variables), split_rows)
-    return logprob.reshape(completions.shape), entropy.reshape(completions.shape)
+    return logprob.reshape(ids.shape), entropy.reshape(ids.shape)
 
 
 def _score_rows(
@@ -101,9 +101,9 @@ def scored_menu(
         sampling: The distribution that log-probs are of, with a temperature above 0.
     """
     n, (_, k, r) = len(length), menu.tokens.shape
-    said = jnp.broadcast_to(menu.tokens, (n, k, r))
-    size = jnp.where(active[:, None], menu.length, 0)
+    said, played = jnp.broadcast_to(menu.tokens, (n, k, r)), jnp.asarray(active)[:, None]
+    size = jnp.where(played, menu.length, 0)
     hidden = policy.hidden(variables, tokens, length, said)
     logprobs, _ = score_hidden(policy, variables, hidden, said, sampling)
     there = jnp.arange(r) < size[..., None]
-    return Completions(said, size, jnp.where(there, logprobs, 0.0), active[:, None] & menu.truncated)
+    return Completions(said, size, jnp.where(there, logprobs, 0.0), played & menu.truncated)
