@@ -36,7 +36,8 @@ PyTree = Any
 # A column of a table, or a field of a batch. Compiled programs make JAX arrays; host code makes and reads NumPy arrays.
 Array = jax.Array | np.ndarray
 
-# Who produced a step (``Steps.source``).
+# Who produced a step (``Steps.source``): a model that learns, one that does not, a menu that the policy only scores
+# (`plans.menu`), or an expert in place of a model (`Observation.expert`).
 POLICY, FROZEN, SCRIPTED, EXPERT = range(4)
 
 
@@ -74,8 +75,9 @@ class Steps(struct.PyTreeNode):
     node: Int[Array, " C"]
     tokens: Int[Array, "C R"]
     length: Int[Array, " C"]  # sampled tokens, the stop id included
-    loss_mask: Bool[Array, "C R"]  # True where the policy sampled the token: provenance, never token values
-    logprobs: Float[Array, "C R"]  # under the distribution really sampled from
+    # True where the policy sampled the token, or scored it in a menu; False in what an expert wrote. Never token values
+    loss_mask: Bool[Array, "C R"]
+    logprobs: Float[Array, "C R"]  # under the distribution really sampled from, or of the policy that scored the menu
     truncated: Bool[Array, " C"]  # ended by the length limit, not by a stop id
     source: Int[Array, " C"]
     version: Int[Array, " C"]  # optimizer steps the sampling parameters had seen
@@ -98,10 +100,10 @@ class Transitions(struct.PyTreeNode):
 class Counts(struct.PyTreeNode):
     """Costs of a rollout, counted while it ran (scalars)."""
 
-    sequences: Int[Array, ""]  # sampled completions
+    sequences: Int[Array, ""]  # completions: sampled, scored in a menu, or of experts
     branch_sequences: Int[Array, ""]  # of which at nodes where the plan branches (G > 1)
     prompt_tokens: Int[Array, ""]  # of prompts, really sent through the trunk: what was cached is not sent again
-    completion_tokens: Int[Array, ""]  # decoded
+    completion_tokens: Int[Array, ""]  # of all these completions
     env_calls: Int[Array, ""]  # environment steps
     invalid: Int[Array, ""]  # transitions whose reward could not be computed
     launches: Int[Array, ""]  # generation programs started

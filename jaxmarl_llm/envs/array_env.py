@@ -33,12 +33,16 @@ class Observation(struct.PyTreeNode):
         tokens: the prompt of each seat, padded to P tokens
         length: the number of tokens of each prompt
         active: False for an empty seat
+        expert: the completion that an expert gives in place of the role's model, padded to X tokens; None: no experts
+        expert_length: its number of tokens; 0 where the expert gives none, -1 where the model answers itself
     """
 
     role: Int[Array, " W"]
     tokens: Int[Array, "W P"]
     length: Int[Array, " W"]
     active: Bool[Array, " W"]
+    expert: Int[Array, "W X"] | None = None
+    expert_length: Int[Array, " W"] | None = None
 
 
 def all_seats(prompts: Iterable[tuple[Array, Array]], active: Bool[Array, ""]) -> Observation:

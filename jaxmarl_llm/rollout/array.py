@@ -25,6 +25,7 @@ from jaxmarl_llm.rollout.array_grow import play_expansions
 from jaxmarl_llm.rollout.array_turn import Given, Place, RolloutSpec, Rows, Tables, acting_models, join, play_turn
 from jaxmarl_llm.rollout.growth import check_unassigned, try_choice
 from jaxmarl_llm.rollout.keys import RESET, fold
+from jaxmarl_llm.rollout.menus import check_menus
 from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
 from jaxmarl_llm.types import Counts, PyTree, Team, Tree
 
@@ -104,9 +105,9 @@ def segments(plan: Plan, env: ArrayEnv, batch: int) -> list[Segment]:
     """Cut the turns of a rollout into segments, in their order.
 
     Two turns are alike when their actors and the joint actions that continue are equal. The branches of the frontiers
-    (apart from the turn), and the numbers of states and samples, must be equal too. From a turn on, the segment is the
-    one that leaves the fewest turns to be compiled. Among equal ones it is the one of the least period. A turn that
-    begins no repetition is alone.
+    (apart from the turn), their menus, and the numbers of states and samples, must be equal too. From a turn on, the
+    segment is the one that leaves the fewest turns to be compiled. Among equal ones it is the one of the least period.
+    A turn that begins no repetition is alone.
 
     Args:
         plan: plan of sampling.
@@ -116,7 +117,7 @@ def segments(plan: Plan, env: ArrayEnv, batch: int) -> list[Segment]:
 
     def kind(turn: int, frontier: dict[Branch, int]) -> Hashable:
         places = [
-            (b.trunk, f, plan.width(b), tuple(to and to.trunk for to in _follows(plan, env, b)))
+            (b.trunk, f, plan.width(b), plan.choices(b), tuple(to and to.trunk for to in _follows(plan, env, b)))
             for b, f in frontier.items()
         ]
         return env.actors[turn], tuple(places)
@@ -245,10 +246,12 @@ def make_rollout(
 
     Raises:
         ConfigError: the environment lacks what the plan asks for, or models to be stacked are not alike. A plan that
-            grows chooses what is not there (`growth.try_choice`), or has an assignment.
+            grows chooses what is not there (`growth.try_choice`), or has an assignment. A role cannot choose from the
+            menu of a turn (`menus.check_menus`).
     """
     plan.check(env)
     try_choice(plan, team)
+    check_menus(plan, team, env)
     spec = RolloutSpec(team, env, plan, sampling, memory_config)
     _check_stacked(spec)
 

@@ -20,12 +20,16 @@ from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.generate import by_row, sample_completions
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.rollout.experts import Experts, experts_of, with_experts
 from jaxmarl_llm.rollout.keys import CHILD, ENV, PLAY, fold
+from jaxmarl_llm.rollout.menus import score_menu
 from jaxmarl_llm.rollout.plans import Branch, Plan
 from jaxmarl_llm.rollout.recall import retrieve
 from jaxmarl_llm.types import (
+    EXPERT,
     FROZEN,
     POLICY,
+    SCRIPTED,
     Array,
     Model,
     Nodes,
@@ -110,11 +114,19 @@ class Tables(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Result of `observe_nodes`: rows of the nodes table [F W], and two columns that the table does not have."""
+    """Result of `observe_nodes`: rows of the nodes table [F W], and columns that the table does not have."""
 
     nodes: Nodes
     occupied: jax.Array  # bool [F W]: the environment has a role in this seat
     frozen: jax.Array  # bool [F W]: the model does not learn from what it plays here
+    expert: Experts | None = None  # experts that answer in place of models; None: the environment has none
+
+    @property
+    def sampled(self) -> Nodes:
+        """The nodes, of which those that an expert answers are not valid."""
+        if self.expert is None:
+            return self.nodes
+        return self.nodes.replace(valid=self.nodes.valid & ~self.expert.answers)
 
 
 class Stepped(NamedTuple):
@@ -200,7 +212,7 @@ def observe_nodes(spec: RolloutSpec, given: Given, place: Place, turn: int, numb
         valid=active & jnp.repeat(~place.done, w),
     )
     learning = jnp.array([r.learning for r in spec.team.roles])
-    return Observed(nodes, seen.active, player >= learning[role])
+    return Observed(nodes, seen.active, player >= learning[role], experts_of(spec.env, seen, spec.response))
 
 
 def sample_keys(key: jax.Array, role: Array, group: int, earlier: jax.Array | None = None) -> jax.Array:
@@ -297,25 +309,34 @@ def _launch(
     return made.replace(tokens=widen(made.tokens, model.tokenizer.pad_id), logprobs=widen(made.logprobs, 0.0))
 
 
-def step_rows(given: Given, seen: Observed, made: Completions, first_node: int | jax.Array) -> Steps:
+def step_rows(
+    given: Given, seen: Observed, made: Completions, first_node: int | jax.Array, source: int = POLICY
+) -> Steps:
     """Rows of the steps table: the samples of each node one after the other.
+
+    No token of an expert is in ``loss_mask``. Where an expert gave no answer, the row is not valid.
 
     Args:
         given: arrays that are the same at every turn.
         seen: nodes of the branch.
         made: completions of the nodes.
         first_node: row of the first node of the branch.
+        source: of completions by models that learn: POLICY, or SCRIPTED for a menu.
     """
     n, g, response = made.tokens.shape
     alive = jnp.repeat(seen.nodes.valid, g)
+    who, learnt = jnp.where(seen.frozen, FROZEN, source), jnp.ones(n, bool)
+    if seen.expert is not None:
+        who, learnt = jnp.where(seen.expert.answers, EXPERT, who), ~seen.expert.answers
+        alive = alive & (made.length.reshape(-1) > 0)
     return Steps(
         node=first_node + jnp.repeat(jnp.arange(n), g),
         tokens=made.tokens.reshape(-1, response),
         length=made.length.reshape(-1),
-        loss_mask=(jnp.arange(response) < made.length[..., None]).reshape(-1, response),
+        loss_mask=(learnt[:, None, None] & (jnp.arange(response) < made.length[..., None])).reshape(-1, response),
         logprobs=made.logprobs.reshape(-1, response),
         truncated=made.truncated.reshape(-1) & alive,
-        source=jnp.repeat(jnp.where(seen.frozen, FROZEN, POLICY), g),
+        source=jnp.repeat(who, g),
         version=jnp.full((n * g,), given.version),
         valid=alive,
     )
@@ -358,6 +379,8 @@ def joint_step(
     twin = jnp.any(~seen.occupied[:, None] & (actions > 0), axis=2) & (spec.plan.joint == "cross")
     played = spread(~place.done) & ~twin
     finite = jnp.stack([jnp.isfinite(r).all(-1) for r in rewards.values()]).all(0)
+    if seen.expert is not None:  # what an expert did not answer has no reward
+        finite = finite & ~seen.expert.silent.reshape(f, w).any(1)[:, None]
     clean = {c: jnp.where(played[..., None], jnp.nan_to_num(rewards[c]), 0.0) for c in spec.env.components}
     return Stepped(state, child_key, clean, done, played, finite)
 
@@ -459,8 +482,15 @@ def act(
     seen = observe_nodes(spec, given, place, branch.turn, number)
     keys = sample_keys(place.key, seen.nodes.role, group, earlier)
     acting = acting_roles(spec, branch.turn, given.assignment is not None)
-    made = generate_nodes(spec, given.params, seen.nodes, keys, acting, branch.turn)
-    steps = step_rows(given, seen, made, first.nodes)
+    choices = plan.choices(branch)
+    if choices:
+        models = {m: [(r, env.seats_of(branch.turn, (r,))) for r in able] for m, able in acting.items()}
+        made = score_menu(spec.team, given.params, seen.sampled, env.seats, choices, models, spec.sampling)
+    else:
+        made = generate_nodes(spec, given.params, seen.sampled, keys, acting, branch.turn)
+    if seen.expert is not None:
+        made = with_experts(seen.expert, seen.nodes.valid, made)
+    steps = step_rows(given, seen, made, first.nodes, SCRIPTED if choices else POLICY)
     stepped = joint_step(spec, place, seen, made, actions, earlier)
     moves = transition_rows(place, seen, stepped, actions, first, group, number)
     row = first.transitions + jnp.arange(f * len(actions)).reshape(f, -1)

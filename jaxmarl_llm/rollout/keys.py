@@ -23,7 +23,7 @@ def fold(key: jax.Array, *data: Any) -> jax.Array:
 # Purposes of a run's random streams, folded into the key of its seed. No two purposes share a stream.
 INIT, STEPS, TASKS, DEMONSTRATIONS, EVALUATION = range(5)
 # Streams of a step's key beside its rollout's, which folds in task numbers.
-OPPONENTS, STEP_SELECTION, EXTRA_PLAYS, REPLAY = range(2**30, 2**30 + 4)
+OPPONENTS, STEP_SELECTION, EXTRA_PLAYS, REPLAY, IMITATION = range(2**30, 2**30 + 5)
 
 
 def stream(seed: jax.Array | int, purpose: int) -> jax.Array:

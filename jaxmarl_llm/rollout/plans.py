@@ -14,6 +14,7 @@ Samples of one agent for a trajectory of k turns with G per branching node:
     product    G at every node                               G + ... + G^k  (the naive joint search: G^k leaves)
                or G_t at every node of turn t                G_1 + G_1 G_2 + ... + G_1 ... G_k
     grow       1 at each of k states, chosen in turn         k            (the root, or behind an earlier one)
+    menu       every choice of a menu at one turn            k            (times the number of choices; none is sampled)
 
 With W seats acting at once, G samples a seat make G ``aligned`` joint actions (the g-th of every seat). Or they make
 G^W ``cross`` ones (each with each). A tree of crossed actions has G^(W t) states at turn t.
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
     ``reward``: (component, weight) pairs of the team reward that ``rank``, ``stop_above`` and ``choose`` read.
     ``turns``: the number of turns of the environments that the plan is for; None: any.
     ``choose``: the state that each turn expands, and its player, see `grow`; None: ``follow`` says what is played.
+    ``menu``: menu(branch) -> texts that are the siblings of every node there, see `menu`; none: they are sampled.
     """
 
     name: str
@@ -70,6 +72,11 @@ class Plan(NamedTuple):
     reward: tuple[tuple[str, float], ...] = ()
     turns: int | None = None
     choose: Choose | None = None
+    menu: Callable[[Branch], tuple[str, ...]] | None = None
+
+    def choices(self, branch: Branch) -> tuple[str, ...]:
+        """The menu of the nodes of ``branch``; empty where completions are sampled."""
+        return () if self.menu is None else self.menu(branch)
 
     def actions(self, branch: Branch, seats: int) -> tuple[tuple[int, ...], ...]:
         """The joint actions at a state of ``seats`` seats, each the sample index of every seat. In order."""
@@ -80,8 +87,11 @@ class Plan(NamedTuple):
         """Raises ConfigError when ``env`` lacks what the plan needs.
 
         That is a local verifier, a component of ``reward``, or as many turns as the plan has widths or expansions. A
-        plan that grows needs the same roles at every turn, because it may expand any state at any turn.
+        plan that grows needs the same roles at every turn, because it may expand any state at any turn. A plan with a
+        menu needs an array environment.
         """
+        if self.menu is not None and not isinstance(env, ArrayEnv):
+            raise ConfigError(f"plan {self.name}: expected an array environment, got environment {env.name!r}")
         if self.choose is not None and self.turns != env.max_turns:
             raise ConfigError(
                 f"plan.expansions: expected {env.max_turns}, the number of turns of environment {env.name!r}, got "
@@ -235,6 +245,33 @@ def grow(expansions: int, choose: Choose, reward: tuple[tuple[str, float], ...] 
     name = getattr(choose, "__name__", type(choose).__name__)
     follow = lambda b, j: Branch(b.turn + 1, True)
     return Plan(f"grow({expansions}, {name})", lambda b: 1, follow, reward=reward, turns=expansions, choose=choose)
+
+
+@functools.cache
+def menu(choices: tuple[str, ...], turn: int = 0) -> Plan:
+    """Every choice of a menu at one turn, each played to the end; one sample of each seat at other turns.
+
+    Nobody samples the choices. The siblings of a node are the choices in their order, one each. The policy scores them
+    as it scores what it samples: under ``config.sampling``. Their ``source`` is ``SCRIPTED``. Where ``max_new_tokens``
+    has room, a choice ends with a stop id.
+
+    Args:
+        choices: Texts, at least two, and all different.
+        turn: Number of the turn, from 0.
+
+    Raises:
+        ConfigError: There are fewer than two choices, or an empty one, or two equal ones. Or ``turn`` is below 0.
+    """
+    if len(choices) < 2 or not all(choices):
+        raise ConfigError(f"plan.menu: expected at least two choices, none of them empty, got {choices!r}")
+    twice = next((choice for choice in choices if choices.count(choice) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"plan.menu: expected choices that differ, got {twice!r} twice")
+    if turn < 0:
+        raise ConfigError(f"plan.turn: expected >= 0, got {turn}")
+    of = lambda b: choices if b.turn == turn else ()
+    width = lambda b: len(of(b)) or 1
+    return Plan(f"menu({','.join(choices)})", width, lambda b, j: Branch(b.turn + 1, True), menu=of)
 
 
 def single() -> Plan:

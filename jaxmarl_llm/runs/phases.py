@@ -29,6 +29,7 @@ from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRu
 from jaxmarl_llm.rollout.external import Engines
 from jaxmarl_llm.rollout.growth import try_choice
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
+from jaxmarl_llm.rollout.menus import check_menus
 from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.runs.ahead import Compilers, rollouts_of
 from jaxmarl_llm.telemetry.logger import Logger
@@ -367,6 +368,8 @@ def make_recipe(
         )
     plan.check(env_runner.env)
     try_choice(plan, team)
+    if isinstance(env_runner.env, ArrayEnv):
+        check_menus(plan, team, env_runner.env)
     if cfg.past.size and plan.choose is not None:
         raise ConfigError(f"config.past.size: expected 0 with plan {plan.name}, which chooses who plays")
     remembers = algorithm.memory

@@ -24,6 +24,7 @@ KEYS = {
     "agent/<role>/{selected, updated}": "share of groups selected for training, and whether the model was updated",
     "agent/<role>/{entropy, nll}": "nats per token: entropy, and negative log-likelihood of the trained tokens",
     "agent/<role>/{kl, ratio, clip_fraction}": "KL divergence to the reference, importance ratio, share clipped",
+    "agent/<role>/imitation": "loss of imitating experts: negative log-likelihood times its coefficient, in nats",
     "agent/<role>/logprob_diff": "largest difference of log-probs between sampler and learner",
     "agent/<role>/grad_norm": "norm of the gradient before clipping",
     "agent/<role>/{memory_size, memory_hit}": "entries in the role's memory, and share of prompts with a retrieved one",

@@ -39,7 +39,7 @@ MAX_TEXT = 2**30  # bytes of a file when it is decompressed
 WINDOW = 2**23  # largest window of a file that is read, in bytes
 SOURCES = ("policy", "frozen", "scripted", "expert")  # as `types` numbers them
 # Values of ``Completion.why``, in the order in which they are decided.
-OPPONENT, NO_RETURN, GROUP_NOT_SELECTED = "opponent", "no_return", "group_not_selected"
+OPPONENT, EXPERT, NO_RETURN, GROUP_NOT_SELECTED = "opponent", "expert", "no_return", "group_not_selected"
 ROLE_NOT_TRAINABLE, NOT_DRAWN, TRAINED = "role_not_trainable", "not_drawn", "trained"
 
 

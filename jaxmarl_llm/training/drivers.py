@@ -93,6 +93,7 @@ class HostDriver:
         advantage: Array,
         trained: Array,
         targets: Mapping[str, Any],
+        imitation: Array | None = None,
     ) -> dict[str, list[Batch]]:
         # The prompts of array environments are all short: one shape. Others come in buckets.
         host_env = played.records is not None
@@ -115,6 +116,7 @@ class HostDriver:
                     values=None if target is None else target.of_nodes(),
                     trees=host_env and m.policy.hidden_tree is not None and not sharding.meshed(),
                     parts=sharding.row_parts(),
+                    imitation=None if imitation is None else np.asarray(imitation),
                 )
         return out
 
@@ -226,6 +228,7 @@ class TracedDriver:
         advantage: Array,
         trained: Array,
         targets: Mapping[str, Any],
+        imitation: Array | None = None,
     ) -> dict[str, list[Batch]]:
         cfg, team, moves, out = step.cfg, step.team, tree.transitions, {}
         episode = None
@@ -243,9 +246,14 @@ class TracedDriver:
                 tree.steps.loss_mask, counted, cfg.loss.aggregation, cfg.loss.loss_length, episode
             )
             values = None if target is None else target.of_nodes()
+            own = (
+                None
+                if imitation is None
+                else jnp.where((tree.nodes.model[tree.steps.node] == m)[:, None], imitation, 0)
+            )
             out[model.name] = []
             for block, seats in blocks_of(step, roles):
-                out[model.name] += _rectangle(tree, advantage, weights, block, seats, values, cfg.micro_tokens)
+                out[model.name] += _rectangle(tree, advantage, weights, block, seats, values, own, cfg.micro_tokens)
         return out
 
     def optimize(
@@ -349,8 +357,9 @@ def _where(condition: jax.Array, after: PyTree, before: PyTree) -> PyTree:
 
 def _weighs(batch: Batch) -> jax.Array:
     """Whether a batch trains anything."""
+    imitates = False if batch.imitation is None else jnp.any(batch.imitation > 0)
     values = False if batch.values is None else jnp.any(batch.values.weight > 0)
-    return jnp.any(batch.weights > 0) | values
+    return jnp.any(batch.weights > 0) | values | imitates
 
 
 def _samples(
@@ -390,6 +399,7 @@ def _rectangle(
     block: Block,
     seats: list[int],
     values: Any,
+    imitation: Array | None,
     micro_tokens: int,
 ) -> list[Batch]:
     """Stacks [K ...] of micro-batches of the nodes of ``seats`` of a block, see `scanned`.
@@ -411,6 +421,7 @@ def _rectangle(
                 jnp.broadcast_to(grid(advantage), w.shape),
                 grid(tree.steps.logprobs),
                 values=None if values is None else jax.tree.map(lambda x, own=own: x[own], values),
+                imitation=None if imitation is None else grid(imitation),
             )
         )
     return out

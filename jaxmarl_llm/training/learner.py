@@ -25,15 +25,13 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from jaxmarl_llm.distributed import meshes, sharding
-from jaxmarl_llm.generation.sampling import Sampling, score
-from jaxmarl_llm.kernels.head.head import Head
-from jaxmarl_llm.kernels.head.loss import head_logprob, head_loss
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.generation.scoring import fused_head, score_hidden
+from jaxmarl_llm.kernels.head.loss import head_loss
 from jaxmarl_llm.models.value_head import head_value
 from jaxmarl_llm.training.losses import UNIT_AXES, Loss, RowData, aggregation_weights, row_loss, value_loss
 from jaxmarl_llm.training.optimizers import Optimizer, make_optimizer, to_memory
-from jaxmarl_llm.types import Array, Model, Params, Policy, PyTree, Unembed
-
-CHUNK = 256  # tokens whose logits are in memory at once in the update, where the head kernels cannot be used
+from jaxmarl_llm.types import Array, Model, Params, Policy, PyTree
 
 
 class NodeTargets(struct.PyTreeNode):
@@ -66,6 +64,7 @@ class Batch(struct.PyTreeNode):
     reference: Float[Array, "N G R"] | None = None
     values: NodeTargets | None = None
     forest: Forest | None = None  # in place of tokens and length, which are then empty
+    imitation: Float[Array, "N G R"] | None = None  # weights of what experts wrote, see `losses.row_loss`
     rows: Int[Array, "N G"] | None = None  # of the tree's table of steps; read on the host alone, where weights are
 
 
@@ -78,6 +77,8 @@ def trunk_tokens(batch: Batch) -> int:
     if batch.forest is not None:
         return int((np.asarray(batch.forest.end) > 0).sum())
     trained = np.asarray(batch.weights) > 0
+    if batch.imitation is not None:
+        trained = trained | (np.asarray(batch.imitation) > 0)
     last = np.where(trained, np.arange(trained.shape[-1]), 0).max(-1)  # no loss term reads its hidden state
     return int(np.where(trained.any((1, 2)), batch.length, 0).sum() + last.sum())
 
@@ -164,16 +165,6 @@ def _variables(own: Params, shared: Params | None) -> Params:
     return own if shared is None else {"params": shared, **own}
 
 
-def _fused_head(setup: _Setup, variables: Params) -> Head | None:
-    """Return the head for the kernels `head_logprob` and `head_loss`, or None where these cannot be used.
-
-    They cannot with filters, at temperature 0, on a mesh, or where ``unembed`` is a plain function.
-    """
-    unembed, sampling = setup.policy.unembed, setup.sampling
-    usable = not sampling.filters and sampling.temperature > 0 and not sharding.meshed()
-    return unembed.head(variables) if usable and isinstance(unembed, Unembed) else None
-
-
 def _hidden_states(policy: Policy, variables: Params, batch: Batch) -> Float[jax.Array, "N G R D"]:
     if batch.forest is None:
         return policy.hidden(variables, batch.tokens, batch.length, batch.completions)
@@ -185,31 +176,7 @@ def _hidden_states(policy: Policy, variables: Params, batch: Batch) -> Float[jax
 
 def _scores(setup: _Setup, variables: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute log-probs and entropies [N G R] of the completions from their hidden states."""
-    completions = jnp.asarray(batch.completions)
-    if (head := _fused_head(setup, variables)) is not None:
-        return head_logprob(hidden, head, completions, temperature=setup.sampling.temperature)
-    rows = hidden.reshape(-1, *hidden.shape[2:]), completions.reshape(-1, completions.shape[-1])
-    parts = sharding.row_parts()
-    if parts == 1 or len(hidden) % parts:
-        logprob, entropy = _score_rows(setup, variables, rows)
-    else:
-        # Each part scores its own rows with its own copy of the head. The copies' gradients are summed once, at the
-        # end, and not after every completion.
-        split_rows = sharding.cut_rows(jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows), rest=None)
-        score_part = functools.partial(_score_rows, setup)
-        logprob, entropy = jax.vmap(score_part)(sharding.copies(variables), split_rows)
-    return logprob.reshape(batch.weights.shape), entropy.reshape(batch.weights.shape)
-
-
-def _score_rows(setup: _Setup, variables: Params, rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Score completions [rows R] from hidden states [rows R D].
-
-    The logits of few completions are in memory at once, [R V] instead of [N G R V]. They are computed again in the
-    backward pass.
-    """
-    unembed, sampling = setup.policy.unembed, setup.sampling
-    one = jax.checkpoint(lambda row: score(unembed(variables, row[0]), row[1], sampling))
-    return jax.lax.map(one, rows, batch_size=max(1, CHUNK // rows[1].shape[-1]))
+    return score_hidden(setup.policy, variables, hidden, batch.completions, setup.sampling)
 
 
 def score_batch(setup: _Setup, own: Params, shared: Params | None, batch: Batch) -> Float[Array, "N G R"]:
@@ -241,6 +208,7 @@ def _row_data(batch: Batch) -> RowData:
         sampler_logprobs=jnp.asarray(batch.sampler_logprobs),
         old=None if batch.old is None else jnp.asarray(batch.old),
         reference=None if batch.reference is None else jnp.asarray(batch.reference),
+        imitation=None if batch.imitation is None else jnp.asarray(batch.imitation),
     )
 
 
@@ -250,7 +218,7 @@ def _batch_loss(
     """Compute the loss of the completions, its metrics, and the log-probs [N G R]."""
     data = _row_data(batch)
     terms = functools.partial(row_loss, setup.loss)
-    head = _fused_head(setup, variables)
+    head = fused_head(setup.policy, variables, setup.sampling)
     if head is None:
         logprobs, entropy = _scores(setup, variables, batch, hidden)
         return *terms(logprobs, entropy, data), logprobs
@@ -401,13 +369,13 @@ def optimize(
             gaps.append(scored.gap)
             if epoch == 0:
                 logprobs.append(scored.logprobs)
-        total = {k: sum(m[k] for m in totals) for k in totals[0]}
+        total = {k: sum(m[k] for m in totals if k in m) for k in {k: None for m in totals for k in m}}
         own, opt_state, norm, fine = sharding.settle(learner.apply(own, opt_state, gradient, total["loss"]))
         ok = ok * fine
         if report is not None:
             report(fine, totals, gaps, gradient)
         weight = total.pop("weight")
-        whole = ("loss", "value_loss")  # sums; the others are means over what was weighed
+        whole = ("loss", "value_loss", "imitation")  # sums; the others are means over what was weighed
         mean = {k: v if k in whole else v / jnp.where(weight > 0, weight, 1.0) for k, v in total.items()}
         if epoch == 0:
             metrics = mean | {"grad_norm": norm, "logprob_diff": functools.reduce(jnp.maximum, gaps)}

@@ -160,6 +160,7 @@ class RowData(NamedTuple):
     sampler_logprobs: jax.Array  # log-probs that the sampler recorded
     old: jax.Array | None  # log-probs of the policy before the first of several epochs; None with one epoch
     reference: jax.Array | None  # log-probs of the reference policy, where `Loss.needs_reference`
+    imitation: jax.Array | None = None  # weight of each token's likelihood, see `row_loss`; None without imitation
 
 
 @runtime_checkable
@@ -574,6 +575,9 @@ def row_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Call the function of ``loss``, and add the metric ``nll``: ``-sum_t w_t log pi_t``.
 
+    With ``data.imitation`` v, the value has the term ``-sum_t v_t log pi_t`` too, which is the metric ``imitation``.
+    Where v is above 0, the weight w is 0: an imitated token is in no other term (`training.imitation`).
+
     Arguments and results are those of `RowLoss`. ``logprobs`` and ``entropy`` (nats) are of the sampled tokens.
     ``data``: the other arrays of the rows. Raises `ConfigError` if the function's result has another form.
     """
@@ -585,7 +589,12 @@ def row_loss(
         )
     value, metrics = result
     nll = -jnp.sum(data.weights * jnp.where(data.weights > 0, logprobs, 0.0))
-    return value, {**metrics, "nll": jax.lax.stop_gradient(nll)}
+    metrics = {**metrics, "nll": jax.lax.stop_gradient(nll)}
+    if data.imitation is None:
+        return value, metrics
+    weights = jax.lax.stop_gradient(data.imitation)
+    imitated = -jnp.sum(weights * jnp.where(weights > 0, logprobs, 0.0))
+    return value + imitated, {**metrics, "imitation": jax.lax.stop_gradient(imitated)}
 
 
 def _is_result(result: Any) -> bool:

@@ -41,6 +41,7 @@ def pack(
     values: NodeTargets | None = None,
     trees: bool = False,
     parts: int = 1,
+    imitation: np.ndarray | None = None,
 ) -> list[Batch]:
     """Micro-batches of the trained steps of one model.
 
@@ -54,16 +55,20 @@ def pack(
     length and completion length share a micro-batch.
     ``values``: targets of all nodes of the tree; those of nodes with a trained step become a part of the batches.
     ``parts``: devices that share the rows of a micro-batch.
+    ``imitation``: [C R], weights of tokens that experts wrote. Steps with such a token are in the batches too.
 
     ``trees``: use forests where these have fewer than 1 / 1.3 of the tokens. Each completion is then a group of its
     own; a loss of unit "group", as dpo, compares the samples of a node, and keeps groups. A forest of more than
     ``micro_tokens`` or 2048 tokens is split between sequences. Tokens that both parts share are then in both.
     """
     nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
-    trained = trained & steps.valid & (nodes.model[steps.node] == model) & steps.loss_mask.any(-1)
+    trained = trained & steps.loss_mask.any(-1)
+    if imitation is not None:
+        trained = trained | (imitation > 0).any(-1)
+    trained = trained & steps.valid & (nodes.model[steps.node] == model)
     if not trained.any():
         return []
-    samples = _Samples.select(tree, advantages, trained, loss, values)
+    samples = _Samples.select(tree, advantages, trained, loss, values, imitation)
     if trees and loss.unit != "group":
         packed = pack_sequences(samples.sequences(), min(micro_tokens, ROW))
         if samples.group_tokens() > GAIN * sum(len(one.tokens) for one in packed):
@@ -101,10 +106,16 @@ class _Samples(NamedTuple):
     weights: np.ndarray  # [K R]
     advantages: np.ndarray  # [K R]
     values: NodeTargets | None  # of all nodes
+    imitation: np.ndarray | None  # [K R]
 
     @staticmethod
     def select(
-        tree: Tree, advantages: np.ndarray, trained: np.ndarray, loss: Loss, values: NodeTargets | None
+        tree: Tree,
+        advantages: np.ndarray,
+        trained: np.ndarray,
+        loss: Loss,
+        values: NodeTargets | None,
+        imitation: np.ndarray | None = None,
     ) -> _Samples:
         """The steps marked in ``trained`` [C]. Other arguments as in `pack`."""
         nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
@@ -119,7 +130,8 @@ class _Samples(NamedTuple):
         of_node: dict[int, list[int]] = {}
         for i, c in enumerate(rows):
             of_node.setdefault(int(steps.node[c]), []).append(i)
-        return _Samples(nodes, steps, rows, of_node, weights, adv, values)
+        experts = None if imitation is None else np.asarray(imitation, np.float32)[rows]
+        return _Samples(nodes, steps, rows, of_node, weights, adv, values, experts)
 
     def shape(self, node: int, members: list[int], smallest: tuple[int, int]) -> tuple[int, int, int]:
         """Buckets (G, P, R) of a node's trained steps ``members``."""
@@ -135,7 +147,7 @@ class _Samples(NamedTuple):
         nodes, steps, (g, p, r) = self.nodes, self.steps, shape
         tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
         completions = np.zeros((size, g, r), np.int32)
-        weights, advantages, behaviour = (np.zeros((size, g, r), np.float32) for _ in range(3))
+        weights, advantages, behaviour, imitation = (np.zeros((size, g, r), np.float32) for _ in range(4))
         rows = np.zeros((size, g), np.int32)
         for k, n in enumerate(part):
             own = np.array(self.of_node[n])
@@ -145,8 +157,11 @@ class _Samples(NamedTuple):
             advantages[k, : len(own)] = self.advantages[own, :r]
             behaviour[k, : len(own)] = steps.logprobs[self.rows[own], :r]
             rows[k, : len(own)] = self.rows[own]
+            if self.imitation is not None:
+                imitation[k, : len(own)] = self.imitation[own, :r]
         values = None if self.values is None else jax.tree.map(lambda x: _pad(x[part], size), self.values)
-        return Batch(tokens, length, completions, weights, advantages, behaviour, values=values, rows=rows)
+        batch = Batch(tokens, length, completions, weights, advantages, behaviour, values=values, rows=rows)
+        return batch if self.imitation is None else batch.replace(imitation=imitation)
 
     def group_tokens(self) -> int:
         """Tokens that the groups send through the trunk, without padding."""
@@ -191,6 +206,7 @@ class _Samples(NamedTuple):
             values=values,
             forest=Forest(fill(packed.tokens), fill(packed.position), fill(packed.end), at),
             rows=_pad(rows[:, None].astype(np.int32), n),
+            imitation=None if self.imitation is None else grid(self.imitation[own]),
         )
 
 

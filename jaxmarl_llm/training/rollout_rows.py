@@ -12,7 +12,7 @@ from jaxmarl_llm.rollout.failures import one_line
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts_writer import shortest
 from jaxmarl_llm.training.train_step import StepResult, TrainStep
-from jaxmarl_llm.types import FROZEN, PyTree, Team
+from jaxmarl_llm.types import EXPERT, FROZEN, PyTree, Team
 
 
 def header(step: TrainStep, result: StepResult, number: int, rl_step: int, tasks: int) -> rollouts.Header:
@@ -116,8 +116,7 @@ def _completions(
     for k, s in enumerate(kept.tolist()):
         n, length, valid = steps.node[s], steps.length[s], bool(credited.valid[s])
         ids = steps.tokens[s, :length].tolist()
-        opponent = bool(steps.source[s] == FROZEN)
-        why = _why(opponent, valid, bool(selected[s]), bool(learns[nodes.role[n]]), bool(result.trained[s]))
+        why = _why(int(steps.source[s]), valid, bool(selected[s]), bool(learns[nodes.role[n]]), bool(result.trained[s]))
         yield rollouts.Completion(
             step=int(s),
             node=int(n),
@@ -138,10 +137,12 @@ def _completions(
         )
 
 
-def _why(opponent: bool, valid: bool, selected: bool, learns: bool, trained: bool) -> str:
+def _why(source: int, valid: bool, selected: bool, learns: bool, trained: bool) -> str:
     """Why a completion was trained or not: the first reason in the order of the training step."""
-    if opponent:
+    if source == FROZEN:
         return rollouts.OPPONENT
+    if source == EXPERT:
+        return rollouts.EXPERT
     if not valid:
         return rollouts.NO_RETURN
     if not selected:

@@ -82,6 +82,7 @@ def diagnose(
                 "logprob_diff": "logprob_diff",
                 "nll": "nll",
                 "ratio": "ratio",
+                "imitation": "imitation",
             }
             out |= {key + to: m[k] for k, to in names.items() if k in m}
     for turn in range(env_runner.env.max_turns):

@@ -27,15 +27,16 @@ from jaxmarl_llm.credit.assign import Credited, assign
 from jaxmarl_llm.credit.rules import CreditRule, RewardWeights, Sizes
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.env_runner import Demonstrations, EnvRunner
-from jaxmarl_llm.rollout.keys import OPPONENTS, STEP_SELECTION, TASKS, stream
+from jaxmarl_llm.rollout.keys import IMITATION, OPPONENTS, STEP_SELECTION, TASKS, stream
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.training import finite
 from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.imitation import Imitation
 from jaxmarl_llm.training.learner import Batch, Learner
 from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.order import shuffled
-from jaxmarl_llm.types import Array, Model, Params, PyTree, Team, TrainState, Tree
+from jaxmarl_llm.types import EXPERT, Array, Model, Params, PyTree, Team, TrainState, Tree
 
 Step = Any  # number of an RL step: an int, or traced
 
@@ -248,6 +249,7 @@ class Algorithm:
         memory_reward: Weights of the reward that memories learn from.
         update: How parameters change; None: `policy_update`.
         play: How the tasks of a step are played; None: once.
+        imitate: How the roles imitate experts that answer in their place; None: not at all.
     """
 
     credit: CreditRule
@@ -260,6 +262,7 @@ class Algorithm:
     memory_reward: RewardWeights = ()
     update: UpdateFunction | None = None
     play: PlayFunction | None = None
+    imitate: Imitation | None = None
 
 
 def find_update(dotted: str, key: str = "config.update") -> UpdateFunction:
@@ -325,9 +328,16 @@ class Driver(Protocol):
         """Play a batch of training tasks."""
 
     def lay_out(
-        self, step: TrainStep, tree: Tree, played: Any, advantage: Array, trained: Array, targets: Mapping[str, Any]
+        self,
+        step: TrainStep,
+        tree: Tree,
+        played: Any,
+        advantage: Array,
+        trained: Array,
+        targets: Mapping[str, Any],
+        imitation: Array | None = None,
     ) -> dict[str, list[Batch]]:
-        """Micro-batches of each model that may learn, from the tree."""
+        """Micro-batches of each model that may learn, from the tree. ``imitation``: weight of experts' tokens [C R]."""
 
     def optimize(
         self,
@@ -408,7 +418,9 @@ class TrainStep:
             selected = driver.host(algorithm.select(credited, cfg.batch))
             trained = self.trained(driver, credited, selected, tree, key, rl_step)
         with driver.stage("update", "update"):
-            batches = driver.lay_out(self, tree, played, credited.advantage, trained, targets)
+            imitation = self.imitation(driver, tree, key, rl_step)
+            more = {} if imitation is None else {"imitation": imitation}
+            batches = driver.lay_out(self, tree, played, credited.advantage, trained, targets, **more)
             state, updated = self.updated(driver, state, batches)
         metrics |= {f"critic/{name}/loss": m["value_loss"] for name, m in updated.items() if "value_loss" in m}
         if algorithm.memory is not None:
@@ -474,7 +486,7 @@ class TrainStep:
     ) -> Bool[Array, " C"]:
         """The completions to train on."""
         algorithm = self.algorithm
-        trained = credited.valid & selected[credited.group]
+        trained = credited.valid & selected[credited.group] & (tree.steps.source != EXPERT)
         if algorithm.select_steps is not None:
             own = jax.random.fold_in(key, STEP_SELECTION)
             trained = trained & driver.host(algorithm.select_steps(own, tree, trained))
@@ -482,6 +494,17 @@ class TrainStep:
             learns = driver.host(algorithm.trainable_roles(rl_step))
             trained = trained & learns[tree.nodes.role[tree.steps.node]]
         return trained
+
+    def imitation(self, driver: Driver, tree: Tree, key: jax.Array, rl_step: Step) -> Array | None:
+        """Weight of each token that an expert wrote [C R]; None where nothing is imitated."""
+        algorithm = self.algorithm
+        if algorithm.imitate is None:
+            return None
+        weights = algorithm.imitate(jax.random.fold_in(key, IMITATION), tree, self.cfg.loss)
+        if algorithm.trainable_roles is not None:
+            learns = jnp.asarray(algorithm.trainable_roles(rl_step))
+            weights = jnp.where(learns[tree.nodes.role[tree.steps.node]][:, None], weights, 0.0)
+        return driver.host(weights)
 
 
 def policy_update(step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:

@@ -74,6 +74,14 @@ CASES = {
         "mashost",
         {"env": EnvConfig("build", {"actions": 3}, eval_tasks=4), "team": team(max_new_tokens=3), "group": 4},
     ),
+    "hila": (
+        "hila",
+        {
+            "env": EnvConfig("defer", {"planted": False, "silent": 0.2}, eval_tasks=4),
+            "team": team(parameter_sharing="shared", max_new_tokens=1),
+            "batch": 8,
+        },
+    ),
     "rema, two epochs": ("rema", {"team": team(max_new_tokens=8), "group": 4, "switch": 2}),
     "marshal, code's form": (
         "marshal",

@@ -596,7 +596,13 @@ def test_the_page_documents_every_column_and_setting():
     header = re.findall(r"`(\w+)`", page.partition("| header |")[2].partition("| kind |")[0])
     assert header == list(rollouts.Header._fields)
     values = re.findall(r"^\| `(\w+)` \| [^|]+ \|$", page.partition("`why` is the first")[2], re.MULTILINE)
-    assert set(values) == {rollouts.OPPONENT, rollouts.NO_RETURN, rollouts.GROUP_NOT_SELECTED, "trained"} | {
+    assert set(values) == {
+        rollouts.OPPONENT,
+        rollouts.EXPERT,
+        rollouts.NO_RETURN,
+        rollouts.GROUP_NOT_SELECTED,
+        "trained",
+    } | {
         rollouts.ROLE_NOT_TRAINABLE,
         rollouts.NOT_DRAWN,
     }

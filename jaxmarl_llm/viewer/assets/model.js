@@ -100,6 +100,7 @@ const isOpponent = (s) => s.source !== "policy";
 const WHY = {
   trained: "It is in the update.",
   opponent: "A model that does not learn played it.",
+  expert: "An expert wrote it: imitated where the recipe does so.",
   no_return: "No return is known, so it teaches nothing. An unknown reward is not 0.",
   group_not_selected: "The algorithm left its group out.",
   role_not_trainable: "Its role does not learn in this step.",
