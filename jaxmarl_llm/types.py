@@ -173,12 +173,16 @@ class Model:
     What is under ``agents`` is trained; what is under ``shared`` is not. Separate copies: ``base`` None and
     ``agents[name] = {"params": ...}``. LoRA per role over one backbone: ``agents[name] = {"lora": ...}``. One policy
     for several roles: those roles name the same model.
+
+    ``scripted``: a function of the prompt plays in place of a language model, see models/scripted.py. Its steps have
+    source ``SCRIPTED``.
     """
 
     name: str
     policy: Policy
     tokenizer: Any  # tokenizer.Tokenizer
     base: str | None = None
+    scripted: bool = False
 
     def variables(self, params: Params) -> Params:
         own = params["agents"][self.name]
@@ -238,6 +242,14 @@ class Team:
 
     def model_of(self, role: int) -> Model:
         return self.models[self.model_index(role)]
+
+    def sources(self, frozen: bool) -> tuple[int, ...]:
+        """Source of the steps of each model, in the order of ``models``.
+
+        Args:
+            frozen: Whether the model does not learn from what it plays.
+        """
+        return tuple(SCRIPTED if model.scripted else FROZEN if frozen else POLICY for model in self.models)
 
 
 class TrainState(struct.PyTreeNode):

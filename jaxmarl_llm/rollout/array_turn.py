@@ -24,8 +24,6 @@ from jaxmarl_llm.rollout.keys import CHILD, ENV, PLAY, fold
 from jaxmarl_llm.rollout.plans import Branch, Plan
 from jaxmarl_llm.rollout.recall import retrieve
 from jaxmarl_llm.types import (
-    FROZEN,
-    POLICY,
     Array,
     Model,
     Nodes,
@@ -297,10 +295,11 @@ def _launch(
     return made.replace(tokens=widen(made.tokens, model.tokenizer.pad_id), logprobs=widen(made.logprobs, 0.0))
 
 
-def step_rows(given: Given, seen: Observed, made: Completions, first_node: int | jax.Array) -> Steps:
+def step_rows(team: Team, given: Given, seen: Observed, made: Completions, first_node: int | jax.Array) -> Steps:
     """Rows of the steps table: the samples of each node one after the other.
 
     Args:
+        team: roles and models.
         given: arrays that are the same at every turn.
         seen: nodes of the branch.
         made: completions of the nodes.
@@ -308,6 +307,8 @@ def step_rows(given: Given, seen: Observed, made: Completions, first_node: int |
     """
     n, g, response = made.tokens.shape
     alive = jnp.repeat(seen.nodes.valid, g)
+    learnt, frozen = (jnp.array(team.sources(f))[seen.nodes.model] for f in (False, True))
+    source = jnp.where(seen.frozen, frozen, learnt)
     return Steps(
         node=first_node + jnp.repeat(jnp.arange(n), g),
         tokens=made.tokens.reshape(-1, response),
@@ -315,7 +316,7 @@ def step_rows(given: Given, seen: Observed, made: Completions, first_node: int |
         loss_mask=(jnp.arange(response) < made.length[..., None]).reshape(-1, response),
         logprobs=made.logprobs.reshape(-1, response),
         truncated=made.truncated.reshape(-1) & alive,
-        source=jnp.repeat(jnp.where(seen.frozen, FROZEN, POLICY), g),
+        source=jnp.repeat(source, g),
         version=jnp.full((n * g,), given.version),
         valid=alive,
     )
@@ -460,7 +461,7 @@ def act(
     keys = sample_keys(place.key, seen.nodes.role, group, earlier)
     acting = acting_roles(spec, branch.turn, given.assignment is not None)
     made = generate_nodes(spec, given.params, seen.nodes, keys, acting, branch.turn)
-    steps = step_rows(given, seen, made, first.nodes)
+    steps = step_rows(spec.team, given, seen, made, first.nodes)
     stepped = joint_step(spec, place, seen, made, actions, earlier)
     moves = transition_rows(place, seen, stepped, actions, first, group, number)
     row = first.transitions + jnp.arange(f * len(actions)).reshape(f, -1)
