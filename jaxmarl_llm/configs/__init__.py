@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         mars2,
         marshal,
         mashost,
+        optagent,
         rema,
         waltzrl,
     )
@@ -36,6 +37,7 @@ __all__ = [
     "mars2",
     "marshal",
     "mashost",
+    "optagent",
     "rema",
     "waltzrl",
 ]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         mars2,
         marshal,
         mashost,
+        optagent,
         rema,
         waltzrl,
     )
@@ -41,6 +42,7 @@ __all__ = [
     "mars2",
     "marshal",
     "mashost",
+    "optagent",
     "rema",
     "waltzrl",
 ]
