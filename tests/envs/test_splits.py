@@ -37,6 +37,7 @@ GENERATED = {
     "maze_text": ({}, "walls"),
     "programs": ({}, "shown"),
     "build": ({}, "query"),
+    "debate": ({}, "trials"),
     "dispatch": ({}, "query"),
     "dispatch_solo": ({}, "query"),
     "relay_dispatch": ({}, "meaning"),
@@ -152,8 +153,11 @@ def prompts_of(environment):
 
 
 def test_every_generated_environment_is_looked_at():
-    """Prompts of a maze do not show where the team began, prompts of consult not all answers of a patient."""
-    assert {*CONTENT, "maze", "maze_text", "consult"} == set(GENERATED)
+    """Prompts of a maze do not show where the team began, prompts of consult not all answers of a patient.
+
+    Debate has no demonstrations.
+    """
+    assert {*CONTENT, "maze", "maze_text", "consult", "debate"} == set(GENERATED)
 
 
 @pytest.mark.parametrize("name", CONTENT)
