@@ -47,15 +47,15 @@ from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.types import PyTree
 
 GOLDEN = "tests/envs/test_debate.py"
-STATUS = "mechanism implemented; speakers and meta-roles are scripted"
+STATUS = "mechanism implemented"
 SEEDS = 5
 CALIBRATION = [100, 101, 102]
 TASKS = 256  # held-out tasks of a seed
-BUDGET = "no training; 256 tasks of 12 debates, each with a reflection and an edit, then 16 trials"
+BUDGET = "no training, speakers and meta-roles are scripted; 256 tasks of 12 debates, each with an edit, then 16 trials"
 CLAIMS = {
     "complete": Claim(
         "L",
-        "vote accuracy on held-out questions is above that of the fixed complete graph by at least 0.05",
+        "with scripted meta-roles, vote accuracy on held-out questions is at least 0.05 above the fixed complete graph",
         "held-out vote accuracy, edited graph minus complete graph",
         0.05,
         control="the complete graph with weights of 1",
@@ -63,7 +63,7 @@ CLAIMS = {
     ),
     "ring": Claim(
         "L",
-        "vote accuracy on held-out questions is above that of the best fixed ring by at least 0.05",
+        "with scripted meta-roles, vote accuracy on held-out questions is at least 0.05 above the best fixed ring",
         "held-out vote accuracy, edited graph minus best ring of the seed",
         0.05,
         control="the best directed ring, found by enumeration on the trials themselves",
@@ -71,7 +71,7 @@ CLAIMS = {
     ),
     "reflections": Claim(
         "X",
-        "without reflections the edited graphs are worse by at least 0.05",
+        "scripted meta-roles without reflections reach a vote accuracy that is lower by at least 0.05",
         "held-out vote accuracy, with reflections minus reflections withheld from act",
         0.05,
         control="act is shown ... in place of every reflection",

@@ -25,7 +25,7 @@ Script = Callable[[Int[Array, " P"], Int[Array, ""]], Int[Array, " R"]]
 
 @dataclass(frozen=True)
 class Config:
-    """What a scripted policy is made of.
+    """Script of a policy, and its sizes.
 
     Attributes:
         script: Prompt [P] and its number of tokens [] -> tokens of the completion [R]. Pure JAX; P differs between

@@ -8,8 +8,8 @@ A step plays ``group`` episodes of ``batch`` tasks, and logs what they earned. N
 optimizer states stay the same arrays. What is learnt is in the state of an episode: the graph and the memory.
 
 Kept: the two meta-roles, verbal feedback, edits of edges, the vote. Changed: speakers are functions with planted
-accuracy (`debate`), in place of language models. Inferred: one edge in a reflection and in an edit, weights of 1 to 9,
-how a speaker weighs what it hears, and a memory that ends with its episode.
+accuracy (`debate`), in place of language models. Inferred: one edge in a reflection and in an edit, and weights of 1 to
+9. Inferred too: how a speaker weighs what it hears, and a memory that ends with its episode.
 
 The meta-roles are the models of ``team``. Rule-following ones are in `envs.debate.scripts`, and the claims are about
 them. `experiments.studies.debate_graphs` computes what graphs reach.

@@ -200,7 +200,7 @@ def reset(config: Config, key: Array, task: Mapping[str, Array]) -> State:
 
 
 def right_answers(config: Config, questions: Int[Array, "n 2"]) -> Int[Array, " n"]:
-    """The right answer to each question: the sum of its two numbers, modulo K."""
+    """The right answer to each of ``questions`` [n 2]: the sum of its two numbers, modulo K."""
     return questions.sum(-1) % config.answers
 
 
