@@ -1,8 +1,9 @@
-"""OPTAGENT: a step plays and trains nothing, the log of a step, bad input, and what fixed and edited graphs reach."""
+"""OPTAGENT: `fit` and a compiled run train nothing, what a step logs, bad input, shipped configurations."""
 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from jaxmarl_llm.configs.optagent import VARIANTS, get_config, tiny
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import optagent
+from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
 from jaxmarl_llm.training.config import SFT
 
@@ -49,6 +51,16 @@ def test_a_run_trains_nothing(tmp_path):
         shown = {name: value for name, value in metrics.items() if "accuracy" in name or "impossible" in name}
         assert shown and all(0 <= value <= 1 for value in shown.values()), metrics
         assert not [name for name in metrics if "grad_norm" in name or "kl" in name]
+
+
+def test_a_compiled_run_trains_nothing_either():
+    recipe = optagent.make(CONFIG)
+    before = recipe.initial(3, 0)
+    after, figures = jax.jit(make_program(recipe).run)(jnp.int32(3))
+    assert int(after.step) == 2
+    assert (bits(after.params), bits(after.opt_state)) == (bits(before.params), bits(before.opt_state))
+    assert figures["accuracy"].shape == (2,) and ((figures["accuracy"] >= 0) & (figures["accuracy"] <= 1)).all()
+    assert not [name for name in figures if "grad_norm" in name]
 
 
 BAD = [
