@@ -117,7 +117,7 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     config.check("config.env.args")
     edited, withheld = (player(dataclasses.replace(config, withhold=hides)) for hides in (False, True))
     measure = fixed(config)
-    graphs = np.stack([first_graph(config), *rings(len(config.accuracies))])
+    graphs = jnp.asarray(np.stack([first_graph(config), *rings(len(config.accuracies))]))
     got: dict[str, list[float]] = {name: [] for name in ("edited", "withheld", "complete", "ring")}
     for seed in seeds:
         tasks = make_tasks(config, seed, TASKS, held_out=True)
