@@ -36,9 +36,10 @@ PyTree = Any
 # A column of a table, or a field of a batch. Compiled programs make JAX arrays; host code makes and reads NumPy arrays.
 Array = jax.Array | np.ndarray
 
-# Who produced a step (``Steps.source``): a model that learns, one that does not, a menu that the policy only scores
-# (`plans.menu`), or an expert in place of a model (`Observation.expert`).
-POLICY, FROZEN, SCRIPTED, EXPERT = range(4)
+# Who produced a step (``Steps.source``): a model that learns, one that does not, a function of the prompt
+# (``Model.scripted``), an expert in place of a model (`Observation.expert`), or a menu that the policy scores
+# (`plans.menu`).
+POLICY, FROZEN, SCRIPTED, EXPERT, MENU = range(5)
 
 
 class Retrieval(struct.PyTreeNode):
@@ -175,12 +176,16 @@ class Model:
     What is under ``agents`` is trained; what is under ``shared`` is not. Separate copies: ``base`` None and
     ``agents[name] = {"params": ...}``. LoRA per role over one backbone: ``agents[name] = {"lora": ...}``. One policy
     for several roles: those roles name the same model.
+
+    ``scripted``: a function of the prompt plays in place of a language model, see models/scripted.py. Its steps have
+    source ``SCRIPTED``.
     """
 
     name: str
     policy: Policy
     tokenizer: Any  # tokenizer.Tokenizer
     base: str | None = None
+    scripted: bool = False
 
     def variables(self, params: Params) -> Params:
         own = params["agents"][self.name]
@@ -240,6 +245,14 @@ class Team:
 
     def model_of(self, role: int) -> Model:
         return self.models[self.model_index(role)]
+
+    def sources(self, frozen: bool) -> tuple[int, ...]:
+        """Source of the steps of each model, in the order of ``models``.
+
+        Args:
+            frozen: Whether the model does not learn from what it plays.
+        """
+        return tuple(SCRIPTED if model.scripted else FROZEN if frozen else POLICY for model in self.models)
 
 
 class TrainState(struct.PyTreeNode):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         marshal,
         mashost,
         mmoa_rag,
+        optagent,
         rema,
         waltzrl,
     )
@@ -40,6 +41,7 @@ __all__ = [
     "marshal",
     "mashost",
     "mmoa_rag",
+    "optagent",
     "rema",
     "waltzrl",
 ]

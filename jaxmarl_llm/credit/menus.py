@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.credit.advantages import group_advantage
 from jaxmarl_llm.credit.rules import Signal
-from jaxmarl_llm.types import SCRIPTED, Array, Tree
+from jaxmarl_llm.types import MENU, Array, Tree
 
 WEIGHTS = ("alike", "by_policy")
 
@@ -91,9 +91,9 @@ class MenuRelative:
     def __call__(self, tree: Tree, signal: Signal) -> Signal:
         value, valid, node = signal.value, signal.valid, tree.steps.node
         assert value is not None and valid is not None, "MenuRelative needs PerCompletion before it"
-        count, scripted = len(tree.nodes.role), valid & (tree.steps.source == SCRIPTED)
-        share = menu_shares(completion_logprobs(tree), node, scripted, count, self.weights)
-        advantage = menu_advantage(value, share, node, scripted, count)
+        count, listed = len(tree.nodes.role), valid & (tree.steps.source == MENU)
+        share = menu_shares(completion_logprobs(tree), node, listed, count, self.weights)
+        advantage = menu_advantage(value, share, node, listed, count)
         _, stats = group_advantage(value, node, valid, num_groups=count, baseline="mean", normalise="none")
         return signal.replace(advantage=advantage, group=node, stats=stats, num_groups=count)
 
@@ -109,7 +109,7 @@ def policy_choices(key: Array, tree: Tree) -> Bool[jax.Array, " C"]:
         Whether each completion is the one drawn; False outside menus.
     """
     steps, count = tree.steps, len(tree.nodes.role)
-    menu = jnp.asarray(steps.valid & (steps.source == SCRIPTED))
+    menu = jnp.asarray(steps.valid & (steps.source == MENU))
     noisy = completion_logprobs(tree) + jax.random.gumbel(key, steps.node.shape)  # the largest one is such a draw
     noisy = jnp.where(menu, noisy, -jnp.inf)
     return menu & (noisy == jax.ops.segment_max(noisy, steps.node, count)[steps.node])

@@ -1,6 +1,6 @@
 """Language models as pure functions: the decoder, adapters, value heads, tokenizers, and weights of Hugging Face.
 
-A tabular policy for exact tests is here too.
+A tabular policy for exact tests and a policy that follows a script are here too.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxmarl_llm.models import decoder, hf_weights, tabular
+    from jaxmarl_llm.models import decoder, hf_weights, scripted, tabular
     from jaxmarl_llm.models.batch_invariant import invariant
     from jaxmarl_llm.models.hf_config import read_hf_config
     from jaxmarl_llm.models.lora import init_lora, merge_lora
@@ -31,6 +31,7 @@ else:
         modules={
             "decoder": f"{__name__}.decoder",
             "hf_weights": f"{__name__}.hf_weights",
+            "scripted": f"{__name__}.scripted",
             "tabular": f"{__name__}.tabular",
         },
     )
@@ -47,5 +48,6 @@ __all__ = [
     "invariant",
     "merge_lora",
     "read_hf_config",
+    "scripted",
     "tabular",
 ]

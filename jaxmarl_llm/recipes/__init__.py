@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         marshal,
         mashost,
         mmoa_rag,
+        optagent,
         rema,
         waltzrl,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "marshal",
     "mashost",
     "mmoa_rag",
+    "optagent",
     "rema",
     "waltzrl",
 ]

@@ -27,9 +27,8 @@ from jaxmarl_llm.rollout.plans import Branch, Plan
 from jaxmarl_llm.rollout.recall import retrieve
 from jaxmarl_llm.types import (
     EXPERT,
-    FROZEN,
+    MENU,
     POLICY,
-    SCRIPTED,
     Array,
     Model,
     Nodes,
@@ -310,22 +309,26 @@ def _launch(
 
 
 def step_rows(
-    given: Given, seen: Observed, made: Completions, first_node: int | jax.Array, source: int = POLICY
+    team: Team, given: Given, seen: Observed, made: Completions, first_node: int | jax.Array, menu: bool = False
 ) -> Steps:
     """Rows of the steps table: the samples of each node one after the other.
 
     No token of an expert is in ``loss_mask``. Where an expert gave no answer, the row is not valid.
 
     Args:
+        team: roles and models.
         given: arrays that are the same at every turn.
         seen: nodes of the branch.
         made: completions of the nodes.
         first_node: row of the first node of the branch.
-        source: of completions by models that learn: POLICY, or SCRIPTED for a menu.
+        menu: whether the completions are those of a menu.
     """
     n, g, response = made.tokens.shape
     alive = jnp.repeat(seen.nodes.valid, g)
-    who, learnt = jnp.where(seen.frozen, FROZEN, source), jnp.ones(n, bool)
+    learns, frozen = (jnp.array(team.sources(f))[seen.nodes.model] for f in (False, True))
+    who, learnt = jnp.where(seen.frozen, frozen, learns), jnp.ones(n, bool)
+    if menu:
+        who = jnp.where(who == POLICY, MENU, who)
     if seen.expert is not None:
         who, learnt = jnp.where(seen.expert.answers, EXPERT, who), ~seen.expert.answers
         alive = alive & (made.length.reshape(-1) > 0)
@@ -490,7 +493,7 @@ def act(
         made = generate_nodes(spec, given.params, seen.sampled, keys, acting, branch.turn)
     if seen.expert is not None:
         made = with_experts(seen.expert, seen.nodes.valid, made)
-    steps = step_rows(given, seen, made, first.nodes, SCRIPTED if choices else POLICY)
+    steps = step_rows(spec.team, given, seen, made, first.nodes, bool(choices))
     stepped = joint_step(spec, place, seen, made, actions, earlier)
     moves = transition_rows(place, seen, stepped, actions, first, group, number)
     row = first.transitions + jnp.arange(f * len(actions)).reshape(f, -1)

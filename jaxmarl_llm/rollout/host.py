@@ -37,7 +37,7 @@ from jaxmarl_llm.rollout.tables import (
     replace_rewards,
     reward_row,
 )
-from jaxmarl_llm.types import FROZEN, POLICY, Params, Retrieval, Team, Tree
+from jaxmarl_llm.types import Params, Retrieval, Team, Tree
 
 
 class Record(NamedTuple):
@@ -195,7 +195,7 @@ class HostFrontier:
             ids = request.prompt_ids
             self.rows.nodes.append(NodeRow(ids, seat.role, request.model, live.task, self.turn, live.parent))
             learns = self._next.player(live.task, seat.role, self.turn) < self._team.roles[seat.role].learning
-            source = POLICY if learns else FROZEN
+            source = self._team.sources(frozen=not learns)[request.model]
             for action, logprobs in completions:
                 self.rows.steps.append(StepRow(node, action.ids, logprobs, action.truncated, source))
                 self.records.append(Record(role, prompt, action))

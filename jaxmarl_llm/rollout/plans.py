@@ -252,7 +252,7 @@ def menu(choices: tuple[str, ...], turn: int = 0) -> Plan:
     """Every choice of a menu at one turn, each played to the end; one sample of each seat at other turns.
 
     Nobody samples the choices. The siblings of a node are the choices in their order, one each. The policy scores them
-    as it scores what it samples: under ``config.sampling``. Their ``source`` is ``SCRIPTED``. Where ``max_new_tokens``
+    as it scores what it samples: under ``config.sampling``. Their ``source`` is ``MENU``. Where ``max_new_tokens``
     has room, a choice ends with a stop id.
 
     Args:

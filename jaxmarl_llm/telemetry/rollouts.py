@@ -37,7 +37,7 @@ NAME = re.compile(r"step-(\d{8,18})\.jsonl\.zst")
 LEVEL = 3  # of compression
 MAX_TEXT = 2**30  # bytes of a file when it is decompressed
 WINDOW = 2**23  # largest window of a file that is read, in bytes
-SOURCES = ("policy", "frozen", "scripted", "expert")  # as `types` numbers them
+SOURCES = ("policy", "frozen", "scripted", "expert", "menu")  # as `types` numbers them
 # Values of ``Completion.why``, in the order in which they are decided.
 OPPONENT, EXPERT, NO_RETURN, GROUP_NOT_SELECTED = "opponent", "expert", "no_return", "group_not_selected"
 ROLE_NOT_TRAINABLE, NOT_DRAWN, TRAINED = "role_not_trainable", "not_drawn", "trained"

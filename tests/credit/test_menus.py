@@ -7,7 +7,7 @@ import pytest
 
 from jaxmarl_llm.credit.menus import MenuRelative, menu_advantage, menu_shares, policy_choices
 from jaxmarl_llm.credit.rules import GroupRelative, Signal
-from jaxmarl_llm.types import POLICY, SCRIPTED, Counts, Nodes, Retrieval, Steps, Transitions, Tree
+from jaxmarl_llm.types import MENU, POLICY, Counts, Nodes, Retrieval, Steps, Transitions, Tree
 
 
 def table(rng, nodes=5, most=5):
@@ -78,7 +78,7 @@ def tree(source, logprob):
 def test_alike_is_the_mean_over_siblings_and_samples_have_no_advantage():
     value = jnp.array([1.0, 0.0, 0.9, 0.7])
     signal = Signal(jnp.zeros((4, 1)), value=value, valid=jnp.ones(4, bool))
-    of = tree([SCRIPTED] * 4, [-1.0, -2.0, -3.0, -4.0])
+    of = tree([MENU] * 4, [-1.0, -2.0, -3.0, -4.0])
     plain = GroupRelative("node", "mean", "none")(of, signal)
     ours = MenuRelative()(of, signal)
     np.testing.assert_allclose(ours.advantage, plain.advantage, atol=1e-6)
@@ -90,7 +90,7 @@ def test_alike_is_the_mean_over_siblings_and_samples_have_no_advantage():
 
 def test_draws_have_the_probabilities_of_the_policy():
     probability = np.array([0.1, 0.2, 0.05, 0.15])  # half of the policy's mass is outside the menu
-    of = tree([SCRIPTED] * 4, np.log(probability).astype(np.float32))
+    of = tree([MENU] * 4, np.log(probability).astype(np.float32))
     drawn = jax.vmap(lambda key: policy_choices(key, of))(jax.random.split(jax.random.key(0), 4000))
     assert (np.asarray(drawn).sum(1) == 1).all()
     np.testing.assert_allclose(np.asarray(drawn).mean(0), 2 * probability, atol=0.03)

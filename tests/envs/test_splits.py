@@ -39,6 +39,7 @@ GENERATED = {
     "build": ({}, "query"),
     "facts": ({}, "facts"),
     "defer": ({}, "question"),
+    "debate": ({}, "trials"),
     "dispatch": ({}, "query"),
     "dispatch_solo": ({}, "query"),
     "relay_dispatch": ({}, "meaning"),
@@ -155,8 +156,11 @@ def prompts_of(environment):
 
 
 def test_every_generated_environment_is_looked_at():
-    """Prompts of a maze do not show where the team began, and those of consult and facts a part of the task."""
-    assert {*CONTENT, "maze", "maze_text", "consult", "facts"} == set(GENERATED)
+    """Prompts of a maze do not show where the team began, and those of consult and facts a part of the task.
+
+    Debate has no demonstrations.
+    """
+    assert {*CONTENT, "maze", "maze_text", "consult", "facts", "debate"} == set(GENERATED)
 
 
 @pytest.mark.parametrize("name", CONTENT)

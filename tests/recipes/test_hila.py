@@ -14,7 +14,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import hila
 from jaxmarl_llm.rollout.array import make_rollout
 from jaxmarl_llm.training.config import SFT
-from jaxmarl_llm.types import EXPERT, POLICY, SCRIPTED
+from jaxmarl_llm.types import EXPERT, MENU, POLICY
 from tests.recipes.test_fidelity import Table
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
@@ -39,7 +39,7 @@ def test_golden_advantages():
         table.move([k], 0, 0, -1, {name: {0: value} for name, value in pay.items()})
     table.act(0, 1, 0, **RIGHT)
     tree = table.tree()
-    source = np.where(np.arange(len(tree.steps.source)) < K, SCRIPTED, POLICY)
+    source = np.where(np.arange(len(tree.steps.source)) < K, MENU, POLICY)
     table.tree = lambda: tree.replace(steps=tree.steps.replace(source=source))
     returns, advantage = table.credit(hila.rule(CONFIG), **CONFIG.reward)
     np.testing.assert_allclose(returns, [1, 0, 0.9, 0.7, 1], atol=1e-6)
@@ -69,8 +69,8 @@ def test_choices_are_trained_and_experts_imitated_where_the_policy_defers(step):
     assert (credited.valid[choice] == ~silent).all() and tree.counts.invalid == silent.sum()
     selected = hila.menus(credited, B)
     trained = credited.valid & np.asarray(selected)[credited.group] & (steps.source != EXPERT)
-    assert set(steps.source[trained]) == {SCRIPTED} and (nodes.role[steps.node[trained]] == 0).all()
-    menu = credited.valid & (steps.source == SCRIPTED)
+    assert set(steps.source[trained]) == {MENU} and (nodes.role[steps.node[trained]] == 0).all()
+    menu = credited.valid & (steps.source == MENU)
     for n in np.unique(steps.node[menu]):
         of = menu & (steps.node == n)
         np.testing.assert_allclose(
@@ -85,7 +85,7 @@ def test_choices_are_trained_and_experts_imitated_where_the_policy_defers(step):
     assert not rates[steps.source != EXPERT].any() and not rates[expert[silent]].any()
     chance = np.exp(steps.logprobs[:, 0])
     for row, k in zip(expert[~silent], choice[~silent]):
-        share = chance[k] / chance[(steps.node == steps.node[k]) & (steps.source == SCRIPTED)].sum()
+        share = chance[k] / chance[(steps.node == steps.node[k]) & (steps.source == MENU)].sum()
         assert rates[row] / 400 == pytest.approx(share, abs=0.1)
 
 

@@ -13,7 +13,8 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.array import make_rollout, segments
 from jaxmarl_llm.rollout.plans import flat, menu
-from jaxmarl_llm.types import EXPERT, POLICY, SCRIPTED
+from jaxmarl_llm.types import EXPERT, POLICY
+from jaxmarl_llm.types import MENU as FROM_MENU
 from tests import toys
 
 B, K = 3, 4
@@ -51,7 +52,7 @@ def rows(tree, turn):
 
 def test_the_siblings_of_a_node_are_the_menu(played):
     steps, at = played.steps, rows(played, 1)
-    assert (steps.source[at] == SCRIPTED).all() and steps.valid[at].all() and len(at) == B * len(CHOICES)
+    assert (steps.source[at] == FROM_MENU).all() and steps.valid[at].all() and len(at) == B * len(CHOICES)
     for row, choice in zip(at, CHOICES * B):
         ids = [*choice.encode(), EOS][:3]  # the last one has no room for eos
         assert steps.tokens[row, : steps.length[row]].tolist() == ids
