@@ -4,7 +4,7 @@ Speakers and meta-roles are scripted: these are claims about the loop of debates
 language model in it. Nothing is trained. Arms have the same tasks and first answers, seed by seed.
 
 - ``edited``: 12 debates, each with a reflection and an edit, from the complete graph with weights of 1.
-- ``withheld``: the same, but act sees ... in place of every reflection. It then takes the first speaker for the leader.
+- ``withheld``: the same, but act sees ... in place of every reflection. It then keeps the graph, as its script says.
 - ``complete``, ``ring``: fixed graphs. The ring is the best of the 12 rings for all trials of the seed.
 
 A figure is the share of trial questions whose vote is right, over 256 held-out tasks of 16 trials. Trial questions are

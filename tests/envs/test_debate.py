@@ -222,6 +222,8 @@ def golden_twin(shown):
             return ""
         to = min((j for j in trust if j != of[0]), key=lambda j: (-weight[of[0], j], j))
         return f"{'-' if wrong else '+'}{of[0]}{to}"
+    if not {"+", "-"} & set(memory[::7]):
+        return "k"
     leader = min(trust, key=lambda i: (-trust[i], i))
     for i, j in pairs:
         if i != leader and weight[i, j] > 1:

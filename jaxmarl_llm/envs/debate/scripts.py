@@ -8,7 +8,8 @@ Where none was wrong, it says that the heaviest edge of the most trusted speaker
 and a speaker that nobody hears does not. Where nobody hears anybody, the completion is empty, which is unclear.
 
 The leader of act is the most trusted speaker, of equal ones the first. Its edit is the first that there is of these. Of
-equal ones the edge that prompts show first counts. Where there is none, act keeps the graph.
+equal ones the edge that prompts show first counts. Where there is none, act keeps the graph. So it does where its prompt
+shows no reflection.
 
 1. Drop an edge of another speaker that is heavier than 1.
 2. Give an edge of the leader weight 9, or add it with weight 9.
@@ -52,10 +53,13 @@ def scripts(config: Config) -> dict[str, Script]:
     def weights(digits: Array) -> Int[Array, "S S"]:
         return jnp.zeros((speakers, speakers), jnp.int32).at[np.nonzero(others)].set(digits - ZERO)
 
+    def signs(memory: Array) -> Int[Array, " Q"]:
+        first = memory.reshape(-1, ENTRY)[:, 0]
+        return (first == ord("+")).astype(jnp.int32) - (first == ord("-"))
+
     def trust(memory: Array) -> Int[Array, " S"]:
         entries = memory.reshape(-1, ENTRY)[:, :REFLECTION]
-        sign = (entries[:, 0] == ord("+")).astype(jnp.int32) - (entries[:, 0] == ord("-"))
-        return (sign[:, None] * jax.nn.one_hot(entries[:, 1] - ZERO - 1, speakers, dtype=jnp.int32)).sum(0)
+        return (signs(memory)[:, None] * jax.nn.one_hot(entries[:, 1] - ZERO - 1, speakers, dtype=jnp.int32)).sum(0)
 
     def said(*tokens: Array | int) -> Int[Array, " R"]:
         row = jnp.stack([jnp.asarray(x, jnp.int32) for x in tokens])
@@ -85,7 +89,8 @@ def scripts(config: Config) -> dict[str, Script]:
         edge = (ZERO + 1 + start, ZERO + 1 + to)
         sets = said(jnp.where(graph[start, to] == 0, ord("a"), ord("w")), *edge, ZERO + MOST_WEIGHT)
         text = jnp.where(leads[start], sets, said(ord("d"), *edge))
-        return jnp.where(urgent.max() > 0, text, said(encoded("k")[0]))
+        edits = signs(memory).any() & (urgent.max() > 0)
+        return jnp.where(edits, text, said(encoded("k")[0]))
 
     return dict(zip(ROLES, (reflect, act), strict=True))
 
