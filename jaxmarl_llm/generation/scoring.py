@@ -39,7 +39,7 @@ def fused_head(policy: Policy, variables: Params, sampling: Sampling) -> Head | 
 def score_hidden(
     policy: Policy,
     variables: Params,
-    hidden: Float[Array, "N G R D"],
+    hidden: Float[jax.Array, "N G R D"],
     completions: Int[Array, "N G R"],
     sampling: Sampling,
 ) -> tuple[Float[jax.Array, "N G R"], Float[jax.Array, "N G R"]]:
