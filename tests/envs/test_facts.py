@@ -477,3 +477,16 @@ def test_bad_configurations(bad, message):
     with pytest.raises(ConfigError, match=message) as error:
         EnvConfig("facts", bad).check("config.env")
     assert "\n" not in str(error.value)
+
+
+KEPT = [("01", [3, 5], True), ("00", [3], False), ("0019", [3, 5], False), ("10", [5, 3], True), ("0x", [], False)]
+
+
+@pytest.mark.parametrize("said, places, proper", KEPT, ids=[said for said, *_ in KEPT])
+def test_what_a_selector_keeps(said, places, proper):
+    """Repeated ids and ids of no document are kept once or not at all; a character that is no digit keeps nothing."""
+    words, length = encode([(said, True)])
+    got = pipeline.select(
+        SETTINGS, jnp.array([3, 5, -1, -1, -1, -1]), jnp.array(words[0]), jnp.bool_(True), length[0, 0] - 1
+    )
+    assert [place for place in got.places.tolist() if place >= 0] == places and bool(got.proper) == proper

@@ -85,11 +85,7 @@ class Settings:
     distractors: int = 2  # of them that no query returned
     kept: int = 2  # facts that the generator reads, at most
     answer_length: int = 2  # characters of an answer that is not too long
-    penalties: tuple[float, float, float] = (
-        0.5,
-        1.0,
-        1.0,
-    )  # of a completion out of form: rewriter, selector, generator
+    penalties: tuple[float, float, float] = (0.5, 1.0, 1.0)  # of each role, for a completion out of form
     # Probabilities of mistakes in demonstrations.
     hop_error_rate: float = 0.4  # the second query of a question with two hops is missing
     broad_rate: float = 0.2  # the first query is the entity alone
