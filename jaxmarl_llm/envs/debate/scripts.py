@@ -8,7 +8,7 @@ Where none was wrong, it says that the heaviest edge of the most trusted speaker
 and a speaker that nobody hears does not. Where nobody hears anybody, the completion is empty, which is unclear.
 
 The leader of act is the most trusted speaker, of equal ones the first. Its edit is the first that there is of these. Of
-equal ones the edge that prompts show first counts. Where there is none, or the prompt shows no reflection, act keeps the
+equal ones the edge that prompts show first counts. Where there is none, or no reflection in the prompt, act keeps the
 graph.
 
 1. Drop an edge of another speaker that is heavier than 1.
