@@ -72,10 +72,17 @@ class Driver(TracedDriver):
         return super().play(step, state, params, tasks, key, assignment)
 
     def lay_out(
-        self, step: TrainStep, tree: Tree, played: None, advantage: Array, trained: Array, targets: Mapping[str, Any]
+        self,
+        step: TrainStep,
+        tree: Tree,
+        played: None,
+        advantage: Array,
+        trained: Array,
+        targets: Mapping[str, Any],
+        imitation: Array | None = None,
     ) -> dict[str, list[Batch]]:
         """Micro-batches of base trajectories alone."""
-        whole = super().lay_out(step, tree, played, advantage, trained, targets)
+        whole = super().lay_out(step, tree, played, advantage, trained, targets, imitation)
         out: dict[str, list[Batch]] = {}
         for name, batches in whole.items():
             roles = {r for r, role in enumerate(step.team.roles) if name in role.players}

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.decoding import Completions
+from jaxmarl_llm.types import Array
 
 
 class Experts(NamedTuple):
@@ -56,7 +57,7 @@ def experts_of(env: ArrayEnv, seen: Observation, response: int) -> Experts | Non
     return Experts(length >= 0, tokens, jnp.maximum(length, 0))
 
 
-def with_experts(experts: Experts, valid: Bool[jax.Array, " N"], made: Completions) -> Completions:
+def with_experts(experts: Experts, valid: Bool[Array, " N"], made: Completions) -> Completions:
     """Completions of nodes, with the answers of experts in their place. The log-probs of answers are 0.
 
     Args:

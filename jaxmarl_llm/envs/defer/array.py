@@ -122,8 +122,7 @@ def entry_length(config: Config) -> int:
     return prompt_length(config) + RESPONSE + 1
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """An episode so far.
 
     Attributes:
@@ -168,14 +167,14 @@ def make(config: Config) -> ArrayEnv:
 
 def reset(config: Config, key: Array, task: Mapping[str, Array]) -> State:
     """The first state of an episode on ``task``, one row of `make_tasks`."""
-    task = jax.tree.map(jnp.int32, dict(task))
+    own = jax.tree.map(jnp.int32, dict(task))
     luck, other, voice = (jax.random.fold_in(key, stream) for stream in range(3))
-    chance = jnp.array([config.peer_1, config.peer_2, config.creator, config.expert])[:, task["type"]]
+    chance = jnp.array([config.peer_1, config.peer_2, config.creator, config.expert])[:, own["type"]]
     right = jax.random.uniform(luck, (len(CHOICES),)) < chance
-    wrong = (task["answer"] + jax.random.randint(other, (), 1, 10)) % 10
-    told = jnp.where(right[DEFER], task["answer"], wrong)
+    wrong = (own["answer"] + jax.random.randint(other, (), 1, 10)) % 10
+    told = jnp.where(right[DEFER], own["answer"], wrong)
     silent = jax.random.uniform(voice) < config.silent
-    return State(task, jnp.int32(0), right, told, silent, jnp.bool_(False), jnp.bool_(False))
+    return State(own, jnp.int32(0), right, told, silent, jnp.bool_(False), jnp.bool_(False))
 
 
 def observe(config: Config, state: State) -> Observation:
