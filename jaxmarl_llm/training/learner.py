@@ -369,7 +369,7 @@ def optimize(
             gaps.append(scored.gap)
             if epoch == 0:
                 logprobs.append(scored.logprobs)
-        total = {k: sum(m[k] for m in totals if k in m) for k in {k: None for m in totals for k in m}}
+        total = {k: sum(m[k] for m in totals) for k in totals[0]}
         own, opt_state, norm, fine = sharding.settle(learner.apply(own, opt_state, gradient, total["loss"]))
         ok = ok * fine
         if report is not None:

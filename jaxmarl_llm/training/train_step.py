@@ -419,8 +419,7 @@ class TrainStep:
             trained = self.trained(driver, credited, selected, tree, key, rl_step)
         with driver.stage("update", "update"):
             imitation = self.imitation(driver, tree, key, rl_step)
-            more = {} if imitation is None else {"imitation": imitation}
-            batches = driver.lay_out(self, tree, played, credited.advantage, trained, targets, **more)
+            batches = driver.lay_out(self, tree, played, credited.advantage, trained, targets, imitation)
             state, updated = self.updated(driver, state, batches)
         metrics |= {f"critic/{name}/loss": m["value_loss"] for name, m in updated.items() if "value_loss" in m}
         if algorithm.memory is not None:

@@ -151,7 +151,7 @@ def test_roles_learn_in_turn():
 def test_only_steps_of_the_role_in_turn_are_trained(share, tmp_path, monkeypatch):
     seen = []
 
-    def lay_out(driver, step, tree, played, advantage, trained, targets):
+    def lay_out(driver, step, tree, played, advantage, trained, targets, imitation):
         seen.append((tree.nodes.role[tree.steps.node], trained, tree.steps.valid))
         return {}  # nothing is updated
 

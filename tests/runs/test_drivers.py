@@ -195,9 +195,9 @@ def test_fit_and_a_compiled_run_take_the_same_steps(name, tmp_path):
 class SameLayout(HostDriver):
     """A host driver that lays updates out as a compiled run does: every completion takes part."""
 
-    def lay_out(self, step, tree, played, advantage, trained, targets):
+    def lay_out(self, step, tree, played, advantage, trained, targets, imitation):
         arrays = jax.tree.map(jnp.asarray, (tree, advantage, trained))
-        stacks = TracedDriver(self.seed).lay_out(step, arrays[0], None, *arrays[1:], targets)
+        stacks = TracedDriver(self.seed).lay_out(step, arrays[0], None, *arrays[1:], targets, imitation)
         return {name: [part for stack in some for part in apart_again(stack)] for name, some in stacks.items()}
 
 
