@@ -26,8 +26,8 @@ deferred questions alone. Changed: peers and expert are functions with planted a
 all types. HILA composes its batches of groups with equal and mixed answers, 1 to 3. The outer loop runs in every step,
 on the answers of that step. Left out: an expert behind an endpoint; the expert is a function of the environment.
 
-Claims of the inner loop are stated, and their run is not recorded yet. Nothing is claimed of the outer loop: whether
-deferral falls is not calibrated.
+Measured on `defer` (docs/systems.md): the return of the choices is above that of the best fixed one. They are not the
+oracle's on all types in every seed. Nothing is claimed of the outer loop: whether deferral falls is not calibrated.
 `experiments.studies.defer_bounds` computes the best choices.
 """
 
