@@ -32,13 +32,28 @@ def values(kind, default):
     return [value for member in args for value in values(member, None)] if type(None) in args else []
 
 
+def fields(config, path=""):
+    """(key, value) of every field of a Config and of the Configs in it."""
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        key, kind = path + field.name, hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from fields(kind, key + ".")
+        else:
+            yield from ((key, value) for value in [*values(kind, field.default), WRONG])
+
+
 def cases():
     for name in MODULES:
-        config = EnvConfig(name).module.Config
-        hints = typing.get_type_hints(config)
-        for field in dataclasses.fields(config):
-            for value in [*values(hints[field.name], field.default), WRONG]:
-                yield pytest.param(name, field.name, value, id=f"{name}-{field.name}-{str(value)[:12]}")
+        for key, value in fields(EnvConfig(name).module.Config):
+            yield pytest.param(name, key, value, id=f"{name}-{key}-{str(value)[:12]}")
+
+
+def nested(key, value):
+    """Arguments of a Config in which ``key``, parts joined by dots, has this value."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
 
 
 def refusal(name, **args):
@@ -52,14 +67,16 @@ def refusal(name, **args):
 
 @pytest.mark.parametrize(("name", "field", "value"), [*cases()])
 def test_a_value_is_refused_by_its_full_key_or_works(name, field, value):
-    start, message = time.monotonic(), refusal(name, **{field: value})
+    start, message = time.monotonic(), refusal(name, **nested(field, value))
     if message is not None:
-        assert re.match(rf"{re.escape(ARGS)}\.{field}(\.\d+)*: (expected .*, got|unknown value) ", message), message
+        assert re.match(
+            rf"{re.escape(ARGS)}\.{re.escape(field)}(\.\d+)*: (expected .*, got|unknown value) ", message
+        ), message
         assert "\n" not in message
     else:
         assert value is not WRONG and not math.isnan(value if isinstance(value, float) else 0.0)
         module = EnvConfig(name).module
-        config = from_dict(module.Config, {**BASE.get(name, {}), field: value}, ARGS)
+        config = from_dict(module.Config, {**BASE.get(name, {}), **nested(field, value)}, ARGS)
         env = module.make(config)
         if isinstance(env, ArrayEnv):
             tasks = module.make_tasks(config, config.seed, 4)
