@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jaxmarl_llm.agents.team import TeamConfig
 from jaxmarl_llm.config import ROW_LIMIT, at_least
 from jaxmarl_llm.credit.assign import Credit, standard_rule
-from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.envs.contract import Environment, roles_of
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
@@ -74,15 +74,16 @@ def no_update(step: TrainStep, driver: Driver, state: TrainState, batches: Mappi
     return state, {}
 
 
-def algorithm(cfg: Config) -> Algorithm:
-    """Rewards are logged, and no role learns. ``cfg``: the configuration."""
+def algorithm(cfg: Config, env: Environment | None = None) -> Algorithm:
+    """Rewards are logged, and no role learns. ``env``: an environment in place of the one that ``cfg`` names."""
+    roles = roles_of(cfg.env.environment() if env is None else env)
 
     def nobody(rl_step: Step) -> Array:
-        return jnp.zeros(2, bool)
+        return jnp.zeros(len(roles), bool)
 
     return Algorithm(standard_rule(cfg.credit), cfg.reward, trainable_roles=nobody, update=no_update)
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
-    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg, env), env=env)
