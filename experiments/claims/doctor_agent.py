@@ -1,6 +1,6 @@
 """DoctorAgent-RL on `consult`: right diagnoses and turns against imitation, and questions without turn rewards.
 
-Arms begin with the same parameters, as lanes of one program.
+Arms begin with the same parameters. The first three share stage 0.
 
 - ``imitated``: after stage 0.
 - ``trained``: budgets of 2 to 6 turns.
@@ -33,9 +33,10 @@ import numpy as np
 
 from experiments.claims import Claim, Finding, arms, minus
 from experiments.configs.doctor_agent import fixed, tiny
+from experiments.studies.phase_runs import stage
 from jaxmarl_llm.envs.consult.array import TURN_LIMIT
 from jaxmarl_llm.recipes.doctor_agent import TURN_REWARDS, Config, algorithm, make
-from jaxmarl_llm.runs.compiled import make_evaluation, make_program, task_data
+from jaxmarl_llm.runs.compiled import make_evaluation, task_data
 from jaxmarl_llm.runs.phases import with_algorithm
 from jaxmarl_llm.training.drivers import RunData
 from jaxmarl_llm.types import Params
@@ -89,21 +90,23 @@ def train(cfg: Config, seeds: list[int]) -> tuple[dict[str, Params], RunData]:
         cfg: the configuration of ``trained``.
         seeds: one lane of each arm has each seed.
     """
-    recipe, n, which = make(cfg), len(seeds), jnp.array(seeds)
-    own, four = task_data(recipe, seeds), task_data(make(replace(cfg, env=fixed().env)), seeds)
+    recipe, short, which = make(cfg), make(replace(cfg, env=fixed().env)), jnp.array(seeds)
+    own, four = task_data(recipe, seeds), task_data(short, seeds)
     four = four._replace(held_out=own.held_out, demonstrations=_widened(four.demonstrations, own.demonstrations))
-
-    def one(seed: jax.Array, weight: jax.Array, data: RunData) -> Params:
-        weights = {k: weight * w if k in TURN_REWARDS else w for k, w in cfg.reward.items()}
-        weighed = replace(algorithm(cfg), reward=lambda step: weights)
-        return make_program(with_algorithm(recipe, weighed)).run(seed, data)[0].params
-
-    every = jax.tree.map(lambda *x: np.concatenate(x), own, own, four)
-    params = jax.jit(jax.vmap(one))(jnp.tile(which, 3), jnp.repeat(jnp.array([1.0, 0.0, 1.0]), n), every)
-    untrained = jax.jit(jax.vmap(make_program(make(replace(cfg, steps=0))).run))(which, own)[0].params
-    names = ("trained", "no turn rewards", "fixed")
-    lanes = {name: jax.tree.map(lambda x, i=i: x[i * n : i * n + n], params) for i, name in enumerate(names)}
-    return {"imitated": untrained, **lanes}, own
+    imitation, learning = recipe.phases
+    start, imitate = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(which), stage(recipe, imitation)
+    begin = jax.jit(jax.vmap(lambda state: recipe.begin(learning, state)))
+    taught, taught_four = (imitate(which, data, start, jnp.arange(cfg.sft.steps)) for data in (own, four))
+    weights = {k: 0.0 if k in TURN_REWARDS else w for k, w in cfg.reward.items()}
+    unpaid = with_algorithm(recipe, replace(algorithm(cfg), reward=lambda step: weights))
+    reinforce, reinforce_unpaid = stage(recipe, learning), stage(unpaid, unpaid.phases[-1])
+    steps = jnp.arange(cfg.steps)
+    return {
+        "imitated": taught.params,
+        "trained": reinforce(which, own, begin(taught), steps).params,
+        "no turn rewards": reinforce_unpaid(which, own, begin(taught), steps).params,
+        "fixed": reinforce(which, four, begin(taught_four), steps).params,
+    }, own
 
 
 def _widened(some: Mapping, like: Mapping) -> dict:
