@@ -29,31 +29,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.config import at_least, from_dict, one_of, to_dict
-from jaxmarl_llm.credit.assign import Credited, assign
-from jaxmarl_llm.credit.rules import Sizes
 from jaxmarl_llm.credit.selection import same_parent_pairs
 from jaxmarl_llm.distributed import processes
-from jaxmarl_llm.distributed.sharding import to_host
 from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.rollout.env_runner import Demonstrations, RolloutResult
-from jaxmarl_llm.rollout.keys import TASKS, stream
+from jaxmarl_llm.rollout.env_runner import Demonstrations
 from jaxmarl_llm.rollout.plans import Plan, product
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.storage import dataset as offline
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.telemetry.report import episodes_markdown
+from jaxmarl_llm.training import harvest
 from jaxmarl_llm.training.config import BaseConfig, Offline
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate, majority
 from jaxmarl_llm.training.learner import Learner, make_learner
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.order import shuffled
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
 from jaxmarl_llm.training.train_step import Driver
-from jaxmarl_llm.types import Team, TrainState
+from jaxmarl_llm.types import TrainState
 
 ROLES = ("generator", "verifier", "refiner")
 PREFER = ROLES[1:]  # learn by DPO
@@ -93,30 +89,6 @@ class Config(BaseConfig):
             raise ConfigError(f"{path}: expected no past policies and no critic: nothing is played while they learn")
 
 
-def gather(team: Team, played: RolloutResult, credited: Credited) -> offline.Tables:
-    """Tables of each role: its nodes and its steps of known value.
-
-    prompt [N P], prompt_length and task [N], node [C] into those, tokens [C R], length and value [C]. ``credited``:
-    values of the rollout ``played`` by ``team``.
-    """
-    nodes, steps = played.tree.nodes, played.tree.steps
-    out: offline.Tables = {}
-    for index, role in enumerate(team.roles):
-        rows = np.flatnonzero(credited.valid & (nodes.role[steps.node] == index))
-        own, node = np.unique(steps.node[rows], return_inverse=True)
-        table = {
-            "prompt": nodes.tokens[own],
-            "prompt_length": nodes.length[own],
-            "task": nodes.task[own],
-            "node": node.astype(np.int32),
-            "tokens": steps.tokens[rows],
-            "length": steps.length[rows],
-            "value": credited.returns[rows],
-        }
-        out[role.name] = {name: np.asarray(column) for name, column in table.items()}
-    return out
-
-
 def labelled(cfg: Config, tables: offline.Tables) -> offline.Tables:
     """Add to ``tables`` ``label`` [C], value above ``cfg.threshold``, and ``pairs`` [K 2] (positive, negative)."""
     out = {}
@@ -127,12 +99,6 @@ def labelled(cfg: Config, tables: offline.Tables) -> offline.Tables:
         pairs = same_parent_pairs(table["node"], label, np.ones(len(label), bool))
         out[role] = {**table, "label": label, "pairs": pairs.astype(np.int32)}
     return out
-
-
-def samples(table: Mapping[str, np.ndarray], rows: np.ndarray) -> Demonstrations:
-    """``rows`` of a table's steps: [n], or [n G] where the G of a row share a prompt."""
-    node, said = table["node"][rows if rows.ndim == 1 else rows[:, 0]], table["tokens"][rows]
-    return Demonstrations(table["prompt"][node], table["prompt_length"][node], said, table["length"][rows])
 
 
 def source(cfg: Config) -> dict[str, Any]:
@@ -162,8 +128,9 @@ def from_tables(tables: offline.Tables) -> Data:
         sizes = len(t["task"]), len(t["node"]), t["label"].sum(), len(t["pairs"])
         rows = dict(zip(("nodes", "steps", "positive", "pairs"), sizes, strict=True))
         counts |= {f"data/{role}/{key}": float(value) for key, value in rows.items()}
-    positive = {role: samples(t, np.flatnonzero(t["label"])) for role, t in tables.items()}
-    return Data(positive, {role: samples(tables[role], tables[role]["pairs"]) for role in PREFER}, counts)
+    positive = {role: harvest.demonstrations(t, np.flatnonzero(t["label"])) for role, t in tables.items()}
+    pairs = {role: harvest.demonstrations(tables[role], tables[role]["pairs"]) for role in PREFER}
+    return Data(positive, pairs, counts)
 
 
 def make_plan(cfg: Config) -> Plan:
@@ -192,19 +159,11 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
 
     def sample(state: TrainState) -> offline.Tables:
         """The whole tree of every task, labelled."""
-        count = cfg.tasks or env_runner.size
-        tasks = shuffled(stream(cfg.seed, TASKS), env_runner.size, 0, count).tolist()
-        now, parts = int(state.step), []
-        for k, start in enumerate(range(0, len(tasks), cfg.batch)):
-            part, key = tasks[start : start + cfg.batch], jax.random.fold_in(jax.random.fold_in(state.key, now), k)
-            played = env_runner.play(team, state.params, state.memory, part, plan, key, cfg.sampling, None, version=now)
-            sizes = Sizes(env_runner.env.max_turns, len(part), len(team.roles))
-            credited = to_host(assign(rule, played.tree, weights=cfg.reward, sizes=sizes))
+        parts, count = [], cfg.tasks or env_runner.size
+        for played, credited in harvest.play_once(cfg, env_runner, team, state, plan, rule, count):
             latest.update(played=played, credited=credited, selected=credited.stats.count > 0)
-            parts.append(gather(team, played, credited))
-        return labelled(
-            cfg, {role.name: offline.joined([p[role.name] for p in parts], cfg.batch) for role in team.roles}
-        )
+            parts.append(harvest.role_tables(team, played.tree, credited.valid, {"value": credited.returns}))
+        return labelled(cfg, {role: offline.joined([p[role] for p in parts], cfg.batch) for role in parts[0]})
 
     def dataset(state: TrainState, logger: Logger) -> Data:
         """The data set in memory or on disk; sampled by the policy that stage 0 ends with, and by no other."""

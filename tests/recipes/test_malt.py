@@ -27,7 +27,7 @@ from jaxmarl_llm.storage import dataset as offline
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import evaluation as diagnose
-from jaxmarl_llm.training import step_metrics
+from jaxmarl_llm.training import harvest, step_metrics
 from jaxmarl_llm.training.config import SFT, Offline, RunConfig
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.losses import Loss
@@ -83,7 +83,7 @@ def tree_of(tasks):
 def tables_of(tasks, cfg=malt.Config()):
     tree = tree_of(tasks)
     credited = jax.device_get(assign(cfg.credit, tree, weights=(("accuracy", 1.0),), sizes=Sizes(3, 8, 3)))
-    return malt.labelled(cfg, malt.gather(TEAM, RolloutResult(tree, str, str, [], None), credited))
+    return malt.labelled(cfg, harvest.role_tables(TEAM, tree, credited.valid, {"value": credited.returns}))
 
 
 def full(leaves):
@@ -164,7 +164,7 @@ def test_ragged_trees_equal_the_slow_twin(tasks):
         np.testing.assert_array_equal(parents[:, 0], parents[:, 1])
         assert table["label"][table["pairs"][:, 0]].all() and not table["label"][table["pairs"][:, 1]].any()
         np.testing.assert_array_equal(table["label"], table["value"] > 0.5)
-        pairs = malt.samples(table, table["pairs"])
+        pairs = harvest.demonstrations(table, table["pairs"])
         assert pairs.completions.shape == (len(table["pairs"]), 2, 1)
     flat_values = {}
 
@@ -469,7 +469,7 @@ def test_roles_without_samples_stay_as_they_are():
     state, table = recipe().init(0), tables_of([full([["000"] * 3] * 3)])["refiner"]
     before = digests((state.params, state.opt_state))
     for rows, advantages in ((np.flatnonzero(table["label"]), (1.0,)), (table["pairs"], (1.0, -1.0))):
-        data = dict.fromkeys(ROLES, malt.samples(table, rows))
+        data = dict.fromkeys(ROLES, harvest.demonstrations(table, rows))
         driver = HostDriver(0, Logger(".", resume_step=None, total_steps=0, primary=False))
         state, updated = supervised_step(
             recipe().team, {}, Loss(), data, Offline(), driver, state, 0, advantages=advantages
