@@ -159,6 +159,29 @@ class HostModule(Protocol):
     def tasks(self, config: Any, /) -> Sequence[Any]: ...
 
 
+def _name(module: Any) -> str:
+    """How messages call the environment of ``module``."""
+    return f"environment {getattr(module, '__name__', repr(module))}"
+
+
+def made_by(module: Any, config: Any) -> ArrayEnv | HostEnv:
+    """What ``make`` of a module returns: the environment without its tasks.
+
+    Args:
+        module: An `ArrayModule` or a `HostModule`.
+        config: Its ``Config``, checked.
+
+    Raises:
+        ConfigError: The module has no ``make``, or ``make`` returns something else.
+    """
+    what = _name(module)
+    need(module, "make", what, "make(config) -> ArrayEnv or HostEnv")
+    made = trials.called(what, "make", lambda: module.make(config))
+    if not isinstance(made, (ArrayEnv, HostEnv)):
+        raise ConfigError(f"{what}: make(config) returned {type(made).__name__}, not an ArrayEnv or HostEnv")
+    return made
+
+
 def of_module(module: Any, config: Any, eval_tasks: int) -> Environment:
     """The environment of a module.
 
@@ -170,13 +193,9 @@ def of_module(module: Any, config: Any, eval_tasks: int) -> Environment:
     Raises:
         ConfigError: The module lacks a member.
     """
-    what = f"environment {getattr(module, '__name__', repr(module))}"
-    need(module, "make", what, "make(config) -> ArrayEnv or HostEnv")
-    made = trials.called(what, "make", lambda: module.make(config))
+    what, made = _name(module), made_by(module, config)
     if isinstance(made, ArrayEnv):
         return _of_array_module(module, config, eval_tasks, made, what)
-    if not isinstance(made, HostEnv):
-        raise ConfigError(f"{what}: make(config) returned {type(made).__name__}, not an ArrayEnv or HostEnv")
     need(module, "tasks", what, "tasks(config) -> sequence of tasks")
     named = ("with_memory", "strategy", "episode_metrics", "hears")
     optional: dict[str, Any] = {name: getattr(module, name) for name in named if hasattr(module, name)}

@@ -26,7 +26,7 @@ from jaxmarl_llm.config import (
     one_of,
     positive,
 )
-from jaxmarl_llm.envs.contract import Environment, check, need, of_module
+from jaxmarl_llm.envs.contract import Environment, check, made_by, need, of_module, roles_of
 from jaxmarl_llm.envs.protocols import PROTOCOLS
 from jaxmarl_llm.envs.trials import called
 from jaxmarl_llm.errors import ConfigError
@@ -123,6 +123,13 @@ class EnvConfig:
             return inspect.signature(function)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"config.env.name: {self.name}: {expected}: {error}") from None
+
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles of the environment. Where a module makes it, no task is drawn or read."""
+        module = self.module
+        if not isinstance(module, ModuleType):
+            return roles_of(self.environment())
+        return tuple(made_by(module, self.build()).roles)
 
     def environment(self, seed: int | None = None) -> Environment:
         """The environment with its tasks, tried on the first of them. ``seed``: see `build`."""

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxmarl_llm.agents.team import TeamConfig
 from jaxmarl_llm.config import at_least
 from jaxmarl_llm.credit.assign import Credit, standard_rule
-from jaxmarl_llm.envs.contract import Environment, need_roles, roles_of
+from jaxmarl_llm.envs.contract import Environment, need_roles
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, product
@@ -67,7 +67,7 @@ class Config(BaseConfig):
                 raise ConfigError(f"{path}.{name}: expected >= {least}{why}, got {getattr(self, name)}")
         if self.team.parameter_sharing == "shared":
             raise ConfigError(f"{path}.team.parameter_sharing: expected separate or lora: one role is always frozen")
-        need_roles(f"{path}.env", self.env.name, roles_of(self.env.environment()), ROLES)
+        need_roles(f"{path}.env", self.env.name, self.env.roles(), ROLES)
 
 
 def trainable_roles(cfg: Config) -> Callable[[Any], Any]:

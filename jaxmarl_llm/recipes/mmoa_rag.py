@@ -63,7 +63,7 @@ class Config(ActorCritic):
     def check(self, path: str) -> None:
         super().check(path)
         self.check_critic(path, ("head", "separate"))
-        need_roles(f"{path}.env", self.env.name, roles_of(self.env.environment()), NEEDED)
+        need_roles(f"{path}.env", self.env.name, self.env.roles(), NEEDED)
         if not self.trained_roles:
             raise ConfigError(f"{path}.trained_roles: expected one or several of {', '.join(NEEDED)}, got none")
         for role in self.trained_roles:
@@ -88,7 +88,7 @@ def make_plan(cfg: Config) -> Plan:
 
 def algorithm(cfg: Config, env: Environment | None = None) -> Algorithm:
     """Advantages from the critics of ``cfg.team``. ``env``: an environment in place of the one that ``cfg`` names."""
-    names = roles_of(cfg.env.environment() if env is None else env)
+    names = cfg.env.roles() if env is None else roles_of(env)
     return Algorithm(
         standard_rule(cfg.credit),
         cfg.reward,

@@ -76,7 +76,7 @@ def no_update(step: TrainStep, driver: Driver, state: TrainState, batches: Mappi
 
 def algorithm(cfg: Config, env: Environment | None = None) -> Algorithm:
     """Rewards are logged, and no role learns. ``env``: an environment in place of the one that ``cfg`` names."""
-    roles = roles_of(cfg.env.environment() if env is None else env)
+    roles = cfg.env.roles() if env is None else roles_of(env)
 
     def nobody(rl_step: Step) -> Array:
         return jnp.zeros(len(roles), bool)

@@ -39,7 +39,6 @@ from jaxmarl_llm.config import at_least
 from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.credit.selection import one_round
 from jaxmarl_llm.envs.contract import Environment, need_roles
-from jaxmarl_llm.envs.contract import roles_of as roles_of_environment
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
@@ -71,7 +70,7 @@ class Config(BaseConfig):
         super().check(path)
         at_least(f"{path}.group", self.group, 1)
         at_least(f"{path}.stage_one", self.stage_one, 0)
-        roles = roles_of(self)
+        roles = self.env.roles()
         need_roles(f"{path}.env", self.env.name, roles, NEEDED)
         if self.team.parameter_sharing == "shared":
             raise ConfigError(
@@ -82,14 +81,9 @@ class Config(BaseConfig):
             raise ConfigError(f"{path}.sft.steps: expected >= 1: nothing else teaches the role 'judge'")
 
 
-def roles_of(cfg: Config) -> tuple[str, ...]:
-    """Roles of the environment that ``cfg`` names."""
-    return roles_of_environment(cfg.env.environment())
-
-
 def trainable_roles(cfg: Config) -> Callable[[Any], Any]:
     """RL step -> which roles learn at it [A]: feedback always, conversation in stage 2 of ``cfg``, a judge never."""
-    names = roles_of(cfg)
+    names = cfg.env.roles()
     first, second = jnp.array([n == "feedback" for n in names]), jnp.array([n in NEEDED for n in names])
     return lambda step: jnp.where(step < cfg.stage_one, first, second)
 

@@ -73,11 +73,11 @@ def draw(rng: np.random.Generator, config: TaskConfig) -> Task:
     while True:
         entities = [LETTERS[i] for i in rng.permutation(len(LETTERS))[: config.entities]]
         relations = [DIGITS[i] for i in rng.permutation(len(DIGITS))[: config.relations]]
-        pairs = [entity + relation for entity in entities for relation in relations]
-        facts = []
-        for i in rng.permutation(len(pairs))[:FACTS]:
-            others = [entity for entity in entities if entity != pairs[i][0]]
-            facts.append(pairs[i] + others[rng.integers(len(others))])
+        subjects, named = np.divmod(rng.permutation(config.entities * config.relations)[:FACTS], config.relations)
+        objects = rng.integers(config.entities - 1, size=FACTS)
+        objects += objects >= subjects  # no fact leads back to its own entity
+        triples = zip(subjects.tolist(), named.tolist(), objects.tolist(), strict=True)
+        facts = [entities[i] + relations[k] + entities[j] for i, k, j in triples]
         paths = [path for first in facts for path in paths_from(facts, first, hops)]
         if paths:
             path = paths[rng.integers(len(paths))]
