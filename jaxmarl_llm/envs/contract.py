@@ -165,7 +165,7 @@ def _name(module: Any) -> str:
 
 
 def made_by(module: Any, config: Any) -> ArrayEnv | HostEnv:
-    """What ``make`` of a module returns: the environment without its tasks.
+    """Make the environment of a module, without its tasks.
 
     Args:
         module: An `ArrayModule` or a `HostModule`.
