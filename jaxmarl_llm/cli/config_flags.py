@@ -46,7 +46,7 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from jaxmarl_llm import config as config_lib
-from jaxmarl_llm.cli import catalogue, explain
+from jaxmarl_llm.cli import arguments, catalogue, explain
 from jaxmarl_llm.errors import ConfigError, RunError
 
 FLAGS = flags.FLAGS
@@ -119,11 +119,11 @@ def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
 def _parse(argv: Sequence[str], required: Sequence[str], about: str) -> tuple[Any, str | None]:
     """Parse the flags, as absl's ``flags_parser``. All input errors are found here, those cheapest to find first."""
     if any(arg in HELP for arg in argv[1:]):
-        print(_usage(about))
-        print(_explained(argv[1:]) if "config" in required else "")
+        arguments.show(_usage(about))
+        arguments.show(_explained(argv[1:]) if "config" in required else "")
         sys.exit(0)
     if any(arg in ("--list", "-list") for arg in argv[1:]):
-        print(catalogue.config_list())
+        arguments.show(catalogue.config_list())
         sys.exit(0)
     try:
         expanded = FLAGS.read_flags_from_files(list(argv[1:]))
@@ -144,7 +144,7 @@ def _parse(argv: Sequence[str], required: Sequence[str], about: str) -> tuple[An
             raise ConfigError(f"--{name}: required but not given ({FLAGS[name].help})")
     cfg = load(FLAGS.config, overrides) if FLAGS.config else None
     if FLAGS.print_config:
-        print("\n".join(f"{key} = {value!r}" for key, value in config_lib.flatten(cfg).items()))
+        arguments.show("\n".join(f"{key} = {value!r}" for key, value in config_lib.flatten(cfg).items()))
         sys.exit(0)
     if FLAGS.workdir:
         _check_workdir(FLAGS.workdir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -153,6 +154,15 @@ def test_list_prints_the_shipped_configurations(tmp_path):
     for words in (("--list",), ("train", "--list")):
         done = command("jaxmarl_llm", *words, folder=tmp_path)
         assert done.returncode == 0 and all(spec in done.stdout for spec in SHIPPED), done.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "--list", "train --list", "recipes"])
+def test_a_reader_that_ends_early_ends_the_command(words, tmp_path):
+    line = [sys.executable, "-m", "jaxmarl_llm", *words.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=env) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 0)
 
 
 WRONG = {
