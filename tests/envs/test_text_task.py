@@ -232,9 +232,9 @@ def raises(task, texts):
 
 LATER = {"first": "{q}", "second": "{q}"}
 BAD = {
-    "empty prompt": (lambda: TextTask(ROWS, {"a": "{q}", "b": " "}, exact), r"prompts\['b'\]: empty; expected text, or a"),
+    "empty prompt": (lambda: TextTask(ROWS, {"a": "{q}", "b": " "}, exact), r"prompts\['b'\]: empty; expected text"),
     "no number": (lambda: TextTask(ROWS, PROMPTS, lambda task, texts: {}), r"row \d+: reward: returned no number; exp"),
-    "no text": (lambda: TextTask(ROWS, PROMPTS, raises), r"KeyError: 'anwser'; it has to grade any text, here the empt"),
+    "no text": (lambda: TextTask(ROWS, PROMPTS, raises), r"KeyError: 'anwser'; it has to grade any text, here the em"),
     "no held-out rows": (lambda: TextTask({"train": ROWS, "test": []}, PROMPTS, exact), "held_out: no rows"),
     "arity": (lambda: TextTask(ROWS, PROMPTS, lambda texts: 1), r"reward: takes \(texts\), expected \(task, tex"),
     "no function": (lambda: TextTask(ROWS, PROMPTS, 3), "reward: expected a function of"),
