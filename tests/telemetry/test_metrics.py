@@ -172,6 +172,7 @@ def fake_wandb(monkeypatch, fails=False):
             calls.append(("finish",))
 
     module = types.ModuleType("wandb")
+    module.Table = lambda columns, data: ("table", columns, data)
     module.init = lambda **options: calls.append(("init", options)) or Run()
     monkeypatch.setitem(sys.modules, "wandb", module)
     return calls
@@ -182,6 +183,8 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     for resume in (None, 1):
         with make(tmp_path, resume, wandb_project="p") as logger:
             logger.log(5, {"a": 1.0, "b": math.nan})
+    opened = next(options for name, options in calls if name == "init")
+    assert (opened["project"], opened["name"], opened["config"], opened["tags"]) == ("p", tmp_path.name, {}, [])
     ids = [options["id"] for name, options in (c for c in calls if c[0] == "init")]
     assert len(ids) == 2 and ids[0] == ids[1] == (tmp_path / "wandb_id.txt").read_text().strip()
     logged = [call[1] for call in calls if call[0] == "log"]
