@@ -227,6 +227,8 @@ def _train(
                     final = recipe.evaluate(state)
                 best.see(final, step, functools.partial(save, state, True), last=True)
                 extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in final.items()}
+            if extra:
+                extra["count/held_out"] = float(recipe.env_runner.held_out_size)
             logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
             alarms.see(step, metrics)
             _check_numbers(cfg, step, bad, metrics, files.saver)

@@ -17,11 +17,11 @@ class Table(NamedTuple):
 
     Attributes:
         rows: Values in the order of `COLUMNS`, at most `LARGEST` rows.
-        count: Completions there were.
+        found: Completions there were.
     """
 
     rows: list[tuple[Any, ...]]
-    count: int
+    found: int
 
 
 def table_of(rows: Iterable[Row]) -> Table:
@@ -49,7 +49,7 @@ def markdown(table: Table) -> str:
         table: The table. A value that is None is unknown.
     """
     lines = [COLUMNS, ("---",) * len(COLUMNS), *([_cell(value) for value in row] for row in table.rows)]
-    left_out = f"\n\n{len(table.rows)} of {table.count} completions." if len(table.rows) < table.count else ""
+    left_out = f"\n\n{len(table.rows)} of {table.found} completions." if len(table.rows) < table.found else ""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + left_out
 
 

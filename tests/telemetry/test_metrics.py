@@ -510,6 +510,11 @@ def test_the_report_begins_with_what_the_run_reached(tmp_path):
     first, second = report(tmp_path / "mine", None)._suptitle.get_text().split("\n")
     assert first == "success on held-out tasks: 0.52 → 0.97"
     assert second.startswith("mine · recipe grpo · seed 3 · ")
+    rows[2]["count/held_out"] = 256.0
+    write_rows(tmp_path / "counted", rows)
+    first, _ = report(tmp_path / "counted", None)._suptitle.get_text().split("\n")
+    assert first == "success on 256 held-out tasks: 0.52 → 0.97 ± 0.02"  # 1.96 sqrt(0.969 * 0.031 / 256) = 0.0212
+    del rows[2]["count/held_out"]
     without = [{k: v for k, v in row.items() if not k.endswith("success")} for row in rows]
     write_rows(tmp_path / "other", without)
     assert report(tmp_path / "other", None)._suptitle.get_text().startswith("return on held-out tasks: 1.00 → 2.00\n")

@@ -257,6 +257,10 @@ def test_weights_and_biases_has_the_configuration_and_the_completions_of_each_ke
     assert not logged
 
 
+def test_an_evaluation_says_how_many_tasks_were_held_out(host):
+    assert [row.get("count/held_out") for row in read_metrics(host[0])] == [2.0, 2.0]  # before step 1, after step 2
+
+
 def test_rewards_are_by_role_and_component_and_unknown_where_they_are_invalid(straight, host):
     unknown = 0
     for rollout, (*_, result) in runs(straight, host):
