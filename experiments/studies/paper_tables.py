@@ -120,7 +120,7 @@ def play(workdir: str, samples: int, mesh: Sequence[str], best: bool) -> dict[st
         mesh: Devices along data, fsdp and tensor, as texts.
         best: Take the step that ``run.best`` kept, and not the newest.
     """
-    from jaxmarl_llm.cli.evaluate import open_run
+    from jaxmarl_llm.cli.trained_run import open_run
     from jaxmarl_llm.rollout.plans import flat
     from jaxmarl_llm.training.evaluation import held_out
 

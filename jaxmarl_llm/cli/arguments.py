@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -44,12 +45,27 @@ def run(parser: Parser, main: Callable[[Any], int | None], arguments: Sequence[s
         arguments: The command line without its program; None: that of this process.
     """
     try:
-        sys.exit(main(parser.parse_args(arguments)))
+        code = main(parser.parse_args(arguments))
+        sys.stdout.flush()
+        sys.exit(code)
     except ConfigError as error:
         end(str(error))
-    except BrokenPipeError:  # `| head` has read enough
-        sys.stderr.close()
-        sys.exit(0)
+    except BrokenPipeError:
+        _unread()
+
+
+def show(text: str) -> None:
+    """Print ``text``. Exit with code 0 where its reader has ended, as `| head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _unread()
+
+
+def _unread() -> NoReturn:
+    """Exit with code 0 where nobody reads the output any more. The interpreter's own flush at the exit is silent."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 def end(message: str) -> NoReturn:

@@ -20,12 +20,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from absl import logging
 from rich.console import Console
 from rich.text import Text
 
 from jaxmarl_llm.cli import arguments
-from jaxmarl_llm.cli.episodes import Show, TrainedTeam, play
+from jaxmarl_llm.cli.episodes import Show, TrainedTeam, play, printable
 from jaxmarl_llm.envs.contract import HostTask
 from jaxmarl_llm.envs.trials import in_words
 from jaxmarl_llm.errors import ConfigError
@@ -132,8 +131,7 @@ class Transcript(Show):
 
 
 def _plain(text: str) -> Text:
-    """``text`` without characters that control a terminal: a model may write any."""
-    return Text("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+    return Text(printable(text))
 
 
 def _typed() -> Iterator[str]:
@@ -181,7 +179,6 @@ if __name__ == "__main__":
     parser.add_argument("--say", metavar="FILE", help="lines of a file in place of the terminal")
     parser.add_argument("--prompts", action="store_true", help="show what every role reads")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples of the first line")
-    logging.set_verbosity(logging.ERROR)  # Orbax says that the folder is only read
     try:
         arguments.run(parser, main)
     except KeyboardInterrupt:

@@ -46,11 +46,12 @@ from absl import app, flags
 from ml_collections import ConfigDict
 
 from jaxmarl_llm import config as config_lib
-from jaxmarl_llm.cli import catalogue, explain
+from jaxmarl_llm.cli import arguments, catalogue, explain
 from jaxmarl_llm.errors import ConfigError, RunError
 
 FLAGS = flags.FLAGS
 HELP = ("-h", "-help", "--help", "--helpshort", "-?", "--?")
+OF_CONFIG = ("config", "list", "print_config")  # flags of commands that take a configuration
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 
 flags.DEFINE_string("config", None, "Shipped configuration NAME[:variant], or a config file FILE.py[:variant].")
@@ -59,14 +60,20 @@ flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, metrics, s
 flags.DEFINE_bool("print_config", False, "Print the resolved config and exit.")
 
 
-def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, required=("config", "workdir")) -> NoReturn:
+def run(
+    main: Callable[[Any, str | None, flags.FlagValues], int | None],
+    *,
+    required: Sequence[str] = ("config", "workdir"),
+    takes_config: bool = True,
+) -> NoReturn:
     """Parse the command line, build the config, and exit with what ``main(cfg, workdir, flags)`` returns.
 
     ``main`` is the entry point's function. ``cfg`` and ``workdir`` are None when they are neither required nor given.
     ``required`` names the flags that must be given; flags that the entry point defines itself may be among them. A
     ``ConfigError`` from ``main`` also ends with one line and exit code 2, a ``RunError`` with one line and exit code 1.
     An interrupt from the keyboard ends with one line and exit code 130. ``--help`` prints the docstring of main's
-    module and the flags.
+    module and the flags. ``takes_config``: False for a command whose configuration is that of a run. It refuses the
+    flags of a configuration, and its ``--help`` does not list them.
     """
 
     def enter(built: Any) -> int | None:
@@ -75,7 +82,9 @@ def run(main: Callable[[Any, str | None, flags.FlagValues], int | None], *, requ
 
     try:
         about = inspect.cleandoc(main.__globals__.get("__doc__") or "")
-        app.run(enter, flags_parser=functools.partial(_parse, required=required, about=about))
+        app.run(
+            enter, flags_parser=functools.partial(_parse, required=required, about=about, takes_config=takes_config)
+        )
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except RunError as error:
@@ -116,14 +125,16 @@ def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
     return config_lib.from_dict(cls, mapping)
 
 
-def _parse(argv: Sequence[str], required: Sequence[str], about: str) -> tuple[Any, str | None]:
+def _parse(
+    argv: Sequence[str], required: Sequence[str], about: str, takes_config: bool = True
+) -> tuple[Any, str | None]:
     """Parse the flags, as absl's ``flags_parser``. All input errors are found here, those cheapest to find first."""
     if any(arg in HELP for arg in argv[1:]):
-        print(_usage(about))
-        print(_explained(argv[1:]) if "config" in required else "")
+        arguments.show(_usage(about, takes_config))
+        arguments.show(_explained(argv[1:]) if "config" in required else "")
         sys.exit(0)
     if any(arg in ("--list", "-list") for arg in argv[1:]):
-        print(catalogue.config_list())
+        arguments.show(catalogue.config_list())
         sys.exit(0)
     try:
         expanded = FLAGS.read_flags_from_files(list(argv[1:]))
@@ -138,13 +149,15 @@ def _parse(argv: Sequence[str], required: Sequence[str], about: str) -> tuple[An
         raise ConfigError(str(error).removeprefix("ERROR:: ")) from None
     if positional:
         raise ConfigError(f"unexpected argument {positional[0]!r}; flags begin with --")
+    if not takes_config and (given := [name for name in OF_CONFIG if FLAGS[name].value] + ["config"] * bool(overrides)):
+        raise ConfigError(f"--{given[0]}: not a flag of this command; the configuration is that of the run")
     wanted = [name for name in required if name != "workdir" or not FLAGS.print_config]
     for name in wanted + ["config"] * bool(overrides or FLAGS.print_config):
         if FLAGS[name].value in (None, ""):
             raise ConfigError(f"--{name}: required but not given ({FLAGS[name].help})")
     cfg = load(FLAGS.config, overrides) if FLAGS.config else None
     if FLAGS.print_config:
-        print("\n".join(f"{key} = {value!r}" for key, value in config_lib.flatten(cfg).items()))
+        arguments.show("\n".join(f"{key} = {value!r}" for key, value in config_lib.flatten(cfg).items()))
         sys.exit(0)
     if FLAGS.workdir:
         _check_workdir(FLAGS.workdir)
@@ -156,10 +169,17 @@ def given_overrides() -> list[tuple[str, str]]:
     return _split_overrides(FLAGS.read_flags_from_files(sys.argv[1:]))[1]
 
 
-def _usage(about: str) -> str:
-    """The text of ``--help``: ``about``, then a line for each flag of this file and of the entry point."""
-    lines = [about, "", "flags:", "  --config.KEY=VALUE: Another value for one key of the config; see --print_config."]
+def _usage(about: str, takes_config: bool) -> str:
+    """The text of ``--help``: ``about``, then a line for each flag of this file and of the entry point.
+
+    ``takes_config``: as in `run`.
+    """
+    lines = [about, "", "flags:"]
+    if takes_config:
+        lines.append("  --config.KEY=VALUE: Another value for one key of the config; see --print_config.")
     for name in _own_flags():
+        if name in OF_CONFIG and not takes_config:
+            continue
         flag = FLAGS[name]
         shown = f"--[no]{name}" if flag.boolean else f"--{name}"
         default = "" if flag.default in (None, []) else f" (default: {flag.default})"

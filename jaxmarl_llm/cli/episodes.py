@@ -11,6 +11,11 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Prompt, Rewards
 
 
+def printable(text: str) -> str:
+    """``text`` without characters that control a terminal: a model may write any."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def nothing_recalled(role: str, prompt: Prompt) -> tuple[Prompt, list[str]]:
     """The prompt as it is, without memory entries. ``role``: not read. ``prompt``: the prompt."""
     return prompt, []
@@ -92,7 +97,7 @@ class TrainedTeam:
 
     Args:
         workdir: Folder of the run.
-        flag: Name of the folder in messages, as `cli.evaluate.open_run` has it.
+        flag: Name of the folder in messages, as `cli.trained_run.open_run` has it.
         best: The best step of the run instead of the newest.
         step: This step instead of the newest.
         temperature: Of the models; None: that of training. 0 takes the most likely token.
@@ -104,7 +109,7 @@ class TrainedTeam:
     def __init__(
         self, workdir: str, flag: str, *, best: bool = False, step: int | None = None, temperature: float | None = None
     ) -> None:
-        from jaxmarl_llm.cli.evaluate import open_run
+        from jaxmarl_llm.cli.trained_run import open_run
         from jaxmarl_llm.config import at_least
         from jaxmarl_llm.rollout.env_runner import HostEnvRunner
 

@@ -10,63 +10,20 @@ The configuration is that of the checkpoint, except for devices: ``--mesh`` sele
 ``--solo`` may name the run itself if its environment has a form for one agent.
 """
 
-import dataclasses
 import json
 import logging as python_logging
 from pathlib import Path
 
 from absl import flags, logging
-from etils import epath
 
 from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.cli.trained_run import open_run
+from jaxmarl_llm.errors import ConfigError
 
 flags.DEFINE_string("partner", None, "Folder of another run with the same roles, whose models take some seats.")
 flags.DEFINE_integer("relay", 0, "First turns in which the partner plays the first seat.", lower_bound=0)
 flags.DEFINE_string("solo", None, "Folder of a run whose first model plays alone, the reference of the gap.")
 flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
-flags.DEFINE_bool("best", False, "Take the step that run.best kept, and not the newest.")
-flags.DEFINE_list("mesh", "1,1,1", "Devices along data, fsdp and tensor; -1 on one axis means the remaining devices.")
-
-
-def open_run(workdir, flag="workdir", mesh=("1", "1", "1"), best=False, step=None):
-    """Configuration, recipe and state of the newest checkpoint of a run.
-
-    workdir: folder of the run. flag: name of the flag in messages, or RUN for an argument without one. mesh: three
-    numbers of devices, as in ``--mesh``. best: of the best step, which a run with ``run.best`` keeps. step: of this
-    step; None: the newest.
-    Raises ConfigError without a readable checkpoint.
-    """
-    from jaxmarl_llm.config import from_dict
-    from jaxmarl_llm.distributed.meshes import MeshConfig
-    from jaxmarl_llm.errors import ConfigError
-    from jaxmarl_llm.generation.engine import EngineConfig
-    from jaxmarl_llm.runs import loop
-    from jaxmarl_llm.storage.checkpoint import Checkpointer
-
-    if len(mesh) != 3 or not all(size.removeprefix("-").isdigit() for size in mesh):
-        raise ConfigError(f"--mesh: expected three numbers as in 1,8,1, got {','.join(mesh)!r}")
-    name, shown = "best" if best else "checkpoints", flag if flag == "RUN" else f"--{flag}"
-    if not (epath.Path(workdir) / name).is_dir():
-        told = "no best step; train with --config.run.best=eval/return" if best else "no checkpoints; train first"
-        raise ConfigError(f"{shown}: {workdir} holds {told}")
-    saver = Checkpointer(workdir, read_only=True, name=name)  # the run may still write
-    try:
-        if step is not None and step not in (kept := saver.steps()):
-            raise ConfigError(
-                f"--step={step}: {workdir}/{name} holds no such step; it holds {', '.join(map(str, kept))}"
-            )
-        meta = saver.read_meta(step)
-        if meta is None:
-            raise ConfigError(f"{shown}: {workdir}/{name} holds no readable step")
-        module = config_flags.recipe_module(meta["config"]["recipe"])
-        data, fsdp, tensor = map(int, mesh)
-        here = {"mesh": MeshConfig(data, fsdp, tensor), "engine": EngineConfig()}  # this process samples
-        cfg = dataclasses.replace(from_dict(module.Config, meta["config"]), **here)
-        recipe = module.make(cfg)
-        state = loop.restore(saver, recipe, meta, learning=False, at=step)[0]
-    finally:
-        saver.close()
-    return cfg, recipe, state
 
 
 def partner_figures(cfg, recipe, state, flag_values):
@@ -76,7 +33,6 @@ def partner_figures(cfg, recipe, state, flag_values):
     read. Raises ConfigError for ``relay`` without ``partner``, and for runs that cannot play together.
     """
     from jaxmarl_llm.cli import partners
-    from jaxmarl_llm.errors import ConfigError
 
     if flag_values.relay and not flag_values.partner:
         raise ConfigError("--relay: expected a --partner that plays the first turns")
@@ -106,6 +62,8 @@ def main(cfg, workdir, flag_values):
     """
     logging.set_verbosity(logging.WARNING)
     python_logging.getLogger().setLevel(python_logging.WARNING)
+    if flag_values.out and not Path(flag_values.out).absolute().parent.is_dir():
+        raise ConfigError(f"--out: {flag_values.out}: there is no folder {Path(flag_values.out).absolute().parent}")
     cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh, best=flag_values.best)
     try:
         teams = partner_figures(cfg, recipe, state, flag_values)
@@ -124,4 +82,4 @@ def main(cfg, workdir, flag_values):
 
 
 if __name__ == "__main__":
-    config_flags.run(main, required=("workdir",))
+    config_flags.run(main, required=("workdir",), takes_config=False)

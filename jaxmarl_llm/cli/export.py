@@ -19,7 +19,7 @@ from pathlib import Path
 from absl import flags, logging
 
 from jaxmarl_llm.cli import config_flags
-from jaxmarl_llm.cli.evaluate import open_run
+from jaxmarl_llm.cli.trained_run import open_run
 
 flags.DEFINE_string("export_to", None, "Folder to write; must not exist.")
 flags.DEFINE_list("models", [], "Models to export; default: the models of all roles.")
@@ -123,4 +123,4 @@ def write_team(out, recipe, state, places):
 
 
 if __name__ == "__main__":
-    config_flags.run(main, required=("workdir", "export_to"))
+    config_flags.run(main, required=("workdir", "export_to"), takes_config=False)

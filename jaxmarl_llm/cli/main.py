@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from jaxmarl_llm.cli import catalogue
+from jaxmarl_llm.cli import arguments, catalogue
 
 COMMANDS = {
     "plan": "predict what a step of training costs, before it runs",
@@ -33,13 +33,13 @@ def main() -> None:
     """
     given = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if given in ("-h", "-help", "--help", "help"):
-        print("usage: jaxmarl-llm COMMAND [flags]\n")
-        print("\n".join(f"  {name:14} {what}" for name, what in COMMANDS.items()))
-        print("\n  jaxmarl-llm COMMAND --help   flags and configuration keys of a command")
-        print("  jaxmarl-llm --list           shipped configurations")
+        commands = [f"  {name:14} {what}" for name, what in COMMANDS.items()]
+        more = ["  jaxmarl-llm COMMAND --help   flags and configuration keys of a command"]
+        more += ["  jaxmarl-llm --list           shipped configurations"]
+        arguments.show("\n".join(["usage: jaxmarl-llm COMMAND [flags]", "", *commands, "", *more]))
         return
     if given == "--list":
-        print(catalogue.config_list())
+        arguments.show(catalogue.config_list())
         return
     if given not in COMMANDS:
         print(f"error: unknown command {given!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)

@@ -42,7 +42,7 @@ class OpenRun(NamedTuple):
 def without_memory(cfg: Any, recipe: Any, state: TrainState, flag: str) -> OpenRun:
     """Opened run. Raises ConfigError for a run with memory, which mixed teams do not support.
 
-    cfg, recipe, state: results of `cli.evaluate.open_run`. flag: name of the flag in the message.
+    cfg, recipe, state: results of `cli.trained_run.open_run`. flag: name of the flag in the message.
     """
     if jax.tree.leaves(state.memory):
         raise ConfigError(f"--{flag}: {cfg.recipe} on {cfg.env.name!r} plays with a memory; expected a run without one")

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmarl_llm.cli import arguments
-from jaxmarl_llm.cli.episodes import Player, Show, TrainedTeam, play
+from jaxmarl_llm.cli.episodes import Player, Show, TrainedTeam, play, printable
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Prompt, Rewards
 
@@ -49,10 +49,10 @@ class Everything(Show):
 
     def reads(self, turn: int, role: str, prompt: Prompt, entries: list[str]) -> None:
         print(f"--- turn {turn}, {role} reads")
-        print("\n".join(f"[{message.speaker}] {message.text}" for message in prompt))
+        print(printable("\n".join(f"[{message.speaker}] {message.text}" for message in prompt)))
 
     def says(self, turn: int, role: str, text: str) -> None:
-        print(f"--- {role} says\n{text}")
+        print(f"--- {role} says\n{printable(text)}")
 
     def paid(self, rewards: Rewards) -> None:
         print("--- rewards")

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxmarl_llm.cli import arguments
+from jaxmarl_llm.telemetry.comparison import Run
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
+
+METRICS = ("success", "return")  # the first one that the run has
 
 
 def main(given: Any) -> int:
-    """Print the success before and after RL of the run in ``given.workdir``. 1 if the run is not evaluated yet."""
-    workdir = given.workdir
-    rows = read_metrics(workdir)
-    before = next((r for r in rows if "eval/success" in r), None)
-    after = rows[-1]
-    if before is None or "final/success" not in after:
+    """Print the first and the newest evaluation of the run in ``given.workdir``. 1 if it is not evaluated yet."""
+    workdir, rows = given.workdir, read_metrics(given.workdir)
+    run = Run(Path(workdir), {}, rows)
+    metric = next((name for name in METRICS if run.curve(name)[1]), None)
+    if metric is None:
         print(f"{workdir}: the run has no evaluation yet")
         return 1
-    print(f"{workdir}: {after['step']} steps in {sum(r.get('time/step') or 0.0 for r in rows):.0f} s")
-    for name, key in (("sampled", "success"), ("greedy", "success_greedy")):
-        print(
-            f"  task success on held-out tasks, {name:7}: {_figure(before, 'eval/' + key)} after stage 0"
-            f" -> {_figure(after, 'final/' + key)}"
-        )
+    print(f"{workdir}: {rows[-1]['step']} steps in {sum(r.get('time/step') or 0.0 for r in rows):.0f} s")
+    for name, key in (("sampled", metric), ("greedy", f"{metric}_greedy")):
+        steps, values = run.curve(key)
+        if values:
+            points = [f"{value:.3f} after step {step}" for step, value in zip(steps, values, strict=True)]
+            print(f"  {metric} on held-out tasks, {name:7}: {' -> '.join(dict.fromkeys((points[0], points[-1])))}")
     return 0
-
-
-def _figure(row: Mapping[str, float | None], key: str) -> str:
-    """Write a metric; one that is absent or was not finite is unknown."""
-    value = row.get(key)
-    return "unknown" if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":

@@ -22,19 +22,21 @@ class Row(NamedTuple):
     fields: dict[str, Any]
 
 
-def read_rows(source: Any, count: int | None = None) -> list[Row]:
+def read_rows(source: Any, count: int | None = None, name: str = "data") -> list[Row]:
     """Rows of ``source``.
 
     Args:
         source: Path of a JSONL file (one object a line; blank lines are skipped), or an iterable of mappings.
         count: Rows at most; None: all.
+        name: How messages call an iterable.
 
     Raises:
         ConfigError: A line or a row cannot be used; the message names the file, the line and the key.
     """
-    rows = list(itertools.islice(_of_file(source) if isinstance(source, (str, Path)) else _of_rows(source), count))
+    is_file = isinstance(source, (str, Path))
+    rows = list(itertools.islice(_of_file(source) if is_file else _of_rows(source, name), count))
     if not rows:
-        raise ConfigError(f"{_name(source)}: no rows")
+        raise ConfigError(f"{source if is_file else name}: no rows")
     return rows
 
 
@@ -53,23 +55,20 @@ def _of_file(source: str | Path) -> Iterator[Row]:
 
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
+        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         hint = "; the file is one JSON list, write one object a line" if line.strip() in ("[", "[{") else ""
-        raise ConfigError(f"{where}: not JSON: {error}{hint}") from None
+        raise ConfigError(f"{where}: not JSON: {why}{hint}") from None
     if not isinstance(value, dict):
         raise ConfigError(f'{where}: expected an object, as {{"question": ...}}, got {type(value).__name__}')
     return value
 
 
-def _of_rows(source: Any) -> Iterator[Row]:
+def _of_rows(source: Any, name: str) -> Iterator[Row]:
     if not isinstance(source, Iterable):
-        raise ConfigError(f"data: expected a path, or an iterable of mappings, got {type(source).__name__}")
+        raise ConfigError(f"{name}: expected a path, or an iterable of mappings, got {type(source).__name__}")
     for number, fields in enumerate(source):
         if not isinstance(fields, Mapping) or not all(isinstance(key, str) for key in fields):
             raise ConfigError(f"row {number}: expected a mapping with names as keys, got {type(fields).__name__}")
         yield Row(f"row {number}", dict(fields))
-
-
-def _name(source: Any) -> str:
-    return str(source) if isinstance(source, (str, Path)) else "data"

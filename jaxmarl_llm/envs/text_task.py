@@ -145,6 +145,8 @@ class _Play:
                 check_arity(f"prompts[{role!r}]", prompt, (1, 2), "(task) or (task, texts)")
             elif not isinstance(prompt, str):
                 raise ConfigError(f"prompts[{role!r}]: expected a template or a function, got {type(prompt).__name__}")
+            elif not prompt.strip() and role not in self.system:
+                raise ConfigError(f"prompts[{role!r}]: empty; expected text, or a system message in instructions")
         if self.reply is not None:
             check_arity("reply", self.reply, (2,), "(task, rounds)")
         if self.rounds < 1 or (self.rounds > 1) != (self.reply is not None):
@@ -224,14 +226,15 @@ class _Play:
         said = tuple((role, texts.get(role, "")) for role in self.roles)
         try:
             by_role = self.pay(_State(row.fields, (said,)))
-            if all(value is None for values in by_role.values() for value in values.values()):
-                raise ConfigError(f"reward: returned None; expected {PAID}")
+            numbers = [value for values in by_role.values() for value in values.values()]
+            if all(value is None for value in numbers):
+                raise ConfigError(f"reward: returned {'None' if numbers else 'no number'}; expected {PAID}")
         except ConfigError as error:
             raise ConfigError(f"{row.where}: {error}") from None
         except Exception as error:
             what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise ConfigError(
-                f"{row.where}: reward raised {what}; it has to grade any text, here {texts or 'empty'!r}"
+                f"{row.where}: reward raised {what}; it has to grade any text, here {texts or 'the empty text'}"
             ) from error
         return tuple(dict.fromkeys(component for values in by_role.values() for component in values))
 
@@ -304,7 +307,7 @@ def _split(play: _Play, data: Any, held_out: Any, count: int | None, same_tasks:
                 f"{where}: all rows show one prompt, so none can be held out; give held_out or same_tasks"
             )
         return [r for r, out in zip(train, mask) if not out], [r for r, out in zip(train, mask) if out]
-    test, shown = _usable(play, read_rows(held_out, count))
+    test, shown = _usable(play, read_rows(held_out, count, "held_out"))
     first = dict(zip(reversed(contents), reversed(train)))
     both = [(first[content], row) for content, row in zip(shown, test) if content in first]
     if both and not same_tasks:

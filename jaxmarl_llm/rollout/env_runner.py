@@ -82,6 +82,11 @@ class EnvRunner(ABC):
     held_out: Any  # evaluation tasks: a pytree of arrays, or a list
     given: bool = False  # the environment was handed in as an object, and is not made from the configuration
 
+    @property
+    @abstractmethod
+    def held_out_size(self) -> int:
+        """Number of held-out tasks."""
+
     @abstractmethod
     def play(
         self,
@@ -390,6 +395,11 @@ class HostEnvRunner(EnvRunner):
         failures = [failure._replace(task=int(indices[failure.task])) for failure in got.failures]
         completion = lambda row: got.records[row].action.text
         return self._watched(RolloutResult(got.tree, prompt, completion, failures, got, watched), held_out)
+
+    @property
+    def held_out_size(self) -> int:
+        """Number of held-out tasks."""
+        return len(self.held_out)
 
     def demonstrations(self, team, n, seed, context, *, min_fitting=0.0):
         rng = np.random.default_rng([seed, 7])

@@ -124,6 +124,7 @@ def _fit(
             interval=cfg.run.log_every,
             tensorboard=cfg.run.tensorboard,
             wandb_project=cfg.run.wandb_project,
+            config=to_dict(cfg),
             primary=primary,
         )
         with logger:
@@ -154,7 +155,8 @@ def _recorder(cfg: BaseConfig, workdir: Path, resumed: int | None, logger: Logge
     """What writes rollouts into ``workdir``; None where the configuration asks for none. Arguments as in `_fit`."""
     if not cfg.run.rollouts.every:
         return None
-    return Recorder(cfg, RolloutsFolder(workdir, cfg.run.rollouts, resumed, logger.print) if primary else None)
+    seen = logger.log_completions
+    return Recorder(cfg, RolloutsFolder(workdir, cfg.run.rollouts, resumed, logger.print, seen) if primary else None)
 
 
 def _resume(
@@ -225,6 +227,8 @@ def _train(
                     final = recipe.evaluate(state)
                 best.see(final, step, functools.partial(save, state, True), last=True)
                 extra |= {f"final/{k.removeprefix('eval/')}": v for k, v in final.items()}
+            if extra:
+                extra["count/held_out"] = float(recipe.env_runner.held_out_size)
             logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
             alarms.see(step, metrics)
             _check_numbers(cfg, step, bad, metrics, files.saver)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging as absl_logging
 from etils import epath
 
 from jaxmarl_llm.distributed import processes
@@ -82,9 +83,14 @@ class Checkpointer:
         # cleanup_tmp_directories deletes unfinished steps, also those that another process is writing now.
         writes = {"max_to_keep": self._keep, "create": True, "cleanup_tmp_directories": True}
         reads = {"read_only": True, "create": False, "save_interval_steps": 0}
-        return ocp.CheckpointManager(
-            self.root, options=ocp.CheckpointManagerOptions(**(reads if self._read_only else writes))
-        )
+        options = ocp.CheckpointManagerOptions(**(reads if self._read_only else writes))
+        level = absl_logging.get_verbosity()
+        if self._read_only:
+            absl_logging.set_verbosity(absl_logging.ERROR)  # Orbax warns of what `reads` asks for
+        try:
+            return ocp.CheckpointManager(self.root, options=options)
+        finally:
+            absl_logging.set_verbosity(level)
 
     def steps(self) -> list[int]:
         """Saved steps in ascending order. A collective."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry.completion_table import COLUMNS, Table, markdown
 from jaxmarl_llm.telemetry.forecast import Forecast, Schedule
 from jaxmarl_llm.telemetry.metrics_file import roles_of
 
@@ -38,7 +39,8 @@ class Backend(Protocol):
 
     The logger calls ``write`` once for each step, in increasing order of steps, and ``close`` at the end. An exception
     is reported once as a warning and never stops training; a `ConfigError` does.
-    ``name`` (optional, a string) is used in that warning, the class's name otherwise.
+    ``name`` (optional, a string) is used in that warning, the class's name otherwise. A backend may also have
+    ``write_completions(step, table)``. It is called with a `Table` where rollouts of a step are kept, before ``write``.
     """
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -70,6 +72,9 @@ class TensorBoard:
                 self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
+    def write_completions(self, step: int, table: Table) -> None:
+        self._writer.add_text("completions", markdown(table), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -78,12 +83,14 @@ class Wandb:
     """A run of Weights and Biases. Values that were not finite are left out.
 
     ``project``: of W&B. ``run_id``: of the run; None: a random one. The id is stored in ``workdir``/wandb_id.txt, and a
-    later process with the same ``workdir`` continues that run. Raises ConfigError when wandb is not installed.
+    later process with the same ``workdir`` continues that run. ``config``: configuration of the run, which W&B shows;
+    its recipe and environment are tags. The run has the name of the folder. Raises ConfigError when wandb is not
+    installed.
     """
 
     name = "W&B"
 
-    def __init__(self, workdir: Path, project: str, run_id: str | None):
+    def __init__(self, workdir: Path, project: str, run_id: str | None, config: Mapping[str, Any]):
         try:
             import wandb
         except ImportError:
@@ -91,13 +98,20 @@ class Wandb:
         stored = workdir / "wandb_id.txt"
         run_id = stored.read_text().strip() if stored.is_file() else run_id or uuid.uuid4().hex[:12]
         stored.write_text(run_id + "\n")
-        self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(workdir))
+        tags = [tag for tag in (config.get("recipe"), config.get("env", {}).get("name")) if tag]
+        shown = {"name": workdir.resolve().name, "config": dict(config), "tags": tags}
+        self._run = wandb.init(project=project, id=run_id, resume="allow", dir=str(workdir), **shown)
+        self._table = wandb.Table
         # A metric of its own as the axis: W&B drops rows whose built-in step decreases, as it does after a resume.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, metrics: Metrics) -> None:
         self._run.log({"step": step, **{key: value for key, value in metrics.items() if value is not None}})
+
+    def write_completions(self, step: int, table: Table) -> None:
+        rows = [list(row) for row in table.rows]
+        self._run.log({"step": step, "completions": self._table(columns=list(COLUMNS), data=rows)})
 
     def close(self) -> None:
         self._run.finish()

@@ -166,7 +166,7 @@ def draw(compared: Sequence[Arm], metric: str, path: str | Path) -> None:
         path: Image to write.
 
     Raises:
-        ConfigError: No run was evaluated by ``metric``.
+        ConfigError: No run was evaluated by ``metric``, or the image cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -195,4 +195,9 @@ def draw(compared: Sequence[Arm], metric: str, path: str | Path) -> None:
     axis.grid(axis="y", color="#E4E4E4")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except ValueError:
+        raise ConfigError(f"{path}: expected the name of an image, such as compare.png or compare.svg") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None

@@ -53,6 +53,7 @@ KEYS = {
     "curriculum/{learnability, tried}": "curriculum: mean p (1 - p) of the step's tasks, and share of all tasks tried",
     "replay/{stored, added, too_long}": "replay: completions in the ring, added by a step, and too long for a row",
     "replay/weight": "replay: mean truncated importance weight of the replayed tokens",
+    "count/held_out": "held-out tasks that the evaluation of this line played",
     "count/skipped": "steps of the run so far whose update was not finite and was skipped",
     "logprob_diff": "largest difference of log-probs between sampler and learner, over all models",
     "time/{rollout, reward, update, memory, step}": "seconds; written by the logger from its stages",

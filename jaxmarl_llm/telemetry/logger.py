@@ -20,8 +20,10 @@ from typing import Any
 from jaxmarl_llm.distributed import deadlines
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry.backends import Backend, Panel, TensorBoard, Wandb
+from jaxmarl_llm.telemetry.completion_table import table_of
 from jaxmarl_llm.telemetry.forecast import Schedule
 from jaxmarl_llm.telemetry.metrics_file import JsonLines
+from jaxmarl_llm.telemetry.rollouts import Row
 
 # What JAX reports of a compilation: tracing, lowering, and compiling or reading a program that is kept.
 COMPILES = tuple(
@@ -38,6 +40,7 @@ class Logger:
     ``total_steps``: of the run. ``schedule``: its phases, evaluations and saves, for the time to the end; None: one
     phase of ``total_steps``. ``interval``: steps between two updates of the console. ``tensorboard``: write TensorBoard
     files. ``wandb_project``: of W&B; None: no W&B. ``run_id``: of the W&B run; None: a random one.
+    ``config``: configuration of the run as nested dictionaries, which W&B shows.
     ``primary``: True on the first host only; on other hosts the logger measures stages and writes nothing.
     ``console``: of rich; None: standard output. ``backends``: your own, which the logger also closes.
 
@@ -56,6 +59,7 @@ class Logger:
         tensorboard: bool = True,
         wandb_project: str | None = None,
         run_id: str | None = None,
+        config: Mapping[str, Any] | None = None,
         primary: bool = True,
         console: Any = None,
         backends: Sequence[Backend] = (),
@@ -84,7 +88,7 @@ class Logger:
         if tensorboard:
             self._open(TensorBoard.name, lambda: TensorBoard(self.workdir, resume_step))
         if wandb_project is not None and wandb_project:
-            self._open(Wandb.name, lambda: Wandb(self.workdir, wandb_project, run_id))
+            self._open(Wandb.name, lambda: Wandb(self.workdir, wandb_project, run_id, config or {}))
         self._backends += [*backends, self._panel]
 
     def __enter__(self) -> Logger:
@@ -132,6 +136,16 @@ class Logger:
         for backend in self._backends:
             self._guard(_name(backend), functools.partial(backend.write, step, clean))
         return clean
+
+    def log_completions(self, step: int, rows: Sequence[Row]) -> None:
+        """Show completions of a step in the backends that have tables.
+
+        ``step``: as in `log`. ``rows``: rows of the step's rollout, of any kinds.
+        """
+        table = table_of(rows)
+        for backend in self._backends:
+            if (write := getattr(backend, "write_completions", None)) is not None:
+                self._guard(_name(backend), functools.partial(write, step, table))
 
     @contextlib.contextmanager
     def stage(self, name: str, deadline: str | None = None) -> Iterator[None]:

@@ -115,12 +115,19 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say what training changed on held-out tasks, in at most one line.
 
     Args:
-        rows: Metrics with the names of today. Success counts, else the return.
+        rows: Metrics with the names of today. Success counts, else the return. Success has the half-width of a 95 %
+            interval over tasks: 1.96 times the standard error of a share, which no variance of accuracies exceeds.
     """
+    tasks = next((int(row["count/held_out"]) for row in reversed(rows) if row.get("count/held_out")), None)
+    shown = "held-out tasks" if tasks is None else f"{tasks:,} held-out tasks"
     for name in ("success", "return"):
         seen = [row[f"eval/{name}"] for row in rows if row.get(f"eval/{name}") is not None]
         if len(seen) > 1:
-            return [f"{name} on held-out tasks: {seen[0]:.2f} → {seen[-1]:.2f}"]
+            before, after = seen[0], seen[-1]
+            error = ""
+            if tasks is not None and name == "success" and 0 <= after <= 1:
+                error = f" ± {1.96 * math.sqrt(after * (1 - after) / tasks):.2f}"
+            return [f"{name} on {shown}: {before:.2f} → {after:.2f}{error}"]
     return []
 
 

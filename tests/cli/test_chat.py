@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxmarl_llm.cli import chat, evaluate
+from jaxmarl_llm.cli import chat, trained_run
 from jaxmarl_llm.cli.episodes import Player, play
 from jaxmarl_llm.envs import TextTask
 from jaxmarl_llm.envs.assistant import env as assistant
@@ -203,7 +203,7 @@ def test_a_problem_is_what_the_programmers_read_and_nothing_is_run(text, name, m
 
 
 def opened(monkeypatch, run):
-    monkeypatch.setattr(evaluate, "open_run", lambda *_, **__: run)
+    monkeypatch.setattr(trained_run, "open_run", lambda *_, **__: run)
 
 
 def test_the_team_says_what_its_rollout_says(capitals, monkeypatch, capsys, tmp_path):

@@ -100,6 +100,12 @@ def test_bad_input_is_one_line(make, says, tmp_path):
         compare.main(compare_arguments(make(tmp_path)))
 
 
+@pytest.mark.parametrize("out, says", [("a.xyz", "such as compare.png"), ("no/a.png", "cannot be written .No such fi")])
+def test_an_image_that_cannot_be_written_is_one_line(out, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        compare.main(compare_arguments([write(tmp_path / "a")], out=tmp_path / out))
+
+
 def test_a_metric_that_a_run_lacks_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"a: no evaluation 'pass@1'; --metric names another one"):
         compare.main(compare_arguments([write(tmp_path / "a")], metric="pass@1"))

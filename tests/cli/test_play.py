@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxmarl_llm.cli import play
+from jaxmarl_llm.cli.episodes import printable
 from jaxmarl_llm.errors import ConfigError
 from tests.cli.tiny_runs import tiny_run
 
@@ -40,6 +41,13 @@ def test_a_person_and_a_script_see_prompts_and_rewards(capitals, monkeypatch, ca
     assert "--- rewards\nsolver: accuracy 1.0, length 4" in shown
     assert shown.endswith("--- sums\nsolver: accuracy 1, length 4\njudge: accuracy 1, length 4\n")
     assert shown.index("solver reads") < shown.index("you are solver") < shown.index("--- rewards")
+
+
+def test_what_controls_a_terminal_is_not_printed(capitals, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\x1b[31m\tb\n"))
+    assert play.main(given(capitals, say=["judge=\x07"])) == 0
+    shown = capsys.readouterr().out
+    assert "--- solver says\na\ufffd[31m\tb\n" in shown and "--- judge says\n\ufffd\n" in shown
 
 
 def test_a_task_of_ones_own_and_the_end_of_input(capitals, monkeypatch, capsys):
@@ -84,7 +92,7 @@ def test_the_trained_team_says_what_its_rollout_says(capitals, monkeypatch, caps
     """At temperature 0, for every role: the texts of `EnvRunner.play` on the same held-out task."""
     import jax
 
-    from jaxmarl_llm.cli import evaluate
+    from jaxmarl_llm.cli import trained_run
     from jaxmarl_llm.generation.sampling import Sampling
     from jaxmarl_llm.rollout.plans import single
 
@@ -93,12 +101,12 @@ def test_the_trained_team_says_what_its_rollout_says(capitals, monkeypatch, caps
     greedy = Sampling(temperature=0.0)
     rollout = recipe.env_runner.play(recipe.team, state.params, {}, [0], single(), key, greedy, None, held_out=True)
     expected = [rollout.completion_text(i) for i in range(len(recipe.team.roles))]
-    monkeypatch.setattr(evaluate, "open_run", lambda *_, **__: (cfg, recipe, state))
+    monkeypatch.setattr(trained_run, "open_run", lambda *_, **__: (cfg, recipe, state))
     assert play.main(given(workdir="run", watch=True, greedy=True)) == 0
     shown = capsys.readouterr().out
     assert "Capital of Peru?" in shown  # held out
     for role, text in zip(("solver", "judge"), expected, strict=True):
-        assert f"--- {role} says\n{text}\n" in shown
+        assert f"--- {role} says\n{printable(text)}\n" in shown
     with pytest.raises(ConfigError, match="--workdir: expected --role=ROLE, the role that you play, or --watch"):
         play.main(given(workdir="run"))
 

@@ -1,4 +1,4 @@
-"""A run of tiny byte-level models, as `cli.evaluate.open_run` returns it."""
+"""A run of tiny byte-level models, as `cli.trained_run.open_run` returns it."""
 
 SHAPE = {
     "hidden_size": 16,

@@ -71,6 +71,9 @@ def test_a_reward_function_that_returns_no_list_of_one_number_is_named(result):
         TRLRewards([broken])(ROWS[0], {"solver": ""})
     with pytest.raises(ConfigError, match="functions of different names, got broken, broken"):
         TRLRewards([broken, broken])
+    for no_list in (broken, "broken", [broken, 3]):
+        with pytest.raises(ConfigError, match="TRLRewards: expected a list of functions, got "):
+            TRLRewards(no_list)
 
 
 # ------------------------------------------------------------------------------------------------------- PettingZoo

@@ -232,6 +232,10 @@ def raises(task, texts):
 
 LATER = {"first": "{q}", "second": "{q}"}
 BAD = {
+    "empty prompt": (lambda: TextTask(ROWS, {"a": "{q}", "b": " "}, exact), r"prompts\['b'\]: empty; expected text"),
+    "no number": (lambda: TextTask(ROWS, PROMPTS, lambda task, texts: {}), r"row \d+: reward: returned no number; exp"),
+    "no text": (lambda: TextTask(ROWS, PROMPTS, raises), r"KeyError: 'anwser'; it has to grade any text, here the em"),
+    "no held-out rows": (lambda: TextTask({"train": ROWS, "test": []}, PROMPTS, exact), "held_out: no rows"),
     "arity": (lambda: TextTask(ROWS, PROMPTS, lambda texts: 1), r"reward: takes \(texts\), expected \(task, tex"),
     "no function": (lambda: TextTask(ROWS, PROMPTS, 3), "reward: expected a function of"),
     "raises": (lambda: TextTask(ROWS, PROMPTS, raises), r"row \d+: reward raised KeyError: 'anwser'; it has to gra"),
@@ -275,7 +279,7 @@ def test_errors_are_one_line(name):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"q": 1}\n{"q": 1\n', "{path}:2: not JSON: Expecting ',' delimiter"),
+        ('{"q": 1}\n{"q": 1\n', "{path}:2: not JSON: Expecting ',' delimiter at column 8"),
         ('{"q": 1}\n\n[1]\n', '{path}:3: expected an object, as {{"question": ...}}, got list'),
         ('{"q": 1}\n{"p": 1}\n', "{path}:2: prompts['solver']: no field 'q'; choose from 'p'"),
         ("[\n{}\n]", "{path}:1: not JSON: Expecting value"),

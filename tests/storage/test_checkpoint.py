@@ -351,6 +351,19 @@ def test_the_meta_of_a_step_names_that_step(tmp_path):
     assert with_saver(tmp_path, lambda saver: saver.read_meta())["step"] == 5
 
 
+def test_reading_beside_a_run_warns_of_nothing(tmp_path, caplog):
+    from absl import logging as absl_logging
+
+    (tmp_path / "checkpoints").mkdir()
+    level = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    try:
+        Checkpointer(tmp_path, read_only=True).close()
+        assert (absl_logging.get_verbosity(), caplog.messages) == (absl_logging.WARNING, [])
+    finally:
+        absl_logging.set_verbosity(level)
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 def test_checkpoints_that_are_a_file_are_one_line(tmp_path, read_only):
     (tmp_path / "checkpoints").write_text("")

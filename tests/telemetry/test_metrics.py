@@ -172,6 +172,7 @@ def fake_wandb(monkeypatch, fails=False):
             calls.append(("finish",))
 
     module = types.ModuleType("wandb")
+    module.Table = lambda columns, data: ("table", columns, data)
     module.init = lambda **options: calls.append(("init", options)) or Run()
     monkeypatch.setitem(sys.modules, "wandb", module)
     return calls
@@ -182,6 +183,8 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     for resume in (None, 1):
         with make(tmp_path, resume, wandb_project="p") as logger:
             logger.log(5, {"a": 1.0, "b": math.nan})
+    opened = next(options for name, options in calls if name == "init")
+    assert (opened["project"], opened["name"], opened["config"], opened["tags"]) == ("p", tmp_path.name, {}, [])
     ids = [options["id"] for name, options in (c for c in calls if c[0] == "init")]
     assert len(ids) == 2 and ids[0] == ids[1] == (tmp_path / "wandb_id.txt").read_text().strip()
     logged = [call[1] for call in calls if call[0] == "log"]
@@ -507,6 +510,11 @@ def test_the_report_begins_with_what_the_run_reached(tmp_path):
     first, second = report(tmp_path / "mine", None)._suptitle.get_text().split("\n")
     assert first == "success on held-out tasks: 0.52 → 0.97"
     assert second.startswith("mine · recipe grpo · seed 3 · ")
+    rows[2]["count/held_out"] = 256.0
+    write_rows(tmp_path / "counted", rows)
+    first, _ = report(tmp_path / "counted", None)._suptitle.get_text().split("\n")
+    assert first == "success on 256 held-out tasks: 0.52 → 0.97 ± 0.02"  # 1.96 sqrt(0.969 * 0.031 / 256) = 0.0212
+    del rows[2]["count/held_out"]
     without = [{k: v for k, v in row.items() if not k.endswith("success")} for row in rows]
     write_rows(tmp_path / "other", without)
     assert report(tmp_path / "other", None)._suptitle.get_text().startswith("return on held-out tasks: 1.00 → 2.00\n")

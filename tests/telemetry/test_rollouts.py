@@ -33,6 +33,7 @@ from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, encode, shorte
 from jaxmarl_llm.training import rollout_rows
 from jaxmarl_llm.training.train_step import Algorithm, Played, unequal_groups
 from tests.faulty import TASKS, Make
+from tests.telemetry.test_metrics import fake_wandb
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "schema-1"
@@ -124,12 +125,17 @@ def host(tmp_path_factory):
             **ARRAY, "steps": 2, "batch": 8, "group": 2, "reward": {"accuracy": 1.0}, "sft": {"steps": 0},
             "env": {"name": "tests.faulty", "workers": 0, "max_prompt": 40},
             "past": {"size": 1, "every": 1, "fraction": 0.5},
-            "run": {**RUN, "max_invalid": 1.0, "max_epochs": 0, "rollouts": {"every": 1, "tasks": 8}},
+            "run": {
+                **RUN, "max_invalid": 1.0, "max_epochs": 0, "wandb_project": "p", "rollouts": {"every": 1, "tasks": 8}
+            },
         },
     )  # fmt: skip
     recipe = grpo.make(cfg, env=HostTask(Make("raise", 0.5), list(range(TASKS)), [TASKS, TASKS + 1]))
     workdir, calls = tmp_path_factory.mktemp("host"), []
-    fit(recipe, cfg, workdir, Seen, calls)
+    with pytest.MonkeyPatch.context() as patch:
+        told = fake_wandb(patch)
+        fit(recipe, cfg, workdir, Seen, calls)
+    (workdir / "told.json").write_text(json.dumps(told))
     return workdir, calls
 
 
@@ -234,6 +240,25 @@ def test_a_sampler_that_reports_other_log_probs_is_seen_token_by_token(made, str
     logged = {row["step"]: row["logprob_diff"] for row in read_metrics(tmp_path) if "logprob_diff" in row}
     gaps = [x - y for row in first.steps for x, y in zip(row.learner_logprobs, row.logprobs)]
     assert logged[first.header.step] == pytest.approx(max(gaps), abs=1e-6)
+
+
+def test_weights_and_biases_has_the_configuration_and_the_completions_of_each_kept_step(host):
+    told = json.loads((host[0] / "told.json").read_text())
+    (opened,) = (options for name, *options in told if name == "init")
+    assert opened[0]["config"] == json.loads((host[0] / "config.json").read_text())
+    assert opened[0]["tags"] == ["grpo", "tests.faulty"] and opened[0]["name"] == host[0].name
+    logged = {
+        row["step"]: row["completions"] for name, row in (c for c in told if c[0] == "log") if "completions" in row
+    }
+    for step in rollouts.read(host[0]):
+        _, columns, rows = logged.pop(step.header.step)
+        texts = sorted(row[columns.index("completion")] for row in rows)
+        assert texts == sorted(completion.text for completion in step.steps)
+    assert not logged
+
+
+def test_an_evaluation_says_how_many_tasks_were_held_out(host):
+    assert [row.get("count/held_out") for row in read_metrics(host[0])] == [2.0, 2.0]  # before step 1, after step 2
 
 
 def test_rewards_are_by_role_and_component_and_unknown_where_they_are_invalid(straight, host):

@@ -44,6 +44,8 @@ class TRLRewards:
     chat: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.functions, Sequence) or not all(map(callable, self.functions)):
+            raise ConfigError(f"TRLRewards: expected a list of functions, got {self.functions!r:.60}")
         names = self.components
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"TRLRewards: expected functions of different names, got {', '.join(names) or 'none'}")
