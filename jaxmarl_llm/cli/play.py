@@ -1,4 +1,4 @@
-"""Play a host environment in the terminal, to see what a role sees and what a reward pays:
+"""Play an environment in the terminal, to see what a role sees and what a reward pays:
 
     jaxmarl-llm play capitals:make                            you are every role
     jaxmarl-llm play chain_text --role=solver --say=checker=ok  you are the solver, the checker always says ok
@@ -8,6 +8,9 @@
 Before each completion the prompt is shown as that role sees it. After each joint action the rewards are shown by role
 and component. Write one line; `\\n` in it is a line break. The end of input (Ctrl-D) ends the game. `--task` is the
 number of a task, or a task of your own in JSON. Models of a run that trains with a memory read it.
+
+An array environment shows its prompts as text, without tokens that are no characters. What you write is encoded and
+ends with the end token. Its tasks have numbers only. `jaxmarl-llm view` shows what its trained models wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from typing import Any
 from jaxmarl_llm.cli import arguments
 from jaxmarl_llm.cli.episodes import Player, Show, TrainedTeam, play, printable
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.messages import Action, HostEnv, Prompt, Rewards
+from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
+
+
+LONGEST = 64  # tokens that a role of an array environment may write
 
 
 class Ended(Exception):
@@ -31,7 +37,7 @@ def main(given: Any) -> int:
     """Play one task. ``given``: the parsed arguments."""
     if (given.env is None) == (given.workdir is None):
         raise ConfigError("expected an environment or --workdir=RUN, one of the two")
-    env, tasks, trained = _open_run(given) if given.workdir else _open_env(given.env)
+    env, tasks, trained = _open_run(given) if given.workdir else _open_env(given.env, given.task)
     players = _players(env.roles, given, trained)
     try:
         play(env, _task(tasks, given.task), players, given.seed, Everything(env.roles))
@@ -57,7 +63,8 @@ class Everything(Show):
     def paid(self, rewards: Rewards) -> None:
         print("--- rewards")
         for role in self._roles:
-            shown = ", ".join(f"{name} {value}" for name, value in rewards.get(role, {}).items())
+            paid = rewards.get(role, {}).items()
+            shown = ", ".join(f"{name} {round(x, 6) if isinstance(x, float) else x}" for name, x in paid)
             print(f"{role}: {shown or 'none'}")
 
     def end(self, sums: Mapping[str, Mapping[str, float]]) -> None:
@@ -121,17 +128,21 @@ def _task(tasks: Sequence[Any], given: str) -> Any:
         raise ConfigError(f"--task={given:.80}: expected a number, or a task in JSON") from None
 
 
-def _open_env(name: str) -> tuple[HostEnv, Sequence[Any], None]:
-    """An environment with its training tasks."""
+def _open_env(name: str, task: str) -> tuple[HostEnv, Sequence[Any], None]:
+    """An environment with its training tasks. ``task``: the flag; a task of an array environment is a number."""
     from jaxmarl_llm.envs.contract import ArrayTask
     from jaxmarl_llm.envs.registry import EnvConfig
+    from jaxmarl_llm.envs.text_adapter import by_last_line, rows_of
 
     config = EnvConfig(name)
     config.check("env")
-    task = config.environment()
-    if isinstance(task, ArrayTask):
-        raise ConfigError(f"{name}: an array environment has no text; expected a host environment")
-    return task.make(), task.tasks, None
+    opened = config.environment()
+    if not isinstance(opened, ArrayTask):
+        return opened.make(), opened.tasks, None
+    if not task.isdigit():
+        raise ConfigError(f"--task={task:.80}: expected a number: the tasks of an array environment are arrays")
+    as_it_is = lambda role, shown: (Message("user", shown),)
+    return by_last_line(name, opened.env, LONGEST, as_it_is), rows_of(opened.tasks), None
 
 
 def _open_run(given: Any) -> tuple[HostEnv, Sequence[Any], Player]:

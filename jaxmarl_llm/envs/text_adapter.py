@@ -21,16 +21,16 @@ class Board(NamedTuple):
 
     reset: reset(seed, task) -> state
     look: look(state) -> {role: the text of its prompt}, of the roles that act now
-    step: step(state, completions) -> (state, rewards, done), with the token ids of each seat's completion
+    step: step(state, completions, seed=0) -> (state, rewards, done), with the token ids of each seat's completion
     """
 
     reset: Callable[[int, Mapping[str, Any]], Any]
     look: Callable[[Any], dict[str, str]]
-    step: Callable[[Any, Sequence[Sequence[int]]], tuple[Any, dict[str, dict[str, float]], bool]]
+    step: Callable[..., tuple[Any, dict[str, dict[str, float]], bool]]
 
 
 def board(env: ArrayEnv, response: int) -> Board:
-    """``env`` with completions of R = ``response`` tokens; longer ones are cut. Only its resets may be random."""
+    """``env`` with completions of R = ``response`` tokens; longer ones are cut."""
     start, see, move, decode = jax.jit(env.reset), jax.jit(env.observe), jax.jit(env.step), ByteTokenizer().decode
 
     def reset(seed: int, task: Mapping[str, Any]) -> Any:
@@ -41,9 +41,11 @@ def board(env: ArrayEnv, response: int) -> Board:
         seats = zip(seen.role, seen.tokens, seen.length, seen.active, strict=True)
         return {env.roles[role]: decode(tokens[:length]) for role, tokens, length, active in seats if active}
 
-    def step(state: Any, completions: Sequence[Sequence[int]]) -> tuple[Any, dict[str, dict[str, float]], bool]:
+    def step(
+        state: Any, completions: Sequence[Sequence[int]], seed: int = 0
+    ) -> tuple[Any, dict[str, dict[str, float]], bool]:
         tokens, length = pack([row[:response] for row in completions], response)
-        after, rewards, done = jax.device_get(move(jax.random.key(0), state, tokens, length))
+        after, rewards, done = jax.device_get(move(jax.random.key(seed % 2**31), state, tokens, length))
         paid = {role: {c: float(v[i]) for c, v in rewards.items()} for i, role in enumerate(env.roles)}
         return after, paid, bool(done)
 
@@ -72,7 +74,7 @@ def by_last_line(name: str, env: ArrayEnv, response: int, prompt: Callable[[str,
         return {role: prompt(role, shown) for role, shown in play.look(state).items()}
 
     def step(seed: int, state: Any, actions: Mapping[str, Action]) -> tuple[Any, Rewards, bool]:
-        return play.step(state, [last_line(action) for action in actions.values()])
+        return play.step(state, [last_line(action) for action in actions.values()], seed)
 
     return HostEnv(name, env.roles, env.max_turns, env.components, play.reset, observe, step)
 
@@ -95,6 +97,10 @@ def task_rows(make_tasks: Callable[..., Mapping[str, Any]], config: Any) -> list
     make_tasks: of the array environment's module
     config: has ``split``, ``count``, ``seed`` and ``tasks``; the test split is the held-out tasks
     """
-    columns = make_tasks(config, None, config.count or config.tasks, held_out=config.split == "test")
+    return rows_of(make_tasks(config, None, config.count or config.tasks, held_out=config.split == "test"))
+
+
+def rows_of(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tasks one by one. ``columns``: arrays of tasks by name, as an array environment has them."""
     names, values = list(columns), list(columns.values())
     return [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]

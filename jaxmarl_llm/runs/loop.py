@@ -6,14 +6,12 @@ import contextlib
 import functools
 import hashlib
 import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
-from jaxmarl_llm._version import __version__
 from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.distributed import deadlines, processes, signals
 from jaxmarl_llm.errors import ConfigError
@@ -26,6 +24,7 @@ from jaxmarl_llm.runs.health import Health
 from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.runs.recorder import CHANGEABLE, Recorder
 from jaxmarl_llm.runs.trial import try_tasks
+from jaxmarl_llm.runs.versions import commit_of, versions
 from jaxmarl_llm.storage.checkpoint import Checkpointer
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.storage.workdir import Workdir
@@ -67,9 +66,9 @@ def fit(
     the checkpoint. break_lock: take the workdir from another run that holds its lock (`storage.lock`). callbacks:
     functions that are called after every step, in this order, in every process (`Callback`). Returns the last state.
 
-    Writes metrics.jsonl, TensorBoard events, checkpoints/, rollouts/ and config.json, and at the end report.png and
-    episodes.md. Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the step in progress and
-    end with SystemExit (`distributed.signals`).
+    Writes metrics.jsonl, TensorBoard events, checkpoints/, rollouts/, config.json and versions.json. At the end it
+    writes report.png and episodes.md. Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the
+    step in progress and end with SystemExit (`distributed.signals`).
     """
     folder = Workdir(workdir)
     with (
@@ -116,6 +115,8 @@ def _fit(
             state, resumed, backbone, best = _resume(cfg, recipe, saver, allow_config_change)
         if primary:
             (folder.local / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
+            made_with = {**versions(), "commit": commit_of(Path.cwd())}
+            (folder.local / "versions.json").write_text(json.dumps(made_with, indent=1))
         logger = Logger(
             folder.local,
             resume_step=resumed,
@@ -389,23 +390,9 @@ def _evaluates(cfg: BaseConfig, step: int) -> bool:
     return rl == 0 or (rl > 0 and cfg.run.eval_every > 0 and rl % cfg.run.eval_every == 0)
 
 
-@functools.lru_cache(maxsize=1)
-def _versions() -> dict[str, str]:
-    """Versions of packages and the kind of device, for the metadata of checkpoints."""
-    import jaxlib
-
-    return {
-        "jaxmarl_llm": __version__,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "python": platform.python_version(),
-        "device": jax.devices()[0].device_kind,
-    }
-
-
 def _meta(cfg: BaseConfig, step: int, backbone: str, best: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Metadata of the checkpoint of ``step``. backbone: fingerprint of the frozen one. best: record of `BestStep`."""
-    meta = {"step": step, "config": to_dict(cfg), "versions": _versions(), "backbone": backbone}
+    meta = {"step": step, "config": to_dict(cfg), "versions": versions(), "backbone": backbone}
     return meta if best is None else {**meta, "best": best}
 
 

@@ -105,10 +105,18 @@ def _current(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _title(workdir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the run reached, then its name, recipe, seed and steps."""
-    config = json_files.read_object(workdir / "config.json") if (workdir / "config.json").exists() else {}
+    """What the run reached, then its name, recipe, seed and commit, and its steps."""
+    config, versions = (_json(workdir / f"{name}.json") for name in ("config", "versions"))
     facts = [workdir.resolve().name, *(f"{key} {config[key]}" for key in ("recipe", "seed") if key in config)]
+    commit = versions.get("commit")
+    if isinstance(commit, str):
+        facts.append(f"commit {commit[:7]}{commit[40:]}")
     return [*headline(rows), " · ".join([*facts, _steps(rows)])]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is no file."""
+    return json_files.read_object(path) if path.exists() else {}
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> list[str]:

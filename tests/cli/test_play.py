@@ -84,8 +84,21 @@ def test_an_environment_or_a_run_is_asked_for(capitals):
     for wrong in (given(), given(capitals, workdir="x")):
         with pytest.raises(ConfigError, match="expected an environment or --workdir=RUN, one of the two"):
             play.main(wrong)
-    with pytest.raises(ConfigError, match="matrix: an array environment has no text"):
-        play.main(given("matrix"))
+
+
+def test_an_array_environment_is_played_by_its_tokens(monkeypatch, capsys):
+    """The solver reads the question of the first training task; the right answer and a wrong one are paid as such."""
+    from jaxmarl_llm.envs.chain import array as chain
+
+    tasks = chain.make_tasks(chain.Config())
+    answer = int(tasks["answer"][0])
+    for said, paid in ((answer, 1.0), ((answer + 1) % 10, 0.0)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{said}\n"))
+        play.main(given("chain", role=["solver"], say=["verifier=y"]))
+        shown = capsys.readouterr().out
+        assert f"accuracy {paid}" in shown and "--- turn 0, solver reads" in shown
+    with pytest.raises(ConfigError, match="expected a number: the tasks of an array environment are arrays"):
+        play.main(given("chain", task="{}"))
 
 
 def test_the_trained_team_says_what_its_rollout_says(capitals, monkeypatch, capsys, tmp_path):

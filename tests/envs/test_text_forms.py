@@ -16,12 +16,14 @@ from jaxmarl_llm.envs.dilemma import array as dilemma
 from jaxmarl_llm.envs.dilemma import text as dilemma_text
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.envs.safety import array as safety
-from jaxmarl_llm.envs.text_adapter import last_line
+from jaxmarl_llm.envs.text_adapter import by_last_line, last_line
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.messages import Action, Message
 from jaxmarl_llm.rollout.env_runner import _final_move
 from jaxmarl_llm.rollout.keys import TASKS, stream
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.order import shuffled
+from tests import toys
 
 KEY = jax.random.key(0)
 SHAPE = {
@@ -182,3 +184,13 @@ def test_the_test_split_is_that_of_the_array_form(name):
     held = BOARDS[name].make_tasks(cfg, None, 5, held_out=True)
     for i, task in enumerate(text.tasks(dataclasses.replace(cfg, split="test", count=5))):
         assert all(np.array_equal(task[k], held[k][i]) for k in held)
+
+
+def test_what_a_step_draws_is_determined_by_its_seed():
+    """An environment whose step pays a random number."""
+    pays = lambda key, state, tokens, length: (state, {"accuracy": jnp.full(2, jax.random.uniform(key))}, True)
+    played = by_last_line("relay", toys.relay()._replace(step=pays), 4, lambda role, shown: (Message("user", shown),))
+    state = played.reset(0, {"start": np.int32(65)})
+    assert played.observe(state) == {"a": (Message("user", "AA>"),)}
+    drawn = [played.step(seed, state, {"a": Action("x", (120,))})[1]["a"]["accuracy"] for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]

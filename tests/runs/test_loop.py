@@ -22,6 +22,7 @@ from jaxmarl_llm.distributed import deadlines, processes
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import grpo, joyagents_r1, magrpo
 from jaxmarl_llm.runs import loop
+from jaxmarl_llm.runs.versions import commit_of
 from jaxmarl_llm.storage.checkpoint import meta_checksum
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.keys import is_documented
@@ -128,6 +129,8 @@ def test_metrics_and_files_of_a_run(straight):
     assert [r["step"] for r in rows] == list(range(1, STAGE_0 + 7))
     assert (workdir / "report.png").stat().st_size > 10_000
     assert "## Episode 1" in (workdir / "episodes.md").read_text()
+    made_with = json.loads((workdir / "versions.json").read_text())
+    assert made_with["jax"] == jax.__version__ and made_with["commit"] == commit_of(Path.cwd())
     last = rows[-1]
     for key in (
         "reward/accuracy",

@@ -509,7 +509,13 @@ def test_the_report_begins_with_what_the_run_reached(tmp_path):
     (tmp_path / "mine" / "config.json").write_text(json.dumps({"recipe": "grpo", "seed": 3}))
     first, second = report(tmp_path / "mine", None)._suptitle.get_text().split("\n")
     assert first == "success on held-out tasks: 0.52 → 0.97"
-    assert second.startswith("mine · recipe grpo · seed 3 · ")
+    assert second.startswith("mine · recipe grpo · seed 3 · steps")
+    for commit, shown in {"a" * 40: "aaaaaaa", f"{'b' * 40}+changes": "bbbbbbb+changes"}.items():
+        (tmp_path / "mine" / "versions.json").write_text(json.dumps({"commit": commit}))
+        _, second = report(tmp_path / "mine", None)._suptitle.get_text().split("\n")
+        assert f" · seed 3 · commit {shown} · " in second
+    (tmp_path / "mine" / "versions.json").write_text(json.dumps({"commit": None}))
+    assert "commit" not in report(tmp_path / "mine", None)._suptitle.get_text()
     rows[2]["count/held_out"] = 256.0
     write_rows(tmp_path / "counted", rows)
     first, _ = report(tmp_path / "counted", None)._suptitle.get_text().split("\n")
