@@ -32,11 +32,10 @@ def tiny() -> Config:
         Config(),
         steps=40,
         batch=16,
-        extra_plays=1,
         team=TeamConfig(backbone=TINY, max_new_tokens=12, remat=False),
         env=EnvConfig("chain_coach", eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3),
-        sft=SFT(steps=240, batch=64, samples=8192, optimizer=Optimizer(learning_rate=5e-3)),
+        sft=SFT(steps=700, batch=64, samples=16384, optimizer=Optimizer(learning_rate=5e-3)),
         run=RunConfig(eval_every=20, checkpoint_every=40),
     )
 

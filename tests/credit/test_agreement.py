@@ -118,7 +118,7 @@ BAD = [
     (lambda: Agreement(cost=-0.1), r"^Agreement\.cost: expected >= 0, got -0\.1$"),
     (
         lambda: credited_by(Agreement(outcome="digit")),
-        r"^Agreement: the environment pays no 'digit'; it pays pay$",
+        r"^Agreement: the environment pays no 'digit'; it pays pay",
     ),
 ]
 

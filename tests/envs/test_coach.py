@@ -41,7 +41,8 @@ def row(text, ended=True):
 
 def said_by(rng, turn, config):
     """A completion: well-formed, or wrong in length, in a character, in its end."""
-    good = rng.choice(coach.questions(config.terms, config.largest)).text if turn == 0 else str(rng.integers(10))
+    every = coach.questions(config.terms, config.largest)
+    good = every[rng.integers(len(every))].text if turn == 0 else str(rng.integers(10))
     kind = rng.integers(8) if rng.random() < 0.5 else 0
     return {
         1: (good[:-1], True),

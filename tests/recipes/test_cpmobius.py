@@ -44,7 +44,7 @@ def voted(answers, truth=0):
                 table.act(1, task, 1, root, answer=answer)
                 table.rewards["accuracy"][len(table.moves) - 1] = pay["accuracy"]
     tree = table.tree()
-    return tree, jax.device_get(assign(cpmobius.rule(CONFIG), tree, weights={}, sizes=SIZES))
+    return tree, jax.device_get(assign(cpmobius.rule(CONFIG), tree, weights=CONFIG.reward, sizes=SIZES))
 
 
 def test_golden_rewards():

@@ -1,7 +1,7 @@
 """Chain with a coach: one role writes the question, another answers it. All in JAX.
 
     turn  role     prompt    a good completion
-    0     coach    Q>        3+4-2      a question: ``terms`` numbers up to ``largest``, with + or - between them
+    0     coach    Q>        3+4-2      a question: ``terms`` numbers up to ``largest`` (here 3 up to 4), + or - between
     1     player   S3+4-2>   5          the answer, one digit: the value modulo ``modulus``
 
 A held-out task has its question already: the coach's seat is empty, and the player answers.
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class Config:
     largest: int = 1  # number of a question
     modulus: int = 10  # results are modulo this number
     # Probabilities in demonstrations.
-    guess_rate: float = 0.6  # an answer to a question with a minus is a random digit
+    guess_rate: float = 0.3  # an answer to a question with a minus is a random digit
     minus_rate: float = 0.05  # a sign of the coach's question is a minus
 
     def check(self, path: str) -> None:
@@ -291,7 +291,7 @@ def demonstrations(config: Config, seed: int, n: int, *, context: int = 0) -> Sa
     return {"coach": text_samples(written, *size), "player": text_samples(_answers(player, config, n), *size)}
 
 
-def _answers(rng: np.random.Generator, config: Config, n: int):
+def _answers(rng: np.random.Generator, config: Config, n: int) -> Iterator[tuple[str, str]]:
     """Pairs of a prompt of the player and an answer, some of which are guessed."""
     for _ in range(n):
         question = _drawn(rng, config, 0.5)
