@@ -21,7 +21,7 @@ class Vote(NamedTuple):
 
     label: Int[Array, " K"]  # outcome of the majority; -1 where no member has one
     share: Float[Array, " K"]  # of the valid members whose outcome is the label; 0 without a label
-    count: Int[Array, " K"]  # valid members, those without an outcome too
+    members: Int[Array, " K"]  # valid ones, those without an outcome too
 
 
 def majority(
@@ -96,14 +96,14 @@ class Agreement:
             if name not in moves.rewards:
                 raise ConfigError(f"Agreement: the environment pays no {name!r}; it pays {', '.join(moves.rewards)}")
 
-        def of(name: str) -> tuple[jax.Array, jax.Array]:
+        def of(name: str) -> tuple[Array, Array]:
             return step_returns(moves.steps, role, moves.rewards[name], moves.valid, num_steps=size)
 
         said, has = of(self.outcome)
         valid = has & steps.valid
         outcome = jnp.round(said).astype(jnp.int32)
         vote = majority(outcome, steps.node, valid, num_groups=count, num_outcomes=self.outcomes)
-        voted = vote.count > 1
+        voted = vote.members > 1
         label = vote.label[steps.node]
         asked = behind(tree, vote.share, voted) - self.cost * of(self.penalty)[0]
         answered = jnp.where((outcome == label) & (label >= 0), 1.0, -1.0)

@@ -18,7 +18,7 @@ Kept: majority labels, the two rewards, the band and its refill, the coach's rew
 Changed: questions are chains of small numbers (`chain_coach`), in place of competition mathematics. Plays are limited
 to 1 + ``extra_plays``. Inferred: the penalty of a malformed question. Left out: a moving average of the change.
 
-`experiments.studies.coach_bounds` computes what can be won.
+Nothing is claimed yet. `experiments.studies.coach_bounds` computes what can be won.
 """
 
 from __future__ import annotations
@@ -142,9 +142,11 @@ def coach_pay(change: float, worth: Array) -> Array:
 class CoachByChange(PayByChange):
     """`PayByChange` that also reports how far majority labels are the truth.
 
-    Metrics of the questions that are trained on: ``majority/agreement``, the mean share of the majority, and
-    ``majority/right``, the share of them whose label is the right answer. ``majority/agreement_wrong`` is the mean
-    share where the label is wrong.
+    Metrics, of the questions that are trained on:
+
+    - ``majority/agreement``: the mean share of the majority.
+    - ``majority/right``: the share of questions whose label is the right answer.
+    - ``majority/agreement_wrong``: the mean share of the majority where the label is wrong.
     """
 
     def keep(self, step: TrainStep, kept: History, result: StepResult) -> tuple[History, Mapping[str, Any]]:

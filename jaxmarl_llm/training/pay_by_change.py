@@ -23,7 +23,7 @@ from jaxmarl_llm.types import Array, Params, PyTree, TrainState
 
 
 class History(struct.PyTreeNode):
-    """What the updates of a run did so far, for K = ``patience`` changes."""
+    """History of the updates of a run, with the last K = ``patience`` changes."""
 
     updates: Int[Array, ""]  # of the model that learns; while there is none, scores are not measured
     score: Float[Array, ""]  # of the present parameters
@@ -60,8 +60,8 @@ class PayByChange:
     A step without a completion of ``learner`` to train on is idle: it trains nobody, and has no change. The loop ends a
     run after ``run.max_bad_steps`` idle steps in a row. The history is in ``state.kept["change"]``.
 
-    Metrics: ``change/score`` after the step, ``change/change``, the ``change/best`` score so far, how often the best
-    parameters were put back (``change/returns``), and idle steps of the run so far (``count/idle``).
+    Metrics: ``change/score`` after the step, ``change/change``, and the ``change/best`` score so far.
+    ``change/returns`` counts how often the best parameters were put back, and ``count/idle`` the idle steps.
 
     Attributes:
         learner: Role whose model learns first.

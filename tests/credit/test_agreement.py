@@ -39,7 +39,7 @@ def test_votes_are_those_of_a_slow_twin(rows):
 def test_the_smaller_of_equally_frequent_answers_is_the_label():
     """Answers 4 4 2 2 and none: label 2, and two of five agree."""
     vote = majority(np.array([4, 4, 2, 2, -1]), np.zeros(5, int), np.ones(5, bool), num_groups=1, num_outcomes=OUTCOMES)
-    assert (int(vote.label[0]), int(vote.count[0])) == (2, 5) and float(vote.share[0]) == pytest.approx(0.4)
+    assert (int(vote.label[0]), int(vote.members[0])) == (2, 5) and float(vote.share[0]) == pytest.approx(0.4)
 
 
 def forest(rng):
