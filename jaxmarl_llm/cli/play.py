@@ -25,7 +25,6 @@ from jaxmarl_llm.cli.episodes import Player, Show, TrainedTeam, play, printable
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
 
-
 LONGEST = 64  # tokens that a role of an array environment may write
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.configs import (
         advantage_alignment,
         core_code,
+        cpmobius,
         doctor_agent,
         dr_mas,
         grpo,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "advantage_alignment",
     "core_code",
+    "cpmobius",
     "doctor_agent",
     "dr_mas",
     "grpo",

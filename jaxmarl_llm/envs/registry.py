@@ -31,7 +31,7 @@ from jaxmarl_llm.envs.protocols import PROTOCOLS
 from jaxmarl_llm.envs.trials import called
 from jaxmarl_llm.errors import ConfigError
 
-FORMS = {"array": "", "env": "", "text": "_text", "solo": "_solo"}  # module of a task's folder -> ending of the name
+FORMS = {"array": "", "env": "", "text": "_text", "solo": "_solo", "coach": "_coach"}  # module -> ending of the name
 
 WORKER_LIMIT = 2**12  # processes of one machine
 TASK_LIMIT = 2**20  # tasks of one environment, all made before the first step; also of any other count in its args

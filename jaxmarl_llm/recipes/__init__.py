@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.recipes import (
         advantage_alignment,
         core_code,
+        cpmobius,
         doctor_agent,
         dr_mas,
         grpo,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "advantage_alignment",
     "core_code",
+    "cpmobius",
     "doctor_agent",
     "dr_mas",
     "grpo",

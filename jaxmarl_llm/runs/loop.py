@@ -14,7 +14,7 @@ import jax
 
 from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.distributed import deadlines, processes, signals
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.errors import ConfigError, RunError
 from jaxmarl_llm.runs import preflight
 from jaxmarl_llm.runs.ahead import Ahead
 from jaxmarl_llm.runs.alarms import Alarms
@@ -203,7 +203,7 @@ def _train(
             step = int(state.step)
             files.save(step, state, _meta(cfg, step, backbone, best.record()), best=is_best)
 
-    bad, step, code, done = 0, int(state.step), 0, best.exhausted
+    bad, idle, step, code, done = 0, 0, int(state.step), 0, best.exhausted
     alarms = Alarms(logger.print)
     deadlines.set_step(step)
     with Ahead(recipe.ahead if step < cfg.sft.steps else None, state) as ahead:
@@ -221,6 +221,7 @@ def _train(
             step += 1
             deadlines.set_step(step)
             bad = bad + 1 if metrics.pop("bad", 0.0) else 0
+            idle = idle + 1 if metrics.pop("idle", 0.0) else 0
             state = _counted(state, bad > 0)
             done = step == recipe.total_steps or best.exhausted
             if done:
@@ -233,6 +234,7 @@ def _train(
             logger.log(step, {**metrics, **extra, "count/skipped": float(state.counters["skipped"])})
             alarms.see(step, metrics)
             _check_numbers(cfg, step, bad, metrics, files.saver)
+            _check_idle(cfg, step, idle, files.saver)
             health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
             _call(callbacks, step, state, {**metrics, **extra}, save)
             with deadlines.stage("save"):
@@ -319,6 +321,17 @@ def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, f
         raise FloatingPointError(
             f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_diff="
             f"{cfg.run.max_logprob_diff:g}; the update would be biased"
+        )
+
+
+def _check_idle(cfg: BaseConfig, step: int, idle: int, saver: Checkpointer) -> None:
+    """Raise RunError after ``run.max_bad_steps`` steps in a row that trained nobody, where the update counts them.
+
+    step: completed steps. idle: such steps in a row. saver: completes its save first.
+    """
+    if idle >= cfg.run.max_bad_steps:
+        raise RunError(
+            f"step {step}: {idle} steps in a row trained nobody: no completion was selected; stopped; {_kept(saver)}"
         )
 
 

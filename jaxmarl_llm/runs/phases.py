@@ -134,7 +134,7 @@ class Recipe:
             opt_state=self.optimizers(last, params["agents"]),
             memory=self.stores(),
             counters={"skipped": jnp.int32(0)},
-        ).with_kept({keeper.name: keeper.begin(own) for own in trained for keeper in own.keepers})
+        ).with_kept({keeper.name: keeper.begin(own, params["agents"]) for own in trained for keeper in own.keepers})
 
     def optimizers(self, phase: Phase, agents: Params) -> PyTree:
         """Fresh optimizer states of a phase."""
@@ -410,7 +410,7 @@ def make_recipe(
         cfg,
         team,
         env_runner,
-        [Phase(cfg.steps, learners, step, metrics, begin, getattr(algorithm.play, "on_host", None))],
+        [Phase(cfg.steps, learners, step, metrics, begin, step.on_host)],
         context=0 if remembers is None else remembers.retrieve,
         stores=functools.partial(_empty_memories, remembers, team, env_runner),
         evaluate=lambda state: evaluate(cfg, team, env_runner, state, remembers),

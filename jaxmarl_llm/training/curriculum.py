@@ -16,7 +16,7 @@ from jaxmarl_llm.config import finite, in_range, positive
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.keys import EXTRA_PLAYS
 from jaxmarl_llm.training.train_step import Played, Step, StepResult, TrainStep
-from jaxmarl_llm.types import POLICY, Array, PyTree, TrainState
+from jaxmarl_llm.types import POLICY, Array, Params, PyTree, TrainState
 
 
 class Rates(struct.PyTreeNode):
@@ -69,11 +69,12 @@ class Curriculum:
         for value in self.prior:
             positive("Curriculum.prior", value)
 
-    def begin(self, step: TrainStep) -> Rates:
+    def begin(self, step: TrainStep, agents: Params) -> Rates:
         """No task was tried.
 
         Args:
             step: parts of the training step.
+            agents: not used.
 
         Raises:
             ConfigError: A batch has more tasks than there are.

@@ -29,8 +29,9 @@ def held_out(
     sampling: Sampling,
     memory_config: MemoryConfig | None = None,
     assignment: np.ndarray | None = None,
+    numbers: np.ndarray | None = None,
 ) -> Iterator[tuple[int, RolloutResult]]:
-    """Play all held-out tasks in batches. Every call draws the same samples.
+    """Play held-out tasks in batches. Every call with the same tasks draws the same samples.
 
     Args:
         cfg: Configuration of the run.
@@ -41,14 +42,17 @@ def held_out(
         sampling: Distribution of tokens.
         memory_config: Settings of the memory; None: no memory.
         assignment: [A] or [M A], as in `rollout.make_rollout`, the same for every task.
+        numbers: Numbers of the held-out tasks that are played [n]; None: all.
 
     Yields:
         Number of tasks of a batch, and its rollout.
     """
-    count = env_runner.held_out_size
+    if numbers is None:
+        numbers = np.arange(env_runner.held_out_size)
+    count = len(numbers)
     chunk = count if env_runner.array else min(count, 4 * cfg.batch)
     for start in range(0, count, chunk):
-        indices = range(start, min(start + chunk, count))
+        indices = numbers[start : start + chunk].tolist()
         key = jax.random.fold_in(stream(cfg.seed, EVALUATION), start)
         params, version = state.params, int(state.step)
         yield (
@@ -134,8 +138,9 @@ def by_task(
     sampling: Sampling | None = None,
     memory_config: MemoryConfig | None = None,
     assignment: np.ndarray | None = None,
+    numbers: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Each component's mean over roles, summed over the episode, of every held-out task [n]; NaN where it is unknown.
+    """Each component's mean over roles, summed over the episode, of held-out tasks [n]; NaN where it is unknown.
 
     Args:
         cfg: configuration of the run.
@@ -145,10 +150,12 @@ def by_task(
         sampling: how completions are drawn; None: as in training.
         memory_config: settings of the memory that is read; None: none is read.
         assignment: [A] or [M A], as in `held_out`.
+        numbers: numbers of the held-out tasks [n]; None: all.
     """
     out: dict[str, list[float]] = {}
     sampling = sampling or cfg.sampling
-    for tasks, played in held_out(cfg, team, env_runner, state, single(), sampling, memory_config, assignment):
+    rollouts = held_out(cfg, team, env_runner, state, single(), sampling, memory_config, assignment, numbers)
+    for tasks, played in rollouts:
         moves = played.tree.transitions
         for name, values in moves.rewards.items():
             out.setdefault(name, []).extend(_by_task(moves, values, tasks))

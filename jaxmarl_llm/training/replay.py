@@ -22,7 +22,7 @@ from jaxmarl_llm.training.critic import stacks_of_rows
 from jaxmarl_llm.training.learner import Batch, pad_rows, token_weights
 from jaxmarl_llm.training.losses import Loss, log_ratios, masked
 from jaxmarl_llm.training.train_step import Driver, StepResult, TrainStep, UpdateFunction, Updates, policy_update
-from jaxmarl_llm.types import POLICY, Array, Model, PyTree, TrainState
+from jaxmarl_llm.types import POLICY, Array, Model, Params, PyTree, TrainState
 
 
 class Samples(struct.PyTreeNode):
@@ -99,11 +99,12 @@ class Replay:
         if self.bound != self.bound:
             raise ConfigError("Replay.bound: expected a number, got nan")
 
-    def begin(self, step: TrainStep) -> Ring:
+    def begin(self, step: TrainStep, agents: Params) -> Ring:
         """An empty ring.
 
         Args:
             step: parts of the training step.
+            agents: not used.
 
         Raises:
             ConfigError: The run has a part that replay does not go with.

@@ -188,11 +188,12 @@ class Keeper(Protocol):
 
     name: ClassVar[str]
 
-    def begin(self, step: TrainStep, /) -> PyTree:
+    def begin(self, step: TrainStep, agents: Params, /) -> PyTree:
         """The arrays before the first step. Raises a `ConfigError` where the run cannot have them.
 
         Args:
             step: Parts of the training step.
+            agents: Parameters of each model at the begin of the run. They may be traced.
         """
         ...
 
@@ -214,7 +215,9 @@ class UpdateFunction(Protocol):
     """Function that changes parameters and optimizer states in a step.
 
     ``config.update`` names a function of a user's own: ``"package.module:function"``. On the host,
-    ``driver.optimize`` reuses the memory of the state's arrays: copy those that are read afterwards.
+    ``driver.optimize`` reuses the memory of the state's arrays: copy those that are read afterwards. An attribute
+    ``on_host`` is that of a `PlayFunction`. An update that is a `Keeper` may also change its own arrays,
+    ``state.kept[name]``.
     """
 
     def __call__(
@@ -431,6 +434,12 @@ class TrainStep:
             state = driver.when((rl_step + 1) % cfg.past.every == 0, _push_snapshot, state)
         result = StepResult(tree, played, credited, selected, updated, metrics, tasks, dict(weights), trained)
         return self.kept(driver, state, result)
+
+    @property
+    def on_host(self) -> str | None:
+        """Why the step runs from the host alone; None: it also runs inside a compiled program."""
+        functions = (self.algorithm.play, self.algorithm.update)
+        return next((why for f in functions if (why := getattr(f, "on_host", None))), None)
 
     @property
     def keepers(self) -> tuple[Keeper, ...]:
