@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         mmoa_rag,
         optagent,
         rema,
+        scma,
         waltzrl,
     )
 
@@ -43,6 +44,7 @@ __all__ = [
     "mmoa_rag",
     "optagent",
     "rema",
+    "scma",
     "waltzrl",
 ]
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         mmoa_rag,
         optagent,
         rema,
+        scma,
         waltzrl,
     )
 
@@ -48,6 +49,7 @@ __all__ = [
     "mmoa_rag",
     "optagent",
     "rema",
+    "scma",
     "waltzrl",
 ]
 
