@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.configs.scma import tiny
 from jaxmarl_llm.envs.chain.array import work_out
 from jaxmarl_llm.envs.segments.array import Config, needed_texts
 
@@ -97,8 +98,8 @@ def bounds(config: Config) -> Bounds:
 
 
 def main() -> None:
-    """Print the figures of the environment as it is."""
-    found = bounds(Config())
+    """Print the figures of the environment of ``scma:tiny``."""
+    found = bounds(tiny().env.build())
     print(f"shortest derivation {found.derivation}, shortest right answer {found.answer}")
     print(f"demonstrated {found.demonstrated:.2f}, without filler {found.without_filler:.2f}")
     print(f"the shortest derivation saves {found.reduction:.3f} of the demonstrated length")

@@ -307,12 +307,14 @@ def test_malformed_completions_are_paid_and_read_as_far_as_they_go():
         (STEPS, "A", "A5"),  # a pair is missing: its weight is 5
         (STEPS, "A", "A1B9"),  # no weight of 1 to 5
         ("", "A", "A1"),  # labels of an empty text
+        (STEPS, "A", "B1A2"),  # pairs in another order are not read
     ]
     paid, prompts = play(scripts, [QUESTION] * len(scripts))
     bad = [[role for role in segments.ROLES if got[f"malformed/{role}"]] for got in paid]
-    assert bad == [["reasoner"], ["segmenter"], ["scorer"], ["scorer"], ["segmenter", "scorer"]]
+    assert bad == [["reasoner"], ["segmenter"], ["scorer"], ["scorer"], ["segmenter", "scorer"], ["scorer"]]
     assert prompts[0][1:] == ["S3+4-2|A+4=7B-2=5C??>", "W3+4-2|A+4=7B-2=5;??>"]
     assert paid[1]["segments"] == 2 and paid[2]["step_weight"] == 10 and paid[3]["step_weight"] == 6
+    assert paid[5]["step_weight"] == 10
     assert prompts[4][1:] == ["S3+4-2|>", "W3+4-2|>"]
 
 

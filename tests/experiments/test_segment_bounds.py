@@ -51,4 +51,7 @@ def test_the_command(capsys):
     segment_bounds.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "shortest derivation 9, shortest right answer 2"
-    assert lines[2] == "the shortest derivation saves 0.450 of the demonstrated length"
+    assert lines[2:] == [
+        "the shortest derivation saves 0.450 of the demonstrated length",
+        "accuracy of demonstrations 0.8722",
+    ]
