@@ -31,13 +31,13 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 def tiny() -> Config:
     return dataclasses.replace(
         Config(),
-        steps=100,
+        steps=40,
         batch=16,
         team=TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=26, remat=False),
         env=EnvConfig("segments", {"largest": 2}, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3),
-        sft=SFT(steps=1000, batch=32, samples=16384, optimizer=Optimizer(learning_rate=5e-3)),
-        run=RunConfig(eval_every=50, checkpoint_every=100),
+        sft=SFT(steps=600, batch=64, samples=16384, optimizer=Optimizer(learning_rate=5e-3)),
+        run=RunConfig(eval_every=20, checkpoint_every=40),
     )
 
 

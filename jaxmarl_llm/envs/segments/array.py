@@ -105,9 +105,8 @@ class Config:
     step_error_rate: float = 0.1  # the value of a step takes the other sign
     skip_rate: float = 0.1  # a step that is not the last one is not written
     merge_rate: float = 0.2  # a boundary between sentences is not named
-    # Weights that a demonstrated scorer draws from, of segments with a step and of the others.
-    step_weights: tuple[int, ...] = (2, 3, 4, 5)
-    filler_weights: tuple[int, ...] = (1, 2, 3, 4)
+    step_weights: tuple[int, ...] = (2, 3, 4, 5)  # a demonstrated scorer draws from them for a segment with a step
+    filler_weights: tuple[int, ...] = (1, 2, 3, 4)  # and from these for any other segment
 
     def check(self, path: str) -> None:
         checks.tasks_and_seed(path, self)
