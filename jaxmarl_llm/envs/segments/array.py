@@ -39,7 +39,7 @@ component a fact that is logged.
     fillers_kept   number of the other sentences with a weight above 2
     malformed      1 to the role that acts, at a malformed completion
 
-With ``alone`` the five that need weights are 0, as are ``segments`` and ``penalty``.
+With ``alone`` only ``accuracy``, ``length``, ``steps``, ``fillers`` and ``malformed`` are paid. The others are 0.
 
 Shared arguments: ``config`` has the settings, ``key`` is a PRNG key, and ``state`` the state of an episode. ``tokens``
 [1 R] are completions, and ``length`` [1] their numbers of tokens. ``seed`` and ``rng`` (NumPy) determine tasks and
