@@ -13,8 +13,8 @@ penalty. So segmenter and scorer are paid
 
     1 if the answer still follows without the segments of w <= 2, plus the share of tokens in these segments
 
-``reward`` weighs what all roles are paid, and ``role_reward`` adds what one role is paid besides. Alpha is the weight of
-``penalty`` for the reasoner, with a minus sign. With ``role_reward={}`` all roles share one reward.
+``reward`` weighs what all roles are paid, and ``role_reward`` adds what one role is paid besides. Alpha is the weight
+of ``penalty`` for the reasoner, with a minus sign. With ``role_reward={}`` all roles share one reward.
 
 Kept: the three roles on one model, the weights 1 to 5, the penalty, GRPO for each role, rewards of the form. Changed:
 the environment is `segments`, whose texts are sums. Inferred: the rewards of segmenter and scorer, the limit w <= 2,

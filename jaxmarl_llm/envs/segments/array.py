@@ -228,9 +228,9 @@ def step(
     writes, marks = role == REASONER, role == SEGMENTER
     (text,), (shown,) = readable_part(tokens, length, config.longest, _readable)
     sentence, number = rules.sentences(state.text, state.size, config.sentences)
-    marked, in_order = read_labels(tokens[0], size, number, config.sentences)
+    marked, in_order = rules.read_labels(tokens[0], size, number, config.sentences)
     parts = rules.segments(sentence, number, state.marked)[1]
-    weight, complete = read_weights(tokens[0], size, parts, config.sentences)
+    weight, complete = rules.read_weights(tokens[0], size, parts, config.sentences)
     clean = (size <= config.longest) & (_readable(tokens[0]) | (jnp.arange(tokens.shape[1]) >= size)).all()
     proper = ended & jnp.where(writes, clean, jnp.where(marks, in_order, complete))
     after = State(
@@ -252,42 +252,6 @@ def step(
 def _readable(tokens: Int[Array, "*b"]) -> Bool[Array, "*b"]:
     """Whether a token of the reasoner is shown to others."""
     return jnp.isin(tokens, encoded(READABLE))
-
-
-def read_labels(
-    tokens: Int[Array, " R"], size: Int[Array, ""], number: Int[Array, ""], most: int
-) -> tuple[Bool[Array, " M"], Bool[Array, ""]]:
-    """The sentences that a segmenter names, and whether the completion names sentences in order and nothing else.
-
-    Args:
-        tokens: The completion.
-        size: Its number of tokens without eos.
-        number: Number of sentences.
-        most: M.
-    """
-    inside, named = jnp.arange(len(tokens)) < size, tokens - ord(LABELS[0])
-    known = inside & (named >= 0) & (named < number)
-    marked = jnp.zeros(most, bool).at[jnp.where(known, named, most)].set(True, mode="drop")
-    rising = (named[1:] > named[:-1]) | ~inside[1:]
-    return marked, (known | ~inside).all() & rising.all()
-
-
-def read_weights(
-    tokens: Int[Array, " R"], size: Int[Array, ""], number: Int[Array, ""], most: int
-) -> tuple[Int[Array, " M"], Bool[Array, ""]]:
-    """The weight of each segment, and whether the completion is one pair of label and weight for each in order.
-
-    Args:
-        tokens: The completion. The s-th pair is read where it has the label of the s-th segment.
-        size: Its number of tokens without eos.
-        number: Number of segments.
-        most: M.
-    """
-    padded = jnp.pad(tokens, (0, 2 * most), constant_values=PAD)[: 2 * most]
-    here = jnp.arange(most)
-    label, weight = padded[::2] == encoded(LABELS)[:most], padded[1::2] - ZERO
-    read = label & (weight >= 1) & (weight <= MOST_WEIGHT) & (here < number) & (2 * here + 1 < size)
-    return jnp.where(read, weight, MOST_WEIGHT), (size == 2 * number) & (read | (here >= number)).all()
 
 
 def needed_steps(config: Config, question: Int[Array, " Q"]) -> Int[Array, "K 4"]:

@@ -1,4 +1,4 @@
-"""Rules of `segments` on one text: sentences, segments, weights, the length penalty, and whether the answer follows.
+"""Rules of `segments`: sentences, segments, the length penalty, whether the answer follows, and what completions say.
 
 A sentence ends with ``;``, which belongs to it. The last sentence may lack it. A text has at most M sentences: what is
 behind the M-th one belongs to it. A segment is one or several whole sentences in a row. A step is a sentence with the
@@ -143,3 +143,39 @@ def labelled(
     row = row.at[jnp.where(shown, at, room)].set(text, mode="drop")
     row = row.at[jnp.where(first, at - shown, room)].set(encoded(LABELS)[part], mode="drop")
     return row, (first.sum() + shown.sum()).astype(jnp.int32)
+
+
+def read_labels(
+    tokens: Int[Array, " R"], size: Int[Array, ""], number: Int[Array, ""], most: int
+) -> tuple[Bool[Array, " M"], Bool[Array, ""]]:
+    """The sentences that a segmenter names, and whether the completion names sentences in order and nothing else.
+
+    Args:
+        tokens: The completion.
+        size: Its number of tokens without eos.
+        number: Number of sentences.
+        most: M.
+    """
+    inside, named = jnp.arange(len(tokens)) < size, tokens - ord(LABELS[0])
+    known = inside & (named >= 0) & (named < number)
+    marked = jnp.zeros(most, bool).at[jnp.where(known, named, most)].set(True, mode="drop")
+    rising = (named[1:] > named[:-1]) | ~inside[1:]
+    return marked, (known | ~inside).all() & rising.all()
+
+
+def read_weights(
+    tokens: Int[Array, " R"], size: Int[Array, ""], number: Int[Array, ""], most: int
+) -> tuple[Int[Array, " M"], Bool[Array, ""]]:
+    """The weight of each segment, and whether the completion is one pair of label and weight for each in order.
+
+    Args:
+        tokens: The completion. The s-th pair is read where it has the label of the s-th segment.
+        size: Its number of tokens without eos.
+        number: Number of segments.
+        most: M.
+    """
+    padded = jnp.pad(tokens, (0, 2 * most), constant_values=PAD)[: 2 * most]
+    here = jnp.arange(most)
+    label, weight = padded[::2] == encoded(LABELS)[:most], padded[1::2] - ZERO
+    read = label & (weight >= 1) & (weight <= MOST_WEIGHT) & (here < number) & (2 * here + 1 < size)
+    return jnp.where(read, weight, MOST_WEIGHT), (size == 2 * number) & (read | (here >= number)).all()
