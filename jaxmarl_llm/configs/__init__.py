@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         mmoa_rag,
         optagent,
         rema,
+        scma,
         waltzrl,
     )
 
@@ -45,6 +46,7 @@ __all__ = [
     "mmoa_rag",
     "optagent",
     "rema",
+    "scma",
     "waltzrl",
 ]
 

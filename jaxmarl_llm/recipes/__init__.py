@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         mmoa_rag,
         optagent,
         rema,
+        scma,
         waltzrl,
     )
 
@@ -50,6 +51,7 @@ __all__ = [
     "mmoa_rag",
     "optagent",
     "rema",
+    "scma",
     "waltzrl",
 ]
 

@@ -74,6 +74,14 @@ CASES = {
         "mashost",
         {"env": EnvConfig("build", {"actions": 3}, eval_tasks=4), "team": team(max_new_tokens=3), "group": 4},
     ),
+    "scma": (
+        "scma",
+        {
+            "env": EnvConfig("segments", {"terms": 2, "filler": 1}, eval_tasks=4),
+            "team": team(parameter_sharing="shared", max_new_tokens=10),
+            "group": 4,
+        },
+    ),
     "hila": (
         "hila",
         {

@@ -1,0 +1,3 @@
+"""The configurations of `jaxmarl_llm.configs.scma`, by their earlier path."""
+
+from jaxmarl_llm.configs.scma import *  # noqa: F403
