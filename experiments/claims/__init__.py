@@ -15,6 +15,8 @@ import numpy as np
 from experiments.studies.common import student
 from jaxmarl_llm.errors import ConfigError
 
+CALIBRATION = [100, 101, 102]  # seeds that claims are prepared on; no claim is decided by them
+
 
 @dataclass(frozen=True)
 class Claim:

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims import Claim, Finding, arms, minus
+from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
 from experiments.configs.core_code import plans, tiny
 from experiments.studies.phase_runs import stage
 from jaxmarl_llm.envs.programs.array import Config as Programs
@@ -44,7 +44,6 @@ from jaxmarl_llm.types import TrainState
 GOLDEN = "tests/recipes/test_core_code.py"
 STATUS = "mechanism implemented"  # the weights of the rewards are inferred
 SEEDS = 5
-CALIBRATION = [100, 101, 102]
 STAGE_0 = tiny().sft.steps
 BUDGET = f"{STAGE_0} supervised steps; {tiny().stage_one} RL steps of 32 tasks in each stage of an arm"
 CLAIMS = {

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims import Claim, Finding, arms, minus
+from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
 from experiments.configs.hila import tiny
 from experiments.studies.defer_bounds import best, worth
 from experiments.studies.phase_runs import stage
@@ -46,7 +46,6 @@ from jaxmarl_llm.types import Params, TrainState
 GOLDEN = "tests/recipes/test_hila.py"
 STATUS = "mechanism implemented"  # peers, expert and questions are planted
 SEEDS = 5
-CALIBRATION = [100, 101, 102]
 BUDGET = f"{tiny().sft.steps} supervised steps; {tiny().steps} RL steps of {tiny().batch} questions"
 CLAIMS = {
     "oracle": Claim(

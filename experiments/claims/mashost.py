@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims import Claim, Finding, arms, minus
+from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
 from experiments.configs.mashost import tiny, trajectory
 from experiments.studies.build_bounds import best
 from experiments.studies.phase_runs import stage
@@ -54,7 +54,6 @@ from jaxmarl_llm.types import Params
 GOLDEN = "tests/recipes/test_mashost.py"
 STATUS = "mechanism implemented"  # the weights of the rewards of actions are inferred
 SEEDS = 5
-CALIBRATION = [100, 101, 102]
 BUDGET = f"{tiny().sft.steps} supervised steps; {tiny().steps} RL steps of {tiny().batch} queries, groups of 8"
 CLAIMS = {
     "worth": Claim(

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims import Claim, Finding, arms, minus
+from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
 from experiments.studies.debate_graphs import rings
 from jaxmarl_llm.envs.debate.array import Config, first_graph, make, make_tasks, trial_accuracy
 from jaxmarl_llm.envs.debate.scripts import parameters, scripted_team
@@ -50,7 +50,6 @@ from jaxmarl_llm.types import PyTree
 GOLDEN = "tests/envs/test_debate.py"
 STATUS = "mechanism implemented"
 SEEDS = 5
-CALIBRATION = [100, 101, 102]
 TASKS = 256  # held-out tasks of a seed
 BUDGET = "no training, speakers and meta-roles are scripted; 256 tasks of 12 debates, each with an edit, then 16 trials"
 CLAIMS = {

@@ -31,6 +31,7 @@ def tiny() -> Config:
     return dataclasses.replace(
         Config(),
         steps=40,
+        extra_plays=1,
         batch=16,
         team=TeamConfig(backbone=TINY, max_new_tokens=12, remat=False),
         env=EnvConfig("chain_coach", eval_tasks=512),

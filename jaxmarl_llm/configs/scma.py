@@ -48,7 +48,7 @@ def _reasoner(weights: dict[str, float]) -> Config:
 
 
 def uniform() -> Config:
-    return _reasoner({"accuracy": 1.0, "length": -0.02})
+    return _reasoner({"accuracy": 1.0, "length": -0.008})
 
 
 def accuracy() -> Config:
