@@ -16,9 +16,9 @@ Calibrated on seeds 100 to 102: held-out accuracy, then tokens of a text.
 - ``scma`` with alpha .5: .61 .75 .67, 11.9 9.3 9.5.
 - ``uniform`` with .008 a token: .70 .73 .75, 8.9 9.0 9.0. With .013: .67 .75 .75, 9.0 9.1 9.0.
 
-The shortest derivation has 9 tokens (`experiments.studies.segment_bounds`). A uniform penalty of .008 reaches it. So the
-control of the third claim has fewer tokens than ``scma``, and has to be right with them. The calibration speaks against
-the claim, which stands as it was planned.
+The shortest derivation has 9 tokens (`experiments.studies.segment_bounds`). A uniform penalty of .008 reaches it. So
+the control of the third claim has fewer tokens than ``scma``, and has to be right with them. The calibration speaks
+against the claim, which stands as it was planned.
 """
 
 from __future__ import annotations
