@@ -18,7 +18,7 @@ Kept: majority labels, the two rewards, the band and its refill, the coach's rew
 Changed: questions are chains of small numbers (`chain_coach`), in place of competition mathematics. Plays are limited
 to 1 + ``extra_plays``. Inferred: the penalty of a malformed question. Left out: a moving average of the change.
 
-Nothing is claimed yet. `experiments.studies.coach_bounds` computes what can be won.
+Measured by experiments/claims/cpmobius.py. `experiments.studies.coach_bounds` computes what can be won.
 """
 
 from __future__ import annotations
