@@ -67,7 +67,9 @@ class EnvConfig:
 
     def check(self, path: str) -> None:
         if self.name not in MODULES and not {".", ":"} & set(self.name):
-            hint = f"{nearest(self.name, MODULES)}, or name your own as package.module or package.module:function"
+            close = nearest(self.name, MODULES)
+            known = close if close.startswith("did you mean") else "`jaxmarl-llm envs` lists ours"
+            hint = f"{known}, or name your own as package.module or package.module:function"
             raise ConfigError(f"{path}.name: no environment {self.name!r}; {hint}")
         at_least(f"{path}.workers", self.workers, 0, WORKER_LIMIT)
         positive(f"{path}.timeout", self.timeout)

@@ -239,7 +239,7 @@ def test_the_vote_of_three_takes_the_first_of_the_most_frequent():
         asked.append((plan.name, kwargs["held_out"]))
         return RolloutResult(tree, str, texts.__getitem__, [], None)
 
-    env_runner = SimpleNamespace(array=False, held_out=[0] * 3, play=play)
+    env_runner = SimpleNamespace(array=False, held_out_size=3, play=play)
     state = SimpleNamespace(params={}, memory={}, step=0)
     seen = diagnose.majority(malt.Config(), TEAM, env_runner, state, 3)
     assert seen == {"eval/accuracy_majority@3": pytest.approx(2 / 3)} and asked == [("flat(3)", True)]
