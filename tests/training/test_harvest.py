@@ -77,7 +77,7 @@ def whole(path):
 
 def test_a_path_of_a_rollout_is_one_demonstration_that_reads_back_to_the_same_ids():
     team = toys.team()
-    rollout = make_rollout(team, toys.relay(), product(2), Sampling())
+    rollout = jax.jit(make_rollout(team, toys.relay(), product((2, 1, 2, 1)), Sampling()))
     tree = jax.device_get(rollout(toys.params(team), {}, toys.relay_tasks(2), jax.random.key(0), 0))
     moves = tree.transitions
     keep = moves.valid & (moves.turn == 3) & (moves.rewards["accuracy"][:, 0] > 0.5)
