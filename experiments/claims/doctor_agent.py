@@ -33,7 +33,7 @@ import numpy as np
 
 from experiments.claims import Claim, Finding, arms, minus
 from experiments.configs.doctor_agent import fixed, tiny
-from experiments.studies.phase_runs import stage
+from experiments.studies.phase_runs import after_stage_0, stage
 from jaxmarl_llm.envs.consult.array import TURN_LIMIT
 from jaxmarl_llm.recipes.doctor_agent import TURN_REWARDS, Config, algorithm, make
 from jaxmarl_llm.runs.compiled import make_evaluation, task_data
@@ -93,19 +93,16 @@ def train(cfg: Config, seeds: list[int]) -> tuple[dict[str, Params], RunData]:
     recipe, short, which = make(cfg), make(replace(cfg, env=fixed().env)), jnp.array(seeds)
     own, four = task_data(recipe, seeds), task_data(short, seeds)
     four = four._replace(held_out=own.held_out, demonstrations=_widened(four.demonstrations, own.demonstrations))
-    imitation, learning = recipe.phases
-    start, imitate = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(which), stage(recipe, imitation)
-    begin = jax.jit(jax.vmap(lambda state: recipe.begin(learning, state)))
-    taught, taught_four = (imitate(which, data, start, jnp.arange(cfg.sft.steps)) for data in (own, four))
+    taught, taught_four = (after_stage_0(recipe, seeds, data)[0] for data in (own, four))
     weights = {k: 0.0 if k in TURN_REWARDS else w for k, w in cfg.reward.items()}
     unpaid = with_algorithm(recipe, replace(algorithm(cfg), reward=lambda step: weights))
-    reinforce, reinforce_unpaid = stage(recipe, learning), stage(unpaid, unpaid.phases[-1])
+    reinforce, reinforce_unpaid = stage(recipe, recipe.phases[-1]), stage(unpaid, unpaid.phases[-1])
     steps = jnp.arange(cfg.steps)
     return {
         "imitated": taught.params,
-        "trained": reinforce(which, own, begin(taught), steps).params,
-        "no turn rewards": reinforce_unpaid(which, own, begin(taught), steps).params,
-        "fixed": reinforce(which, four, begin(taught_four), steps).params,
+        "trained": reinforce(which, own, taught, steps).params,
+        "no turn rewards": reinforce_unpaid(which, own, taught, steps).params,
+        "fixed": reinforce(which, four, taught_four, steps).params,
     }, own
 
 

@@ -31,17 +31,15 @@ import numpy as np
 from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
 from experiments.configs.hila import tiny
 from experiments.studies.defer_bounds import best, worth
-from experiments.studies.phase_runs import stage
+from experiments.studies.phase_runs import after_stage_0, stage
 from jaxmarl_llm.credit.menus import completion_logprobs
 from jaxmarl_llm.envs.defer import array
 from jaxmarl_llm.envs.defer.array import CHOICES, TYPES
 from jaxmarl_llm.envs.defer.array import Config as Defer
 from jaxmarl_llm.recipes.hila import Config, make, make_plan
 from jaxmarl_llm.rollout.array import make_rollout
-from jaxmarl_llm.runs.compiled import task_data
-from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.training.drivers import RunData
-from jaxmarl_llm.types import Params, TrainState
+from jaxmarl_llm.types import Params
 
 GOLDEN = "tests/recipes/test_hila.py"
 STATUS = "mechanism implemented"  # peers, expert and questions are planted
@@ -67,19 +65,6 @@ CLAIMS = {
 }
 
 
-def begun(recipe: Recipe, seeds: list[int]) -> tuple[TrainState, RunData]:
-    """States at the begin of RL, after stage 0, and the data of the seeds.
-
-    Args:
-        recipe: The recipe.
-        seeds: Lanes of one program.
-    """
-    which, data = jnp.array(seeds), task_data(recipe, seeds)
-    start = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(which)
-    start = stage(recipe, recipe.phases[0])(which, data, start, jnp.arange(recipe.cfg.sft.steps))
-    return jax.jit(jax.vmap(lambda state: recipe.begin(recipe.phases[-1], state)))(start), data
-
-
 def choices_of(cfg: Config, params: Params, data: RunData) -> np.ndarray:
     """Probability of each choice at each held-out question [seeds, questions, choices].
 
@@ -102,7 +87,7 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     cfg = tiny()
     cfg.check("config")
     recipe, environment = make(cfg), Defer(**cfg.env.args)
-    state, data = begun(recipe, seeds)
+    state, data = after_stage_0(recipe, seeds)
     state = stage(recipe, recipe.phases[-1])(jnp.array(seeds), data, state, jnp.arange(cfg.steps))
     chance, types = choices_of(cfg, state.params, data), np.asarray(data.held_out["type"])
     table, oracle = worth(environment, cfg.reward), best(environment, cfg.reward).of_type

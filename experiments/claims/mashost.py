@@ -44,10 +44,10 @@ import numpy as np
 from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
 from experiments.configs.mashost import tiny, trajectory
 from experiments.studies.build_bounds import best
-from experiments.studies.phase_runs import stage
+from experiments.studies.phase_runs import after_stage_0, stage
 from jaxmarl_llm.envs.build.array import Config as Build
 from jaxmarl_llm.recipes.mashost import Config, make
-from jaxmarl_llm.runs.compiled import make_evaluation, task_data
+from jaxmarl_llm.runs.compiled import make_evaluation
 from jaxmarl_llm.training.drivers import RunData
 from jaxmarl_llm.types import Params
 
@@ -92,15 +92,11 @@ def trained(cfg: Config, control: Config, seeds: list[int]) -> tuple[dict[str, P
         control: The configuration of ``trajectory``.
         seeds: Lanes of one program.
     """
-    recipe, which = make(cfg), jnp.array(seeds)
-    data, taught = task_data(recipe, seeds), recipe.phases[0]
-    start = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(which)
-    start = stage(recipe, taught)(which, data, start, jnp.arange(cfg.sft.steps))
-    out = {"imitated": start.params}
-    for name, arm in {"trained": recipe, "trajectory": make(control)}.items():
-        learns = arm.phases[-1]
-        begun = jax.jit(jax.vmap(lambda state, arm=arm, learns=learns: arm.begin(learns, state)))(start)
-        out[name] = stage(arm, learns)(which, data, begun, jnp.arange(arm.cfg.steps)).params
+    which = jnp.array(seeds)
+    begun, data = after_stage_0(make(cfg), seeds)
+    out = {"imitated": begun.params}
+    for name, arm in {"trained": make(cfg), "trajectory": make(control)}.items():
+        out[name] = stage(arm, arm.phases[-1])(which, data, begun, jnp.arange(arm.cfg.steps)).params
     return out, data
 
 

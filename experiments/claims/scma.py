@@ -32,9 +32,9 @@ import numpy as np
 
 from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
 from experiments.configs.scma import accuracy, tiny, uniform
-from experiments.studies.phase_runs import stage
+from experiments.studies.phase_runs import after_stage_0, stage
 from jaxmarl_llm.recipes.scma import Config, make
-from jaxmarl_llm.runs.compiled import make_evaluation, task_data
+from jaxmarl_llm.runs.compiled import make_evaluation
 from jaxmarl_llm.training.drivers import RunData
 from jaxmarl_llm.types import Params
 
@@ -78,16 +78,11 @@ def trained(configs: Mapping[str, Config], seeds: list[int]) -> tuple[dict[str, 
         configs: Configuration of each arm. They differ in the rewards.
         seeds: Lanes of one program.
     """
-    cfg = next(iter(configs.values()))
-    recipe, which = make(cfg), jnp.array(seeds)
-    data = task_data(recipe, seeds)
-    start = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(which)
-    start = stage(recipe, recipe.phases[0])(which, data, start, jnp.arange(cfg.sft.steps))
-    begun = jax.jit(jax.vmap(lambda state: recipe.begin(recipe.phases[-1], state)))(start)
-    out = {"imitated": start.params}
+    begun, data = after_stage_0(make(next(iter(configs.values()))), seeds)
+    out = {"imitated": begun.params}
     for name, own in configs.items():
         arm = make(own)
-        out[name] = stage(arm, arm.phases[-1])(which, data, begun, jnp.arange(own.steps)).params
+        out[name] = stage(arm, arm.phases[-1])(jnp.array(seeds), data, begun, jnp.arange(own.steps)).params
     return out, data
 
 
