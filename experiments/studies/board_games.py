@@ -5,11 +5,13 @@ Games are sampled as in training. An illegal action is a loss.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 GAMES = 1024  # of each seed and each pair of players
+STATES = Path("runs/board_games")  # of training runs
 
 
 def play(cfg: Any, params: Any, models: tuple[bool, bool], key: Any) -> tuple[Any, Any]:
@@ -45,27 +47,33 @@ def play(cfg: Any, params: Any, models: tuple[bool, bool], key: Any) -> tuple[An
     return won, illegal
 
 
-def train(cfg: Any, seeds: list[int], seats: tuple[tuple[bool, bool], ...]) -> list[dict[str, np.ndarray]]:
-    """Payoffs [seeds, GAMES, 2] and illegal actions [seeds, GAMES] of each of ``seats``, before and after self-play."""
+def train(
+    cfg: Any, seeds: list[int], seats: tuple[tuple[bool, bool], ...], folder: Path = STATES
+) -> list[dict[str, np.ndarray]]:
+    """Payoffs [seeds, GAMES, 2] and illegal actions [seeds, GAMES] of each of ``seats``, before and after self-play.
+
+    Training takes more than an hour. A second call goes on from the states in ``folder`` (`played_in_parts`).
+    """
     import jax
     import jax.numpy as jnp
 
+    from experiments.studies.phase_runs import played_in_parts
     from jaxmarl_llm.recipes import marshal
-    from jaxmarl_llm.runs.compiled import make_program, task_data
+    from jaxmarl_llm.runs.compiled import task_data
 
     cfg.check("config")
     recipe = marshal.make(cfg)
-    program = make_program(recipe)
 
-    def one(seed: Any, data: Any) -> list:
-        params = program.run(seed, data)[0].params
-        out = []
-        for own in ({**params, "agents": params["reference"]}, params):
-            out.append([play(cfg, own, models, jax.random.fold_in(jax.random.key(seed), 7)) for models in seats])
-        return out
+    @jax.jit
+    @jax.vmap
+    def played(seed: Any, params: Any) -> list:
+        return [play(cfg, params, models, jax.random.fold_in(jax.random.key(seed), 7)) for models in seats]
 
-    both = jax.device_get(jax.jit(jax.vmap(one))(jnp.array(seeds), task_data(recipe, seeds)))
-    return [{"won": np.stack([w for w, _ in s], 1), "illegal": np.stack([i for _, i in s], 1)} for s in both]
+    out = []
+    for state in played_in_parts(recipe, seeds, task_data(recipe, seeds), folder):
+        seen = jax.device_get(played(jnp.array(seeds), state.params))
+        out.append({"won": np.stack([w for w, _ in seen], 1), "illegal": np.stack([i for _, i in seen], 1)})
+    return out
 
 
 def not_lost(seen: dict[str, np.ndarray]) -> np.ndarray:
