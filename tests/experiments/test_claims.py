@@ -122,6 +122,14 @@ def test_the_commit_of_a_recorded_claim_is_older_than_its_run():
         assert git("merge-base", "--is-ancestor", record["commit"], "HEAD").returncode == 0, name
 
 
+def test_the_readme_counts_the_recorded_claims():
+    findings = [f for r in systems.recorded(ROOT / "docs/results/systems.json").values() for f in r["findings"]]
+    verdicts = [decide(systems.claim_of(f), f["values"]) for f in findings]
+    holds, fails, undecided = map(verdicts.count, (HOLDS, FAILS, OPEN))
+    said = f"Of {len(verdicts)} recorded claims {holds} hold, {fails} do not and {undecided} are not decided."
+    assert said in (ROOT / "README.md").read_text()
+
+
 RECORD = {
     "status": "reproduced",
     "golden": {"file": "tests/x.py", "holds": False},
