@@ -1,7 +1,7 @@
 """JoyAgents-R1 (arXiv 2506.19846). Variants:
 
-tiny        `dispatch`, five random models of 0.1 M parameters, CPU, about a minute (`make demo`). Success of sampled
-            episodes on held-out tasks rises from at most 0.60 after stage 0 to at least 0.90
+tiny        `dispatch`, five random models of 0.1 M parameters, CPU, minutes. `make demo` plays fewer of its steps, and
+            docs/demo.md says how success on held-out tasks rises
 harder      `relay_dispatch`: 9 or 11 turns, pay at the end, eight specialists of unequal reliability. Two random models
             of 27 thousand parameters, one of the master and one of all specialists; CPU; for
             `python -m experiments.studies.mechanisms`
