@@ -187,11 +187,25 @@ def test_numbers_of_a_reply(reply, numbers, proper):
     assert text.read_numbers(reply, 6) == (numbers, proper)
 
 
+def test_evidence_counts_what_is_shown_and_what_is_kept():
+    """Half where one of two supporting passages is there, none where nothing is kept; three passages are kept."""
+    task = next(task for task in EVERY if task["supporting"][0] == "Local H")
+    shown, own, _ = act(text.reset(0, task), "Local H")
+    at = [CORPUS.passages[i].title for i in shown.shown].index("Local H")
+    assert own["evidence"] == 0.5 and len(shown.shown) == 3
+    assert [act(shown, reply)[1]["evidence"] for reply in (str(at), "none", "0, 1, 2")] == [0.5, 0, 0.5]
+    whole, own, _ = act(text.reset(0, task), "\n".join(task["supporting"]))
+    kept, _, _ = act(whole, "5, 4, 3, 2, 1, 0")
+    assert own["evidence"] == 1 and kept.kept == whole.shown[:2:-1] and len(kept.kept) == 3
+
+
 SCRAPS = [
     *(",", "0", "1", "5", "6", "99", "?", ":", ".", "none", "\0", "\ud800", "\u202e", "²"),
     *("\n", "the", "yes", "Local H", "South Korean boy group", "director of the film", "x" * 500),
+    *("FIRST", "SECOND", "ANSWER"),  # for titles and answer of the task
 ]
-REPLIES = st.lists(st.sampled_from(SCRAPS), max_size=12).map(" ".join)
+NUMBERS = st.lists(st.integers(0, 6), max_size=7).map(lambda numbers: ", ".join(map(str, numbers)))
+REPLIES = st.lists(st.sampled_from(SCRAPS), max_size=12).map(" ".join) | NUMBERS
 
 
 @given(st.integers(0, len(EVERY) - 1), st.tuples(REPLIES, REPLIES, REPLIES), st.tuples(*3 * [st.booleans()]))
@@ -199,8 +213,9 @@ REPLIES = st.lists(st.sampled_from(SCRAPS), max_size=12).map(" ".join)
 def test_nothing_that_a_model_writes_is_invalid(which, replies, cut):
     """Every reward is finite. Evidence is what a reader of the prompts counts, and a penalty is paid out of form."""
     task, state = EVERY[which], text.reset(0, EVERY[which])
+    known = {"FIRST": task["supporting"][0], "SECOND": task["supporting"][1], "ANSWER": task["answer"]}
     for role, reply, truncated, penalty in zip(text.ROLES, replies, cut, (0.5, 1, 1), strict=True):
-        state, own, rewards = act(state, reply, truncated)
+        state, own, rewards = act(state, re.sub("[A-Z]{5,}", lambda found: known[found[0]], reply), truncated)
         assert all(math.isfinite(value) for values in rewards.values() for value in values.values())
         assert own["penalty"] == -penalty * (1 - own["format"]) and own["format"] <= (not truncated)
         if role != "generator":
