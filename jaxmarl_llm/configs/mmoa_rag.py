@@ -3,6 +3,7 @@
 tiny          `facts`, one model of 33 thousand parameters for rewriter, selector and generator; CPU, minutes
 free          the same without penalties: the F1 of the answer alone
 generator     the generator has a model of its own, and it alone learns; the others stay as after stage 0
+smollm2       `facts_text`: SmolLM2-135M-Instruct with one LoRA adapter for each role (weights/smollm2); CPU
 
     jaxmarl-llm train --config=mmoa_rag:tiny --workdir=runs/mmoa_rag
 """
@@ -18,7 +19,7 @@ from jaxmarl_llm.recipes.mmoa_rag import Config
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
 
-VARIANTS = ("tiny", "free", "generator")
+VARIANTS = ("tiny", "free", "generator", "smollm2")
 TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
@@ -51,3 +52,24 @@ def generator() -> Config:
         cfg.team, parameter_sharing="separate", models={"rewriter": "reader", "selector": "reader"}
     )
     return dataclasses.replace(cfg, team=team, trained_roles=("generator",))
+
+
+def smollm2() -> Config:
+    base = Config()
+    return dataclasses.replace(
+        base,
+        steps=60,
+        batch=2,
+        group=4,
+        team=TeamConfig(
+            parameter_sharing="lora",
+            backbone=Backbone(path="weights/smollm2"),
+            lora_rank=8,
+            critic="head",
+            max_new_tokens=32,
+        ),
+        env=EnvConfig("facts_text", {"documents": 4, "passage_chars": 300}, max_prompt=640, eval_tasks=16),
+        micro_tokens=1536,
+        optimizer=Optimizer(learning_rate=3e-4, max_grad_norm=0.5),
+        run=RunConfig(eval_every=0, checkpoint_every=5, log_every=1),
+    )

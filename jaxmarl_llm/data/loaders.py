@@ -224,6 +224,8 @@ def _hotpotqa_row(where: str, row: Mapping[str, Any], id: str) -> Task:
         raise ConfigError(f"{where}: field 'supporting_facts' needs titles that are str")
     if len(titles) != len(sentences) or not titles:
         raise ConfigError(f"{where}: field 'context' needs as many titles as sentence lists, at least one")
+    if not facts["title"] or not set(facts["title"]) <= set(titles):
+        raise ConfigError(f"{where}: field 'supporting_facts' needs titles that field 'context' has, at least one")
     return {
         "id": id,
         "question": _need(row, "question", str, where),

@@ -23,6 +23,11 @@ def with_memory(prompt: Prompt, entries: Sequence[str]) -> Prompt:
     return (prompt[0]._replace(text=f"{prompt[0].text}\nStrategies that worked before:\n{lines}"), *prompt[1:])
 
 
+def cut(text: str, limit: int) -> str:
+    """``text``, cut behind ``limit`` characters with a marker."""
+    return text if len(text) <= limit else text[:limit] + " [cut]"
+
+
 def reply_message(role: str, action: Action) -> Message:
     """The message of ``role`` for its ``action``: the sampled ids, or the text of a scripted action without ids."""
     return action.message(role) if action.ids else Message("assistant", action.text)

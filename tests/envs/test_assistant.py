@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from experiments.configs import joyagents_r1
 from jaxmarl_llm.agents import memory
 from jaxmarl_llm.config import from_dict
-from jaxmarl_llm.envs.assistant import bm25
+from jaxmarl_llm.envs import bm25
 from jaxmarl_llm.envs.assistant import env as assistant
 from jaxmarl_llm.envs.assistant.reference_episodes import script
 from jaxmarl_llm.errors import ConfigError

@@ -93,7 +93,7 @@ def test_the_defaults_are_accepted(name):
 
 
 SIZES = [
-    *((name, "tasks") for name in MODULES if name not in ("assistant", "coding", "writing")),
+    *((name, "tasks") for name in MODULES if name not in ("assistant", "coding", "writing", "facts_text")),
     *((f"{name}{form}", "rounds") for name in ("chain", "safety", "dilemma") for form in ("", "_text")),
     ("matrix", "rounds"),
     *(("maze", field) for field in ("moves", "message", "agents", "size")),

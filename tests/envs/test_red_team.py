@@ -10,10 +10,12 @@ import pytest
 
 from experiments.studies import red_team_coding, red_team_letters, red_team_table
 from experiments.studies.red_team_assistant import assistant_table
+from experiments.studies.red_team_facts import facts_table
 from experiments.studies.red_team_writing import WRITING_TASKS, writing_table
 from jaxmarl_llm.envs.assistant import env as assistant
 from jaxmarl_llm.envs.coding import env as coding
 from jaxmarl_llm.envs.duet import array as duet
+from jaxmarl_llm.envs.facts import text as facts
 from jaxmarl_llm.envs.writing import env as writing
 from tests.envs.test_coding_rewards import needs_sandbox
 
@@ -46,6 +48,11 @@ def test_assistant(domain):
     check(table)
     assert table.rewards["an answer at once: done"] == [0.0] * 10
     assert min(table.papers["an answer at once: done"]) >= 0.5  # what the paper's sum pays for it
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_questions_about_passages(split):
+    check(facts_table(facts.Config(split=split)), least=0.99)
 
 
 @needs_sandbox

@@ -21,6 +21,7 @@ def never(*args, **kwargs):
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),
+        ("facts_text", {}, ("rewriter", "selector", "generator")),
     ],
 )
 def test_roles_are_those_of_the_environment_and_draw_no_task(name, args, roles, monkeypatch):

@@ -48,10 +48,10 @@ from typing import Any
 from jaxmarl_llm.data import loaders
 from jaxmarl_llm.envs import answer_rules, checks
 from jaxmarl_llm.envs.assistant import shop
-from jaxmarl_llm.envs.assistant.prompts import DOMAINS, ROLES, SYSTEM, Config, ask, context, cut, database, hears, own
+from jaxmarl_llm.envs.assistant.prompts import DOMAINS, ROLES, SYSTEM, Config, ask, context, database, hears, own
 from jaxmarl_llm.envs.assistant.prompts import search as find
 from jaxmarl_llm.envs.assistant.reference_episodes import script
-from jaxmarl_llm.envs.chat import reply_message, with_memory
+from jaxmarl_llm.envs.chat import cut, reply_message, with_memory
 from jaxmarl_llm.envs.chat import strategy_by_accuracy as strategy
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards

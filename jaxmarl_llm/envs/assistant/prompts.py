@@ -15,8 +15,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from jaxmarl_llm.data import loaders
-from jaxmarl_llm.envs import checks
-from jaxmarl_llm.envs.assistant import bm25, shop
+from jaxmarl_llm.envs import bm25, checks
+from jaxmarl_llm.envs.assistant import shop
+from jaxmarl_llm.envs.chat import cut
 from jaxmarl_llm.messages import Prompt
 
 DOMAINS = ("qa", "function", "shop", "math")
@@ -84,11 +85,6 @@ class Config:
 def database(data_dir: str | None) -> dict[str, dict]:
     """The shop's database in ``data_dir`` (None: the sample), read once a process. States do not contain it."""
     return loaders.load_retail_db(data_dir)[0]
-
-
-def cut(text: str, limit: int) -> str:
-    """``text``, cut behind ``limit`` characters with a marker."""
-    return text if len(text) <= limit else text[:limit] + " [cut]"
 
 
 def own(task: Mapping[str, Any], domain: str, field: str) -> Any:

@@ -1,1 +1,4 @@
-"""Teams answer questions about a few facts that they search: an array environment with one module for each protocol."""
+"""Teams answer questions from what they search: an array environment, one module for each protocol, and a text form.
+
+The text form has real questions and passages.
+"""

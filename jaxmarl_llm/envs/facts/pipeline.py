@@ -62,15 +62,13 @@ from jaxmarl_llm.envs.array_env import (
 )
 from jaxmarl_llm.envs.facts import tasks
 from jaxmarl_llm.envs.facts.protocol import Protocol
+from jaxmarl_llm.envs.facts.roles import COMPONENTS, PENALTIES, QUERIES, ROLES, check_penalties
 from jaxmarl_llm.envs.facts.search import last_entity, look_up, read_queries, search
 from jaxmarl_llm.envs.facts.tasks import FACTS, QUESTION, Task, TaskConfig
 from jaxmarl_llm.envs.prompt_grammar import BAR, END, Piece, prompt_row
 
-ROLES = ("rewriter", "selector", "generator")
 REWRITER, SELECTOR, GENERATOR = range(3)
 MARKS = "QSG"
-COMPONENTS = ("f1", "em", "penalty", "evidence", "format", "turns")
-QUERIES = 4  # that run
 LONGEST = 3 * QUERIES - 1  # characters of four queries
 RESPONSE = LONGEST + 1
 ZERO = ord("0")
@@ -85,7 +83,7 @@ class Settings:
     distractors: int = 2  # of them that no query returned
     kept: int = 2  # facts that the generator reads, at most
     answer_length: int = 2  # characters of an answer that is not too long
-    penalties: tuple[float, float, float] = (0.5, 1.0, 1.0)  # of each role, for a completion out of form
+    penalties: tuple[float, float, float] = PENALTIES  # of each role, for a completion out of form
     # Probabilities of mistakes in demonstrations.
     hop_error_rate: float = 0.4  # the second query of a question with two hops is missing
     broad_rate: float = 0.2  # the first query is the entity alone
@@ -100,8 +98,7 @@ class Settings:
         checks.in_range(path, self, 0, self.documents - 1, "distractors")
         checks.in_range(path, self, 1, self.documents, "kept")
         checks.in_range(path, self, 1, LONGEST - 1, "answer_length")
-        if not all(0 <= penalty < np.inf for penalty in self.penalties):
-            checks.refuse(path, "penalties", "three finite numbers of at least 0", self.penalties)
+        check_penalties(path, self)
         checks.probabilities(path, self, "hop_error_rate", "broad_rate", "flood_rate", "selection_error_rate")
         checks.probabilities(path, self, "repeat_rate", "answer_error_rate", "long_rate")
 
