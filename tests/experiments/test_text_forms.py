@@ -92,7 +92,8 @@ def test_every_text_form_has_a_configuration():
         assert (cfg.steps, cfg.batch, cfg.group) == (20, 2, 4) and cfg.team.backbone.path == "weights/smollm2"
 
 
-def test_bad_names_and_pages_are_refused_before_a_run(tmp_path):
+def test_bad_names_and_pages_are_refused_before_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_forms, "train", lambda cfg, workdir: pytest.fail("a run has begun"))
     page = tmp_path / "page.md"
     page.write_text("# Text forms\n")
     flags = lambda name: types.SimpleNamespace(env=name, page=str(page))
@@ -100,4 +101,3 @@ def test_bad_names_and_pages_are_refused_before_a_run(tmp_path):
         text_forms.main(None, None, flags("consult_txt"))
     with pytest.raises(ConfigError, match="no section between <!-- consult_text -->"):
         text_forms.main(None, str(tmp_path / "run"), flags("consult_text"))
-    assert not (tmp_path / "run").exists()
