@@ -122,8 +122,8 @@ def _named(text: str, names: Mapping[str, str]) -> list[str]:
 
 def prompt(shown: str) -> Prompt:
     """The chat prompt of the doctor. ``shown`` is its prompt in `consult`."""
-    left, *told = prompt_parts(shown).subject
-    lines = [line for letter in told for line in _exchange(letter)]
+    subject = prompt_parts(shown).subject
+    left, lines = subject[0], [line for letter in subject[1:] for line in _exchange(letter)]
     lines.append("This is the last turn." if left == "1" else f"{left} turns are left, this one included.")
     return Message("system", RULES), Message("user", "\n".join(lines))
 
