@@ -59,7 +59,7 @@ class Form:
 CONSULT = dict.fromkeys(("valid", "unknown", "repeated", "malformed", "exhausted", "diagnosis", "advice"), 1.0)
 MAZE = {"size": 3, "shortest": 2, "longest": 4, "moves": 4}
 FORMS = {  # environment -> how it is played
-    "consult_text": Form("doctor_agent", {"budgets": (2, 4)}, 512, own={"reward": CONSULT}),
+    "consult_text": Form("doctor_agent", {"budgets": (3,)}, 512, own={"reward": CONSULT}),
     "chain_text": Form("rema", {"protocol": "meta", "rounds": 1}, 256),
     "maze_text": Form("magrpo", MAZE, 512, own={"reward": {"accuracy": 1.0, "progress": 1.0}}),
     "dilemma_text": Form("advantage_alignment", {"rounds": 3}, 256),
@@ -203,7 +203,7 @@ def section(name: str, cfg: BaseConfig, returns: tuple[float, float], episode: s
     lines = [
         f"`{of['command']}`, {of['date']}, commit `{of['commit']}`, JAX {of['jax']}, {of['machine']}.",
         "",
-        f"- Recipe: `{cfg.recipe}`. Roles: {', '.join(env.roles())}. Settings of `{name}`: {dict(env.args) or 'none'}.",
+        f"- Recipe: `{cfg.recipe}`. Roles: {', '.join(env.roles())}. Settings of `{name}`: `{dict(env.args)}`.",
         f"- Steps: {cfg.sft.steps} of stage 0, then {cfg.steps} updates of {cfg.batch} tasks and "
         f"{getattr(cfg, 'group', 1)} samples.",
         f"- Tokens: prompts of at most {env.max_prompt}, completions of at most {team.max_new_tokens}.",
