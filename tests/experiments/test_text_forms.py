@@ -69,15 +69,15 @@ def test_a_metric_that_is_not_finite_is_refused(tmp_path, monkeypatch):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         monkeypatch.setattr(loop, "fit", lambda cfg, made, workdir: (run / "metrics.jsonl").write_text(lines))
 
-    cfg, first = text_forms.configuration(NAME), {"step": 1, "reward/total": 0.5}
-    writes(first, {"step": 2, "reward/total": 0.75, "agent/first/entropy": None, "loss": None})
+    cfg, first = text_forms.configuration(NAME), ({"step": 1, "loss": 2.0}, {"step": 2, "reward/total": 0.5})
+    writes(*first, {"step": 3, "reward/total": 0.75, "agent/first/entropy": None, "loss": None})
     with pytest.raises(ConfigError) as error:
         text_forms.record(NAME, cfg, run, page)
     expected = (
-        f"{run}: expected finite metrics, but 'agent/first/entropy' of step 2 is not finite, nor are 1 other values"
+        f"{run}: expected finite metrics, but 'agent/first/entropy' of step 3 is not finite, nor are 1 other values"
     )
     assert str(error.value) == expected and "Not recorded yet." in page.read_text()
-    writes(first, {"step": 2, "reward/total": 0.75})
+    writes(*first, {"step": 3, "reward/total": 0.75})
     assert text_forms.train(cfg, run) == (0.5, 0.75) and closed == [True, True]
 
 
