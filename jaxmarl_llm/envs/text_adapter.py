@@ -1,6 +1,6 @@
 """The array environments on the host, task by task: what their text forms share.
 
-A text form (`chain_text`, `dilemma_text`, `games_text`) has no rules of its own. It puts the prompts of the array
+A text form (`chain_text`, `consult_text`, `games_text`) has no rules of its own. It puts the prompts of the array
 environment into words, and replies into its tokens.
 """
 

@@ -13,7 +13,8 @@ comes from the patient's tokens.
 
 Kept: the above, n = 8, an entropy bonus of 0.001. Changed: the patient is scripted (`consult`), in place of a frozen
 language model. The budget is 2 to 6 turns and not 2 to 10. Inferred: the rank that makes a diagnosis worth 0 to 5.
-Dropped: 0 to 5 for the advice, which belongs to text. The authors' data, MTMedDialog, is not available offline.
+The advice belongs to text: `consult_text` pays 0 or 5 for it, by ``reward["advice"]``. Its patients speak in sentences
+from a written table. Dropped: the authors' data, MTMedDialog, which is not available offline.
 
 Expected: on `consult` more right diagnoses than after stage 0. This has not been measured. What the best possible
 doctor reaches is in `experiments.studies.consult_bounds`.

@@ -32,6 +32,7 @@ GENERATED = {
     "safety_text": ({}, "text"),
     "duet": ({}, "topic"),
     "consult": ({}, "answers"),
+    "consult_text": ({}, "answers"),
     "dilemma": ({"game": "split"}, "hands"),
     "dilemma_text": ({"game": "split"}, "hands"),
     "maze": ({}, "walls"),
@@ -165,7 +166,8 @@ def test_every_generated_environment_is_looked_at():
 
     Debate has no demonstrations.
     """
-    assert {*CONTENT, "maze", "maze_text", "consult", "facts", "debate"} == set(GENERATED)
+    elsewhere = {"maze", "maze_text", "consult", "consult_text", "facts", "debate"}
+    assert {*CONTENT, *elsewhere} == set(GENERATED)
 
 
 @pytest.mark.parametrize("name", CONTENT)

@@ -12,6 +12,7 @@ import pytest
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs.array_env import pack
 from jaxmarl_llm.envs.chain import array as chain
+from jaxmarl_llm.envs.consult import array as consult
 from jaxmarl_llm.envs.dilemma import array as dilemma
 from jaxmarl_llm.envs.dilemma import text as dilemma_text
 from jaxmarl_llm.envs.registry import EnvConfig
@@ -35,7 +36,7 @@ SHAPE = {
     "head_dim": 8,
     "tie_embeddings": False,
 }
-BOARDS = {"chain_text": chain, "dilemma_text": dilemma, "safety_text": safety}
+BOARDS = {"chain_text": chain, "consult_text": consult, "dilemma_text": dilemma, "safety_text": safety}
 SFT_STEPS = 30  # enough for completions in form, so that rewards differ
 RUNS = {  # recipe -> environment, its arguments, max_new_tokens, joint actions, what else is set
     "rema": (
