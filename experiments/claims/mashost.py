@@ -92,10 +92,10 @@ def trained(cfg: Config, control: Config, seeds: list[int]) -> tuple[dict[str, P
         control: The configuration of ``trajectory``.
         seeds: Lanes of one program.
     """
-    which = jnp.array(seeds)
-    begun, data = after_stage_0(make(cfg), seeds)
+    recipe, which = make(cfg), jnp.array(seeds)
+    begun, data = after_stage_0(recipe, seeds)
     out = {"imitated": begun.params}
-    for name, arm in {"trained": make(cfg), "trajectory": make(control)}.items():
+    for name, arm in {"trained": recipe, "trajectory": make(control)}.items():
         out[name] = stage(arm, arm.phases[-1])(which, data, begun, jnp.arange(arm.cfg.steps)).params
     return out, data
 

@@ -42,6 +42,16 @@ def stage(recipe: Recipe, phase: Phase) -> Callable[..., TrainState]:
     return jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None)))
 
 
+def _initial(recipe: Recipe, seeds: jax.Array) -> TrainState:
+    """States before the first step."""
+    return jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(seeds)
+
+
+def _begun(recipe: Recipe, phase: Phase, states: TrainState) -> TrainState:
+    """States at the first step of a phase."""
+    return jax.jit(jax.vmap(lambda state: recipe.begin(phase, state)))(states)
+
+
 def after_stage_0(recipe: Recipe, seeds: Sequence[int], data: RunData | None = None) -> tuple[TrainState, RunData]:
     """States at the begin of RL, after stage 0, and the data of the seeds.
 
@@ -51,9 +61,8 @@ def after_stage_0(recipe: Recipe, seeds: Sequence[int], data: RunData | None = N
         data: Tasks and demonstrations of the seeds; None: those of the recipe.
     """
     which, data = jnp.array(seeds), task_data(recipe, seeds) if data is None else data
-    start = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(which)
-    start = stage(recipe, recipe.phases[0])(which, data, start, jnp.arange(recipe.cfg.sft.steps))
-    return jax.jit(jax.vmap(lambda state: recipe.begin(recipe.phases[-1], state)))(start), data
+    taught = stage(recipe, recipe.phases[0])(which, data, _initial(recipe, which), jnp.arange(recipe.cfg.sft.steps))
+    return _begun(recipe, recipe.phases[-1], taught), data
 
 
 def played_in_parts(
@@ -75,11 +84,11 @@ def played_in_parts(
     identity = repr((origin()["commit"], to_dict(recipe.cfg), list(seeds)))
     folder = folder / hashlib.sha256(identity.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    state, after = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(which), []
+    state, after = _initial(recipe, which), []
     for number, phase in enumerate(recipe.phases):
         if phase.steps:
             if number:
-                state = jax.jit(jax.vmap(lambda state, phase=phase: recipe.begin(phase, state)))(state)
+                state = _begun(recipe, phase, state)
             run, file = stage(recipe, phase), folder / f"phase_{number}.npz"
             done, state = _read_states(file, state)
             for first in range(done, phase.steps, part):

@@ -9,15 +9,8 @@ from experiments.studies import text_forms
 from jaxmarl_llm.envs import registry
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.runs import loop
+from tests.cli.tiny_runs import SHAPE
 
-TINY = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 8,
-}
 NAME = "games_text"  # the shortest prompts
 
 
@@ -27,7 +20,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text_forms")
     page = folder / "page.md"
     page.write_text(f"# Text forms\n\n<!-- {NAME} -->\nNot recorded yet.\n<!-- /{NAME} -->\n\nEnd.\n")
-    cfg = text_forms.configuration(NAME, TINY, stage_0=0, updates=2, max_prompt=320, max_new_tokens=2)
+    cfg = text_forms.configuration(NAME, SHAPE, stage_0=0, updates=2, max_prompt=320, max_new_tokens=2)
     text_forms.record(NAME, cfg, folder / "run", page)
     return cfg, folder / "run", page
 
