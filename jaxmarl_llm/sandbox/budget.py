@@ -2,17 +2,42 @@
 
 The calls of a program, the decoding of its replies, and the tests that use them spend one budget. Its end is a timeout
 of the program. Time in which a process was ready to run and got no processor is the machine's, and spends nothing.
+Python's full garbage collections spend nothing either: each goes over all objects of the process that judges.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 INTERVAL = 0.05  # CPU seconds between two looks at the budget while a test runs
+
+
+class _Collections(threading.local):
+    """CPU seconds of the full garbage collections that ran in this thread."""
+
+    seconds = 0.0
+    start = 0.0
+
+
+_collections = _Collections()
+
+
+def _time_collection(phase: str, info: Mapping[str, int]) -> None:
+    """Add a full collection to `_collections`. Collections of young objects are left: what they cost, a reply made."""
+    if info["generation"] < 2:
+        return
+    if phase == "start":
+        _collections.start = time.thread_time()
+    else:
+        _collections.seconds += time.thread_time() - _collections.start
+
+
+gc.callbacks.append(_time_collection)
 
 
 class Budget:
@@ -24,11 +49,16 @@ class Budget:
     def __init__(self, total: float, wall: float):
         self.total, self.wall = total, wall
         self.jails_cpu = self.jails_wall = 0.0  # of jails that have ended
-        self._start = time.thread_time()
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> float:
+        """CPU seconds of this thread, without full garbage collections."""
+        return time.thread_time() - _collections.seconds
 
     def own(self) -> float:
         """CPU seconds of the judge: decoding of replies, and tests."""
-        return time.thread_time() - self._start
+        return self._now() - self._start
 
     def left(self, cpu: float = 0.0, wall: float = 0.0) -> tuple[float, float]:
         """CPU and wall seconds that are left.

@@ -1,8 +1,10 @@
 """One budget for a whole judge call: every program gets a verdict, and the machine's delays are not its own."""
 
 import dataclasses
+import gc
 import signal
 import threading
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -48,6 +50,21 @@ def test_decoding_spends_the_budget():
     assert report.tests == ("timeout",) and report.valid
 
 
+def test_full_garbage_collections_spend_nothing():
+    """They go over all objects of the process that judges, a large one; young objects may be those of a reply."""
+    gc.disable()
+    try:
+        objects = [[] for _ in range(500_000)]
+        spent, start = budget.Budget(1.0, 1.0), time.thread_time()
+        gc.collect(0)
+        assert spent.own() > (time.thread_time() - start) / 2
+        spent, start = budget.Budget(1.0, 1.0), time.thread_time()
+        gc.collect(2)
+        assert spent.own() < (time.thread_time() - start) / 10 and len(objects) == 500_000
+    finally:
+        gc.enable()
+
+
 @needs_a_tier
 @pytest.mark.parametrize("test", ["for _ in range(f()): pass", "sum(i for i in range(f()))", "while f: pass"])
 def test_a_test_that_computes_for_ever_is_a_timeout(test):
@@ -85,8 +102,10 @@ def test_the_budget_holds_in_other_threads_too():
 
 
 def test_what_is_counted():
-    spent = budget.Budget(10.0, 5.0)
-    with mock.patch.object(budget.time, "thread_time", lambda: spent._start + 1.0):
+    now = [100.0]
+    with mock.patch.object(budget.time, "thread_time", lambda: now[0]):
+        spent = budget.Budget(10.0, 5.0)
+        now[0] += 1.0
         assert spent.left() == pytest.approx((9.0, 4.0)) and spent.over() == ""
         assert spent.left(cpu=2.0, wall=3.5) == pytest.approx((7.0, 0.5))
         assert spent.over(cpu=9.0) == "more than 10 s of CPU in all"
