@@ -49,22 +49,26 @@ install-test: $(VENV)/.installed-parity
 OLDER_EMITTERS := --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters
 QUICK_COMPILE := $(OLDER_EMITTERS) --xla_backend_optimization_level=1
 
-# An existing run is resumed, never deleted. The configuration itself has 300 and 250 steps.
+# An existing run is resumed, never deleted. The configuration itself has 300 and 250 steps, and evaluates greedily too.
 demo: export XLA_FLAGS := $(QUICK_COMPILE) $(XLA_FLAGS)
 demo: $(VENV)/.installed
 	@test ! -d $(DEMO)/checkpoints || echo "$(DEMO) holds a run, which is resumed. A new run: make demo DEMO=runs/NAME"
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=$(DEMO) --config.seed=$(SEED) \
-		--config.sft.steps=200 --config.steps=100 --config.optimizer.total_steps=100
+		--config.sft.steps=200 --config.steps=100 --config.optimizer.total_steps=100 \
+		--config.run.eval_greedy=False
 	@$(RUN) -m jaxmarl_llm.cli.summary $(DEMO)
 
 # Compiled programs of the tests are kept: the second session compiles what has changed.
 export JAXMARL_TEST_CACHE ?= $(CURDIR)/build/jax_cache
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
 
-# What is not slow. The rest is `make check`.
-test: $(VENV)/.installed-parity lint types sandbox
+# What is not slow. The rest is `make check`. Types are checked beside the tests, and mypy speaks at the end.
+test: $(VENV)/.installed-parity lint sandbox
 	@test -f weights/smollm2/config.json || $(MAKE) weights || echo "SmolLM2 was not fetched: its tests skip"
-	$(CPU) $(RUN) -m pytest $(SPREAD) -m "not slow"
+	@mkdir -p build
+	$(VENV)/bin/mypy > build/types.log 2>&1 & types=$$!; \
+	$(CPU) $(RUN) -m pytest $(SPREAD) -m "not slow"; tests=$$?; \
+	wait $$types || { cat build/types.log; exit 1; }; exit $$tests
 
 check: test-slow docs notebooks aot test-312
 

@@ -29,7 +29,7 @@ from jaxmarl_llm.envs.contract import (
 from jaxmarl_llm.envs.protocols import wrap
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.generation.buckets import bucket, coarse
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Prompt
 from jaxmarl_llm.rollout.array import check_seats, make_rollout
@@ -260,7 +260,7 @@ class ArrayEnvRunner(EnvRunner):
     def lessons(self, team, played, rows):
         """The prompt without what memory had put in front, the completion without its stop id, a separator."""
         # A few sizes, so that few programs are compiled: the number of known rewards differs between steps.
-        padded = np.concatenate([rows, np.zeros((bucket(len(rows), 32) - len(rows),), rows.dtype)])
+        padded = np.concatenate([rows, np.zeros((coarse(len(rows), 32) - len(rows),), rows.dtype)])
         ids, length = to_host(_array_lessons(self, team, played.tree, padded))
         return ids[: len(rows)], length[: len(rows)], [""] * len(rows)
 

@@ -53,6 +53,7 @@ class RunConfig:
     checkpoint_every: int = 50  # steps; the last step is always saved
     keep: int = 2  # newest checkpoints that stay
     eval_every: int = 50  # steps; 0: only before and after RL
+    eval_greedy: bool = True  # whether an evaluation plays at temperature 0 too, for twice the time
     log_every: int = 10  # steps between console lines; metrics.jsonl has every step
     tensorboard: bool = True  # write event files for TensorBoard to the workdir
     wandb_project: str | None = None  # project of Weights and Biases to log to (extra wandb); None: none
@@ -82,6 +83,8 @@ class RunConfig:
                 f"{path}.best: expected a metric of the held-out tasks as eval/return, or -eval/NAME where less is "
                 f"better, got {self.best!r}"
             )
+        if self.best is not None and "_greedy" in self.best and not self.eval_greedy:
+            raise ConfigError(f"{path}.best: expected {path}.eval_greedy=True for {self.best!r}")
         if self.patience and not (self.best and self.eval_every):
             raise ConfigError(f"{path}.patience: expected 0 without {path}.best and {path}.eval_every")
 

@@ -17,7 +17,7 @@ from jaxmarl_llm.agents import memory
 from jaxmarl_llm.credit.advantages import step_episodes
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.envs.array_env import ArrayEnv
-from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.generation.buckets import coarse
 from jaxmarl_llm.rollout.array import Block, layout, make_rollout
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, RolloutResult, array_lessons
 from jaxmarl_llm.telemetry.logger import Logger
@@ -145,7 +145,7 @@ class HostDriver:
             rows = np.flatnonzero(valid & (role_of == index))
             if len(rows):
                 ids, length, texts = step.env_runner.lessons(step.team, played, rows)
-                store, size = stores[role.name], bucket(len(rows), 32)
+                store, size = stores[role.name], coarse(len(rows), 32)
                 text = np.stack([memory.encode_text(t, store.text.shape[1]) for t in texts])
                 samples = _samples(store, tree, rows, ids, length, text, signal, np.ones(len(rows), bool))
                 pad = lambda x, size=size: np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])

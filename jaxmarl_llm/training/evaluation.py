@@ -76,8 +76,13 @@ def held_out(
 
 
 def eval_samplings(cfg: BaseConfig) -> dict[str, Sampling]:
-    """Distributions of an evaluation: "" as the policy samples, and ``_greedy``. ``cfg``: configuration of the run."""
-    return {"": cfg.sampling, "_greedy": Sampling(temperature=0.0)}
+    """Distributions of an evaluation: "" as the policy samples, and ``_greedy`` unless ``run.eval_greedy`` is False.
+
+    Args:
+        cfg: Configuration of the run.
+    """
+    greedy = {"_greedy": Sampling(temperature=0.0)} if cfg.run.eval_greedy else {}
+    return {"": cfg.sampling, **greedy}
 
 
 def evaluate(

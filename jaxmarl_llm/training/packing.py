@@ -25,6 +25,7 @@ from jaxmarl_llm.types import Nodes, Steps, Tree
 # more for each token.
 GAIN = 1.3
 ROW = 2048  # tokens of a forest, if no sequence has more: every token attends over all of its row
+FEW = 1024  # trunk tokens of a micro-batch that is not made smaller, which would compile one more program
 
 _step_episodes = jax.jit(step_episodes, static_argnames=("num_steps",))
 
@@ -49,8 +50,8 @@ def pack(
     which steps are trained. ``loss``: sets the token weights.
 
     ``micro_tokens``: trunk tokens P + G R of a micro-batch, on each device. A micro-batch holds as many nodes as fit, a
-    power of two, and at least one. The rest goes into one of a quarter, a sixteenth, ... of that size, or of one node,
-    so that few programs are compiled.
+    power of two, and at least one. The rest goes into one of a quarter, a sixteenth, ... of that size, so that few
+    programs are compiled. One of at most `FEW` trunk tokens is not made smaller.
     ``smallest``: smallest bucket of prompt and of completion length. Nodes of one bucket of trained steps, prompt
     length and completion length share a micro-batch.
     ``values``: targets of all nodes of the tree; those of nodes with a trained step become a part of the batches.
@@ -79,19 +80,21 @@ def pack(
     batches = []
     for (g, p, r), nodes in sorted(shapes.items()):
         while nodes:
-            size = micro_rows(micro_tokens // (p + g * r), len(nodes), parts) * parts
+            least = FEW // (p + g * r)
+            size = micro_rows(micro_tokens // (p + g * r), len(nodes), parts, least) * parts
             part, nodes = nodes[:size], nodes[size:]
             batches.append(samples.groups(part, size, (g, p, r)))
     return batches
 
 
-def micro_rows(most: int, nodes: float, parts: int) -> int:
+def micro_rows(most: int, nodes: float, parts: int, least: int = 1) -> int:
     """Nodes of a micro-batch on one device: a power of two, the largest that fits, or less where that is enough.
 
-    ``most``: nodes that fit. ``nodes``: nodes that are left. ``parts``: devices that share the rows.
+    ``most``: nodes that fit. ``nodes``: nodes that are left. ``parts``: devices that share the rows. ``least``: a size
+    up to this one is not made smaller.
     """
     size = 1 << max(0, most.bit_length() - 1)
-    while size > 1 and (fewer := max(size // 4, 1)) * parts >= nodes:
+    while size > max(least, 1) and (fewer := max(size // 4, 1)) * parts >= nodes:
         size = fewer
     return size
 

@@ -39,7 +39,14 @@ from jaxmarl_llm.recipes import grpo, magrpo
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
 TEAM = {"remat": False, "parameter_sharing": "shared", "backbone": {"family": "qwen3", **SHAPE}}
-RUN = {"eval_every": 0, "log_every": 1, "tensorboard": False, "checkpoint_every": 2, "episodes": 1}
+RUN = {
+    "eval_every": 0,
+    "eval_greedy": False,
+    "log_every": 1,
+    "tensorboard": False,
+    "checkpoint_every": 2,
+    "episodes": 1,
+}
 # SGD: Adam makes whole steps of what rounding leaves of a gradient of 0.
 BOTH = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "mesh": {"data": -1}, "run": RUN}
 

@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
     "batch": 8,
     "group": 2,
     "sft": {"steps": 0},
-    "run": {"eval_every": 0, "log_every": 100, "tensorboard": False},
+    "run": {"eval_every": 0, "eval_greedy": False, "log_every": 100, "tensorboard": False},
 }
 
 

@@ -133,7 +133,10 @@ def get_config(variant=""):
     return ConfigDict(to_dict(from_dict(magrpo.Config, {
         "steps": 100000, "batch": 4, "group": 2, "env": {"name": "matrix", "eval_tasks": 4}, "reward": {"payoff": 1.0},
         "team": {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
-        "sft": {"steps": 0}, "run": {"checkpoint_every": 100000, "eval_every": 0, "log_every": 1, "tensorboard": False},
+        "sft": {"steps": 0},
+        "run": {
+            "checkpoint_every": 100000, "eval_every": 0, "eval_greedy": False, "log_every": 1, "tensorboard": False
+        },
     })))
 """
 

@@ -47,7 +47,7 @@ def config(**changes):
         "reward": {"payoff": 1.0},
         "optimizer": {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0},
         "sft": {"steps": 1, "batch": 4, "samples": 16, "optimizer": {"name": "sgd"}},
-        "run": {"eval_every": 0, "log_every": 100, "tensorboard": False, "checkpoint_every": 1},
+        "run": {"eval_every": 0, "eval_greedy": False, "log_every": 100, "tensorboard": False, "checkpoint_every": 1},
     }
     return from_dict(magrpo.Config, {**base, **changes})
 

@@ -62,7 +62,7 @@ def test_two_architectures_with_two_tokenizers_train_together(tokenizer, tmp_pat
             "memory": {"capacity": 8, "retrieve": 1, "warmup": 4},
             "credit": {"normalise": "none"},
             "sft": {"steps": 2, "batch": 2, "samples": 16, "min_fitting": 0.0},
-            "run": {"checkpoint_every": 2, "eval_every": 0, "tensorboard": False, "log_every": 100},
+            "run": {"checkpoint_every": 2, "eval_every": 0, "eval_greedy": False, "tensorboard": False},
         },
     )  # fmt: skip
     recipe = joyagents_r1.make(cfg)

@@ -239,7 +239,7 @@ TRAINED = {
     },
     "reward": {"valid": 1.0, "malformed": 1.0, "diagnosis": 1.0, "advice": 1.0},
     "sft": {"steps": 40, "batch": 8, "samples": 32, "optimizer": {"learning_rate": 1e-2}},
-    "run": {"eval_every": 0, "tensorboard": False},
+    "run": {"eval_every": 0, "eval_greedy": False, "tensorboard": False},
 }
 
 

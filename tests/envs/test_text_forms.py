@@ -59,7 +59,7 @@ def config(recipe, **changes):
         "team": {"parameter_sharing": share, "max_new_tokens": max_new_tokens, "remat": False, "backbone": SHAPE},
         "env": {"name": env, "args": {"tasks": 32, **args}, "workers": 0, "max_prompt": 512, "eval_tasks": 4},
         "sft": {"steps": SFT_STEPS, "batch": 8, "samples": 32, "optimizer": {"learning_rate": 3e-2}},
-        "run": {"checkpoint_every": 100, "eval_every": 0, "log_every": 100, "tensorboard": False},
+        "run": {"checkpoint_every": 100, "eval_every": 0, "eval_greedy": False, "log_every": 100, "tensorboard": False},
     }
     module = importlib.import_module(f"jaxmarl_llm.recipes.{recipe}")
     return from_dict(module.Config, {**small, **own, **changes}), module

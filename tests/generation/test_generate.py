@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmarl_llm.generation.buckets import bucket
+from jaxmarl_llm.generation.buckets import bucket, coarse
 from jaxmarl_llm.generation.decoding import Decoding, compaction_sizes, gather_lanes, scatter_back, unfinished
 from jaxmarl_llm.generation.generate import generate, sample_completions
 from jaxmarl_llm.generation.sampling import Sampling, score
@@ -495,6 +495,12 @@ def test_nothing_compiles_after_the_warm_up_of_a_bucket():
             assert traces - before == new, (seed, rows, width)
             assert (compiles.count > programs) == new, (seed, rows, width)
     assert seen == {(4, 32), (6, 32), (4, 48), (6, 48)}
+
+
+@given(st.integers(1, 10**6), st.integers(1, 64))
+def test_coarse_sizes_are_a_factor_of_four_apart(n, smallest):
+    size = coarse(n, smallest)
+    assert size >= n and size in [smallest * 4**i for i in range(12)] and (size == smallest or size < 4 * n)
 
 
 @given(st.integers(0, 100_000), st.integers(1, 100))

@@ -214,7 +214,7 @@ def config(**changes):
         env=EnvConfig("dilemma", {"rounds": 1}, eval_tasks=2),
         sft=SFT(steps=0),
         past=Past(size=2, every=1, fraction=0.7),
-        run=RunConfig(checkpoint_every=2, eval_every=0, tensorboard=False),
+        run=RunConfig(checkpoint_every=2, eval_every=0, eval_greedy=False, tensorboard=False),
     )
     return dataclasses.replace(tiny(), **{**small, **changes})
 

@@ -347,7 +347,7 @@ def config(**changes):
         sft=SFT(steps=STAGE, batch=32, samples=64, optimizer=Optimizer("adam", learning_rate=3e-2)),
         imitation=Offline(steps=STAGE, batch=8, optimizer=Optimizer("sgd", learning_rate=1e-2)),
         optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=0.0),
-        run=RunConfig(checkpoint_every=STAGE, eval_every=0, log_every=100, tensorboard=False),
+        run=RunConfig(checkpoint_every=STAGE, eval_every=0, eval_greedy=False, log_every=100, tensorboard=False),
     )
     return dataclasses.replace(base, **changes)
 

@@ -37,7 +37,7 @@ def config(**changes):
         env=EnvConfig("programs", {"tasks": 64, "protocol": "refine", "attempts": 4}, eval_tasks=4),
         optimizer=Optimizer(learning_rate=3e-2, max_grad_norm=0.0),
         sft=SFT(steps=12, batch=64, samples=128, optimizer=Optimizer(learning_rate=2e-2)),
-        run=RunConfig(eval_every=0, checkpoint_every=100),
+        run=RunConfig(eval_every=0, eval_greedy=False, checkpoint_every=100),
     )
     return dataclasses.replace(base, **changes)
 

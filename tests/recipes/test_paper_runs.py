@@ -105,7 +105,14 @@ def tiny(spec, data):
         cfg.env, args=args, workers=0, max_prompt=1024 if cfg.recipe != "magrpo" else 256, eval_tasks=2
     )
     run = dataclasses.replace(
-        cfg.run, max_epochs=0.0, eval_every=0, checkpoint_every=2, tensorboard=False, episodes=1, max_logprob_diff=0.0
+        cfg.run,
+        max_epochs=0.0,
+        eval_every=0,
+        eval_greedy=False,
+        checkpoint_every=2,
+        tensorboard=False,
+        episodes=1,
+        max_logprob_diff=0.0,
     )
     mesh = dataclasses.replace(cfg.mesh, data=1, fsdp=1, tensor=1)
     cfg = dataclasses.replace(cfg, steps=2, batch=1, team=team, env=env, run=run, mesh=mesh)

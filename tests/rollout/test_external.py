@@ -62,7 +62,13 @@ def configured(server, tmp_path, sharing="shared", **changes):
         "team": {"max_new_tokens": 3, "remat": False, "parameter_sharing": sharing, "backbone": tiny} | lora,
         "optimizer": {"learning_rate": 0.05},
         "sft": {"steps": 0},
-        "run": {"checkpoint_every": 100, "eval_every": 0, "tensorboard": False, "max_logprob_diff": 0.01},
+        "run": {
+            "checkpoint_every": 100,
+            "eval_every": 0,
+            "eval_greedy": False,
+            "tensorboard": False,
+            "max_logprob_diff": 0.01,
+        },
     }
     return from_dict(grpo.Config, {**base, **changes})
 

@@ -94,7 +94,7 @@ def test_a_run_says_its_alarms(tmp_path, capsys):
             "sft": {"steps": 0},
             "env": {"name": "matrix", "args": {"payoffs": [[1.0, 1.0]] * 4}, "eval_tasks": 2},
             "team": {"max_new_tokens": 1, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
-            "run": {"eval_every": 0, "tensorboard": False, "rollouts": {"every": 0}},
+            "run": {"eval_every": 0, "eval_greedy": False, "tensorboard": False, "rollouts": {"every": 0}},
         },
     )
     loop.fit(cfg, grpo.make(cfg), tmp_path)

@@ -15,7 +15,7 @@ from jaxmarl_llm.storage.checkpoint import Checkpointer
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
-RUN = {"checkpoint_every": 2, "keep": 3, "eval_every": 1, "log_every": 100, "tensorboard": False}
+RUN = {"checkpoint_every": 2, "keep": 3, "eval_every": 1, "eval_greedy": False, "log_every": 100, "tensorboard": False}
 CONFIG = {
     "steps": 6,
     "batch": 4,
@@ -115,6 +115,7 @@ def test_less_may_be_better_and_what_is_not_finite_never_is():
     "run, key",
     [
         ({"best": "reward/total"}, "best"),
+        ({"best": "eval/return_greedy", "eval_greedy": False}, "best"),
         ({"patience": 3}, "patience"),
         ({"best": "eval/return", "patience": 3, "eval_every": 0}, "patience"),
         ({"max_invalid": 1.5}, "max_invalid"),

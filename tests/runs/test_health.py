@@ -40,7 +40,14 @@ CONFIG = {
     "env": {"name": "tests.faulty", "workers": 0, "timeout": 0.5, "max_prompt": 40},
     "team": {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
     "sft": {"steps": 0},
-    "run": {"checkpoint_every": 100, "eval_every": 0, "log_every": 1, "tensorboard": False, "max_invalid": 0.75},
+    "run": {
+        "checkpoint_every": 100,
+        "eval_every": 0,
+        "eval_greedy": False,
+        "log_every": 1,
+        "tensorboard": False,
+        "max_invalid": 0.75,
+    },
 }
 
 

@@ -253,7 +253,14 @@ GAME = {
     "reward": {"payoff": 1.0},
     "team": {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
     "sft": {"steps": 1, "batch": 4, "samples": 8, "optimizer": {"name": "sgd"}},
-    "run": {"checkpoint_every": 1, "eval_every": 0, "log_every": 100, "tensorboard": False, "keep": 3},
+    "run": {
+        "checkpoint_every": 1,
+        "eval_every": 0,
+        "eval_greedy": False,
+        "log_every": 100,
+        "tensorboard": False,
+        "keep": 3,
+    },
 }
 
 

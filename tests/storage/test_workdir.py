@@ -26,7 +26,7 @@ SMALL = {
     "reward": {"payoff": 1.0},
     "team": {"max_new_tokens": 1, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
     "sft": {"steps": 0},
-    "run": {"checkpoint_every": 2, "eval_every": 0, "log_every": 100, "tensorboard": True},
+    "run": {"checkpoint_every": 2, "eval_every": 0, "eval_greedy": False, "log_every": 100, "tensorboard": True},
 }
 
 

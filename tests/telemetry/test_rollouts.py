@@ -39,7 +39,14 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "schema-1"
 TEAM = {"max_new_tokens": 2, "remat": False, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}}
 STAGE_0 = 40  # enough that completions are moves, whose rewards differ
-RUN = {"checkpoint_every": STAGE_0 + 2, "eval_every": 0, "log_every": 100, "tensorboard": False, "max_logprob_gap": 0}
+RUN = {
+    "checkpoint_every": STAGE_0 + 2,
+    "eval_every": 0,
+    "eval_greedy": False,
+    "log_every": 100,
+    "tensorboard": False,
+    "max_logprob_gap": 0,
+}
 ARRAY = {
     "steps": 4,
     "batch": 3,

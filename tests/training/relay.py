@@ -15,7 +15,7 @@ from tests import toys
 
 BATCH, GROUP, TASKS = 4, 2, 12
 SMALL = Backbone(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
-RUN = RunConfig(checkpoint_every=1, eval_every=1, tensorboard=False, max_logprob_diff=0)
+RUN = RunConfig(checkpoint_every=1, eval_every=1, eval_greedy=False, tensorboard=False, max_logprob_diff=0)
 
 
 def make(parts=None, **changes):

@@ -136,7 +136,7 @@ def config(critic, **changes):
         optimizer=Optimizer(learning_rate=3e-3, max_grad_norm=0.5),
         critic_optimizer=Optimizer(learning_rate=1e-2, max_grad_norm=0.5),
         sft=SFT(steps=60, batch=32, samples=256, optimizer=Optimizer(learning_rate=1e-2)),
-        run=RunConfig(eval_every=0, checkpoint_every=100, tensorboard=False, log_every=1000),
+        run=RunConfig(eval_every=0, eval_greedy=False, checkpoint_every=100, tensorboard=False, log_every=1000),
     )
     return dataclasses.replace(base, **changes)
 

@@ -51,7 +51,9 @@ def relay():
 
 def config(kind, **changes):
     base = {"steps": 4, "batch": BATCH, "group": GROUP, "team": TEAM, "sft": SFT(steps=0)}
-    base["run"] = RunConfig(checkpoint_every=1, eval_every=0, tensorboard=False, max_logprob_diff=0, max_invalid=1.0)
+    base["run"] = RunConfig(
+        checkpoint_every=1, eval_every=0, eval_greedy=False, tensorboard=False, max_logprob_diff=0, max_invalid=1.0
+    )
     if kind == "array":
         env = {"env": EnvConfig("matrix"), "reward": {"accuracy": 1.0}}
     else:

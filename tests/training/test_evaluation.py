@@ -8,6 +8,7 @@ import pytest
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
 from jaxmarl_llm.training import evaluation
+from jaxmarl_llm.training.config import RunConfig
 from jaxmarl_llm.types import Transitions
 from tests import toys
 
@@ -69,6 +70,17 @@ def test_tasks_whose_reward_is_unknown_do_not_count(monkeypatch):
     assert got == {"eval/accuracy": 0.5, "eval/form": 2.0, "eval/return": 1.5, "eval/success": 0.5}
     played(monkeypatch, episodes(ones, ones, no))
     assert all(np.isnan(v) for v in evaluation.evaluate(CFG, None, None, None, None, PLAIN).values())
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_greedy_episodes_are_an_option(monkeypatch, greedy):
+    ones = np.ones((2, 2, 2))
+    played(monkeypatch, episodes(0.25 * ones, ones, np.ones(2, bool)))
+    cfg = SimpleNamespace(reward=CFG.reward, sampling=Sampling(0.5), run=RunConfig(eval_greedy=greedy))
+    wanted = {"": 0.5, "_greedy": 0.0} if greedy else {"": 0.5}
+    assert {suffix: s.temperature for suffix, s in evaluation.eval_samplings(cfg).items()} == wanted
+    got = evaluation.evaluate(cfg, None, None, None, None)
+    assert set(got) == {f"eval/{name}{s}" for name in ("accuracy", "form", "return", "success") for s in wanted}
 
 
 def test_episodes_show_each_role_its_own_rewards():

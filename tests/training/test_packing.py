@@ -209,13 +209,24 @@ def test_nothing_is_gained_where_prompts_are_not_shared():
 
 
 @pytest.mark.parametrize("micro_tokens", [600, 1200, 5000, 20_000])
-def test_one_node_is_one_row_however_many_would_fit(micro_tokens):
-    """A micro-batch of 1, 2, 8 or 32 nodes: an empty row would go through the trunk like any other."""
+def test_one_node_is_few_rows_however_many_would_fit(micro_tokens):
+    """A micro-batch of 1, 2, 8 or 32 nodes: an empty row would go through the trunk like any other.
+
+    Up to FEW tokens they do: a program for fewer rows takes longer to compile than they take.
+    """
     tree, advantages, trained = rollout("one turn")
     node, model = np.asarray(tree.steps.node), np.asarray(tree.nodes.model)
     alone = trained & (node == node[trained & (model[node] == 0)][0])
     (batch,) = packing.pack(tree, 0, advantages, alone, Loss(), micro_tokens=micro_tokens, smallest=(512, 8))
-    assert len(batch.tokens) == 1 and batch.weights.any()
+    row = batch.tokens.shape[1] + batch.weights[0].size
+    assert len(batch.tokens) * row <= packing.FEW and batch.weights.any()
+    assert len(batch.tokens) > micro_tokens // row // 2 or 4 * len(batch.tokens) * row > packing.FEW
+    rows = {packing.micro_rows(64, nodes, 1, least=5) for nodes in range(1, 65)}
+    assert rows == {4, 16, 64} and packing.micro_rows(64, 1, 1) == 1
+
+
+def test_a_long_node_is_one_row():
+    assert packing.micro_rows(8, 1, 1, least=packing.FEW // 1500) == 1
 
 
 def test_the_update_counts_what_it_sends():

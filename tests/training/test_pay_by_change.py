@@ -24,7 +24,7 @@ from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.training.pay_by_change import PayByChange, scaled
 
 SMALL = Backbone(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
-RUN = RunConfig(checkpoint_every=2, eval_every=0, tensorboard=False, max_logprob_diff=0)
+RUN = RunConfig(checkpoint_every=2, eval_every=0, eval_greedy=False, tensorboard=False, max_logprob_diff=0)
 CONFIG = cpmobius.Config(
     steps=6,
     batch=6,
