@@ -26,7 +26,7 @@ from jaxmarl_llm.training.finite import check_traced_choices, number_of, update_
 from jaxmarl_llm.training.learner import Batch, Learner, Scored, optimize, update_models
 from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
-from jaxmarl_llm.training.packing import few_tokens, pack
+from jaxmarl_llm.training.packing import pack
 from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import Array, Model, Params, PyTree, TrainState, Tree
 
@@ -117,7 +117,6 @@ class HostDriver:
                     trees=host_env and m.policy.hidden_tree is not None and not sharding.meshed(),
                     parts=sharding.row_parts(),
                     imitation=None if imitation is None else np.asarray(imitation),
-                    few=few_tokens(m.policy),
                 )
         return out
 

@@ -8,8 +8,6 @@ as the rollout: those of the tree, not the sum of all prompts.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,14 +19,12 @@ from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.generation.prefix_cache import common
 from jaxmarl_llm.training.learner import Batch, Forest, NodeTargets, token_weights
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.types import Nodes, Policy, Steps, Tree
+from jaxmarl_llm.types import Nodes, Steps, Tree
 
 # A forest is used where the groups have more than GAIN times its tokens. Its attention reads whole rows, which costs
 # more for each token.
 GAIN = 1.3
 ROW = 2048  # tokens of a forest, if no sequence has more: every token attends over all of its row
-# A micro-batch of so few FLOPs and at most FEW trunk tokens is not made smaller: one more program would be compiled.
-FLOPS, FEW = 1e9, 1024
 
 _step_episodes = jax.jit(step_episodes, static_argnames=("num_steps",))
 
@@ -46,7 +42,6 @@ def pack(
     trees: bool = False,
     parts: int = 1,
     imitation: np.ndarray | None = None,
-    few: int = 0,
 ) -> list[Batch]:
     """Micro-batches of the trained steps of one model.
 
@@ -54,9 +49,8 @@ def pack(
     which steps are trained. ``loss``: sets the token weights.
 
     ``micro_tokens``: trunk tokens P + G R of a micro-batch, on each device. A micro-batch holds as many nodes as fit, a
-    power of two, and at least one. The rest goes into one of a quarter, a sixteenth, ... of that size, so that few
-    programs are compiled.
-    ``few``: trunk tokens of a micro-batch, on each device, that is not made smaller; see `few_tokens`.
+    power of two, and at least one. The rest goes into one of a quarter, a sixteenth, ... of that size, or of one node,
+    so that few programs are compiled.
     ``smallest``: smallest bucket of prompt and of completion length. Nodes of one bucket of trained steps, prompt
     length and completion length share a micro-batch.
     ``values``: targets of all nodes of the tree; those of nodes with a trained step become a part of the batches.
@@ -85,34 +79,21 @@ def pack(
     batches = []
     for (g, p, r), nodes in sorted(shapes.items()):
         while nodes:
-            row = p + g * r
-            size = micro_rows(micro_tokens // row, len(nodes), parts, few // row) * parts
+            size = micro_rows(micro_tokens // (p + g * r), len(nodes), parts) * parts
             part, nodes = nodes[:size], nodes[size:]
             batches.append(samples.groups(part, size, (g, p, r)))
     return batches
 
 
-def micro_rows(most: int, nodes: float, parts: int, least: int = 1) -> int:
+def micro_rows(most: int, nodes: float, parts: int) -> int:
     """Nodes of a micro-batch on one device: a power of two, the largest that fits, or less where that is enough.
 
-    ``most``: nodes that fit. ``nodes``: nodes that are left. ``parts``: devices that share the rows. ``least``: a size
-    up to this one is not made smaller.
+    ``most``: nodes that fit. ``nodes``: nodes that are left. ``parts``: devices that share the rows.
     """
     size = 1 << max(0, most.bit_length() - 1)
-    while size > max(least, 1) and (fewer := max(size // 4, 1)) * parts >= nodes:
+    while size > 1 and (fewer := max(size // 4, 1)) * parts >= nodes:
         size = fewer
     return size
-
-
-@functools.lru_cache(maxsize=64)
-def few_tokens(policy: Policy) -> int:
-    """Trunk tokens that a model computes in less time than a program takes to compile: none, for a large one.
-
-    ``policy``: the model. Six FLOPs for each token and parameter are counted.
-    """
-    shapes = jax.eval_shape(policy.init, jax.random.key(0))
-    size = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
-    return min(FEW, int(FLOPS / (6 * max(size, 1))))
 
 
 class _Samples(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -210,29 +209,13 @@ def test_nothing_is_gained_where_prompts_are_not_shared():
 
 
 @pytest.mark.parametrize("micro_tokens", [600, 1200, 5000, 20_000])
-def test_one_node_is_few_rows_however_many_would_fit(micro_tokens):
-    """A micro-batch of 1, 2, 8 or 32 nodes: an empty row would go through the trunk like any other.
-
-    Those of ``few`` tokens do: a program for fewer rows takes longer to compile than they take.
-    """
+def test_one_node_is_one_row_however_many_would_fit(micro_tokens):
+    """A micro-batch of 1, 2, 8 or 32 nodes: an empty row would go through the trunk like any other."""
     tree, advantages, trained = rollout("one turn")
     node, model = np.asarray(tree.steps.node), np.asarray(tree.nodes.model)
     alone = trained & (node == node[trained & (model[node] == 0)][0])
-    for few in (0, 1024):
-        how = {"micro_tokens": micro_tokens, "smallest": (512, 8), "few": few}
-        (batch,) = packing.pack(tree, 0, advantages, alone, Loss(), **how)
-        row, size = batch.tokens.shape[1] + batch.weights[0].size, len(batch.tokens)
-        assert (size == 1 or size * row <= few) and batch.weights.any()
-        assert size > micro_tokens // row // 2 or 4 * size * row > few
-    rows = {packing.micro_rows(64, nodes, 1, least=5) for nodes in range(1, 65)}
-    assert rows == {4, 16, 64} and packing.micro_rows(64, 1, 1) == 1
-
-
-def test_tokens_are_few_where_a_model_is_small():
-    """A row of SmolLM2 takes a tenth of a second on a CPU; a thousand tokens of the demo's models take less."""
-    size = lambda n: SimpleNamespace(init=lambda key: {"w": np.zeros((n, 1000), np.float32)})
-    of = lambda n: packing.few_tokens.__wrapped__(size(n))
-    assert [of(0), of(33), of(1000), of(135_000)] == [1024, 1024, 166, 1]
+    (batch,) = packing.pack(tree, 0, advantages, alone, Loss(), micro_tokens=micro_tokens, smallest=(512, 8))
+    assert len(batch.tokens) == 1 and batch.weights.any()
 
 
 def test_the_update_counts_what_it_sends():
