@@ -66,7 +66,7 @@ SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations
 test: $(VENV)/.installed-parity lint sandbox
 	@test -f weights/smollm2/config.json || $(MAKE) weights || echo "SmolLM2 was not fetched: its tests skip"
 	@mkdir -p build
-	$(VENV)/bin/mypy > build/types.log 2>&1 & types=$$!; \
+	@$(MAKE) -s types > build/types.log 2>&1 & types=$$!; \
 	$(CPU) $(RUN) -m pytest $(SPREAD) -m "not slow"; tests=$$?; \
 	wait $$types || { cat build/types.log; exit 1; }; exit $$tests
 
