@@ -83,8 +83,8 @@ def test_fit_teaches_each_model_from_its_own_attempts(tmp_path, monkeypatch):
     """Both models change. A batch has exactly the trained completions of nodes that its model played."""
     seen, lay_out = [], drivers.HostDriver.lay_out
 
-    def watched(self, step, tree, played, advantage, trained, targets):
-        out = lay_out(self, step, tree, played, advantage, trained, targets)
+    def watched(self, step, tree, played, advantage, trained, *rest):
+        out = lay_out(self, step, tree, played, advantage, trained, *rest)
         seen.append((tree, np.asarray(trained), out))
         return out
 

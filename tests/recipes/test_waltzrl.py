@@ -200,9 +200,9 @@ def test_stages_of_a_run(tmp_path, monkeypatch):
     """Frozen roles stay byte-identical, optimizer state included; one round of each learning role is trained."""
     trained, lay_out = [], HostDriver.lay_out
 
-    def watch(driver, step, tree, played, advantage, rows, targets):
+    def watch(driver, step, tree, played, advantage, rows, *rest):
         trained.append((tree, rows))
-        return lay_out(driver, step, tree, played, advantage, rows, targets)
+        return lay_out(driver, step, tree, played, advantage, rows, *rest)
 
     monkeypatch.setattr(HostDriver, "lay_out", watch)
     cfg = config()
