@@ -37,3 +37,16 @@ def coarse(n: int, smallest: int) -> int:
     while size < n:
         size *= 4
     return size
+
+
+def coarse_sizes(n: int, smallest: int) -> list[int]:
+    """All sizes that `coarse` gives for 1 to ``n`` entries.
+
+    Args:
+        n: number of entries to hold, at most.
+        smallest: the least size, at least 1.
+    """
+    sizes = [smallest]
+    while sizes[-1] < n:
+        sizes.append(sizes[-1] * 4)
+    return sizes

@@ -190,7 +190,7 @@ class ArrayEnvRunner(EnvRunner):
         params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
         return params, memory, tasks, key, jnp.int32(version), assignment
 
-    def compiler(
+    def program(
         self,
         team: Team,
         params: Params,
@@ -201,8 +201,8 @@ class ArrayEnvRunner(EnvRunner):
         memory_config: MemoryConfig | None,
         *,
         held_out: bool = False,
-    ) -> Callable[[], object]:
-        """What compiles the rollout that `play` runs with arguments of the same shapes.
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted rollout that `play` runs, and the shapes of its arguments.
 
         Args:
             team: As in `play`, like the other arguments. Only shapes of arrays are read, now and not later.
@@ -216,8 +216,7 @@ class ArrayEnvRunner(EnvRunner):
         """
         arguments = self._arguments(params, memory, indices, jax.random.key(0), 0, held_out, None)
         shapes = jax.eval_shape(lambda *given: given, *arguments)
-        rollout: Any = self._compiled(team, plan, sampling, memory_config)
-        return lambda: rollout.lower(*shapes).compile()
+        return self._compiled(team, plan, sampling, memory_config), shapes
 
     def _rollout(self, team: Team, plan: Plan, sampling: Sampling, memory_config: MemoryConfig | None) -> Callable:
         return jax.jit(make_rollout(team, self.env, plan, sampling, memory_config))
@@ -261,12 +260,20 @@ class ArrayEnvRunner(EnvRunner):
         """The prompt without what memory had put in front, the completion without its stop id, a separator."""
         # A few sizes, so that few programs are compiled: the number of known rewards differs between steps.
         padded = np.concatenate([rows, np.zeros((coarse(len(rows), 32) - len(rows),), rows.dtype)])
-        ids, length = to_host(_array_lessons(self, team, played.tree, padded))
+        ids, length = to_host(lesson_program(self, team, played.tree, padded))
         return ids[: len(rows)], length[: len(rows)], [""] * len(rows)
 
 
 @functools.partial(jax.jit, static_argnames=("runner", "team"))
-def _array_lessons(runner: ArrayEnvRunner, team: Team, tree: Tree, rows: Array) -> tuple[jax.Array, jax.Array]:
+def lesson_program(runner: ArrayEnvRunner, team: Team, tree: Tree, rows: Array) -> tuple[jax.Array, jax.Array]:
+    """`array_lessons` as a program: the entries of ``runner``.
+
+    Args:
+        runner: Runner of the rollout.
+        team: Roles and models.
+        tree: The rollout.
+        rows: Rows of the table of completions [n].
+    """
     return array_lessons(team, tree, rows, runner.entry_tokens)
 
 

@@ -1,26 +1,45 @@
-"""Rollouts of the RL phase, compiled in threads beside the first step of stage 0."""
+"""Programs of the RL phase, compiled in threads beside and after the first step of a run.
+
+A run that begins in stage 0 compiles beside that step. One that begins in RL does so after the step, which has compiled
+most programs; what is left are rare sizes. The second step waits in both, so that the steps to come have all cores.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
 
 from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
 from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.training.evaluation import eval_samplings
+from jaxmarl_llm.training.programs import Compiler, step_programs
 from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import TrainState
 
-# State -> what compiles one program each.
-Compilers = Callable[[TrainState], list[Callable[[], object]]]
+LONG = 50  # steps from which a run has all sizes of its updates compiled; a shorter one may never meet some of them
 
 
-def rollouts_of(step: TrainStep) -> Compilers:
-    """Compilers of a step's rollout and of the evaluation.
+class Programs(Protocol):
+    """Function from a state to compilers of the programs of RL."""
+
+    def __call__(self, state: TrainState, *, rollouts: bool, updates: bool) -> list[Compiler]:
+        """Compilers, the longest first.
+
+        Args:
+            state: Its shapes are read, now and not later.
+            rollouts: Whether rollouts of training and evaluation are among them.
+            updates: Whether the programs that follow a rollout are among them.
+        """
+
+
+def programs_of(step: TrainStep) -> Programs:
+    """Programs of a step, and of the evaluation.
 
     Args:
         step: Training step. One with past policies or several models of a role has none: its rollout takes more
@@ -29,32 +48,48 @@ def rollouts_of(step: TrainStep) -> Compilers:
     cfg, env_runner, remembers = step.cfg, step.env_runner, step.algorithm.memory
     simple = not cfg.past.size and not any(role.co_players for role in step.team.roles)
 
-    def compilers(state: TrainState) -> list[Callable[[], object]]:
+    def programs(state: TrainState, *, rollouts: bool, updates: bool) -> list[Compiler]:
         if not isinstance(env_runner, ArrayEnvRunner) or not simple:
             return []
 
-        def one(sampling: Sampling, held_out: bool) -> Callable[[], object]:
+        def rollout(sampling: Sampling, held_out: bool) -> tuple[Any, tuple[Any, ...]]:
             team, plan = (step.team, single()) if held_out else (step.players, step.plan)
             count = env_runner.held_out_size if held_out else cfg.batch
             parts = state.params, state.memory, range(count)
-            return env_runner.compiler(team, *parts, plan, sampling, remembers, held_out=held_out)
+            return env_runner.program(team, *parts, plan, sampling, remembers, held_out=held_out)
 
-        evaluations = eval_samplings(cfg).values() if env_runner.held_out_size else ()
-        return [one(cfg.sampling, False), *(one(sampling, True) for sampling in evaluations)]  # the longest first
+        def compiler(program: Any, shapes: tuple[Any, ...]) -> Compiler:
+            return lambda: program.lower(*shapes).compile()
 
-    return compilers
+        out = []
+        trained, shapes = rollout(cfg.sampling, False)
+        if rollouts:
+            evaluations = eval_samplings(cfg).values() if env_runner.held_out_size else ()
+            out += [compiler(trained, shapes), *(compiler(*rollout(sampling, True)) for sampling in evaluations)]
+        if updates:
+            out += step_programs(step, state, jax.eval_shape(trained, *shapes))  # traced once, as JAX keeps traces
+        return out
+
+    return programs
 
 
 class Ahead:
     """Threads that compile, as many as there are cores. An error is left to the run, which meets the same one.
 
-    Args:
-        compilers: As `rollouts_of` gives them; None: nothing is compiled.
-        state: State at the beginning of stage 0, whose shapes stay.
+    The end of a ``with`` block waits for compilations in progress, and compiles nothing more.
     """
 
-    def __init__(self, compilers: Compilers | None, state: TrainState):
-        self._todo = [] if compilers is None or processes.count() > 1 else compilers(state)
+    def __init__(self) -> None:
+        self._todo: list[Compiler] = []
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, compilers: list[Compiler]) -> None:
+        """Begin to compile, and return at once. A run of several processes compiles nothing.
+
+        Args:
+            compilers: For instance those of `programs_of`.
+        """
+        self._todo = list(compilers) if processes.count() == 1 else []
         count = min(len(self._todo), os.cpu_count() or 1)
         self._threads = [
             threading.Thread(target=self._work, daemon=True, name=f"compile ahead {i}") for i in range(count)
@@ -63,9 +98,13 @@ class Ahead:
             thread.start()
 
     def _work(self) -> None:
-        while self._todo:
+        while True:
+            try:
+                compiler = self._todo.pop(0)
+            except IndexError:
+                return
             with contextlib.suppress(Exception):  # the run meets the same error where it can be shown
-                self._todo.pop(0)()
+                compiler()
 
     @property
     def busy(self) -> bool:
@@ -81,6 +120,5 @@ class Ahead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Compile nothing more, and wait for the end of a compilation in progress."""
         self._todo.clear()
         self.wait()

@@ -16,7 +16,7 @@ from jaxmarl_llm.config import diff, from_dict, to_dict
 from jaxmarl_llm.distributed import deadlines, processes, signals
 from jaxmarl_llm.errors import ConfigError, RunError
 from jaxmarl_llm.runs import preflight
-from jaxmarl_llm.runs.ahead import Ahead
+from jaxmarl_llm.runs.ahead import LONG, Ahead
 from jaxmarl_llm.runs.alarms import Alarms
 from jaxmarl_llm.runs.best import FOLDER, BestStep
 from jaxmarl_llm.runs.files import RunFiles, check_shared, one_writer, without_shared
@@ -206,7 +206,11 @@ def _train(
     bad, idle, step, code, done = 0, 0, int(state.step), 0, best.exhausted
     alarms = Alarms(logger.print)
     deadlines.set_step(step)
-    with Ahead(recipe.ahead if step < cfg.sft.steps else None, state) as ahead:
+    first, early, long = step, step < cfg.sft.steps, recipe.total_steps - step >= LONG
+    programs = recipe.ahead or (lambda state, **wanted: [])
+    with Ahead() as ahead:
+        if early:
+            ahead.begin(programs(state, rollouts=True, updates=long))
         while step < recipe.total_steps and not done and not code:
             extra = {}
             if _evaluates(cfg, step):
@@ -215,8 +219,10 @@ def _train(
             best.see(extra, step, functools.partial(save, state, True))
             with deadlines.stage("update"):
                 state, metrics = recipe.step(state, logger)
+            if step == first and long and not early:
+                ahead.begin(programs(state, rollouts=False, updates=True))
             if ahead.busy:  # the steps to come have all cores, and a time that the first ones show
-                with logger.first("rollouts"), logger.stage("compile"):
+                with logger.first("programs of RL"), logger.stage("compile"):
                     ahead.wait()
             step += 1
             deadlines.set_step(step)

@@ -30,7 +30,7 @@ from jaxmarl_llm.training.packing import pack
 from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import Array, Model, Params, PyTree, TrainState, Tree
 
-_update_memory = jax.jit(memory.update, static_argnames=("config",))
+update_memory = jax.jit(memory.update, static_argnames=("config",))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class HostDriver:
                 samples = _samples(store, tree, rows, ids, length, text, signal, np.ones(len(rows), bool))
                 pad = lambda x, size=size: np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
                 samples = jax.tree.map(pad, samples)
-                stores[role.name], seen = _update_memory(step.algorithm.memory, store, samples, state.step)
+                stores[role.name], seen = update_memory(step.algorithm.memory, store, samples, state.step)
                 metrics |= {f"memory/{role.name}/{k}": float(v) for k, v in seen.items()}
                 metrics[f"agent/{role.name}/memory_hit"] = float(seen["hit"])
             metrics[f"agent/{role.name}/memory_size"] = float(memory.size(stores[role.name]))

@@ -100,6 +100,16 @@ def pad_rows(batch: Batch, multiple: int) -> Batch:
 token_weights = jax.jit(aggregation_weights, static_argnames=("kind", "loss_length"))
 
 
+@jax.jit
+def no_gradient(own: Params) -> PyTree:
+    """Zeros in float32, to which micro-batches add their gradients: the first one is then no program of its own.
+
+    Args:
+        own: trained parameters.
+    """
+    return sharding.constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), own))
+
+
 class Scored(NamedTuple):
     """Log-probs of the completions of a micro-batch, as its loss had them.
 
@@ -362,7 +372,7 @@ def optimize(
     logprobs: list[jax.Array | None] = []
     ok: Any = 1.0
     for epoch in range(loss.epochs):
-        gradient, totals, gaps = None, [], []
+        gradient, totals, gaps = no_gradient(own), [], []
         for batch in batches:
             gradient, seen, scored = sharding.settle(learner.accumulate(own, shared, batch, gradient))
             totals.append(seen)

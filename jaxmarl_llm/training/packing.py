@@ -96,6 +96,17 @@ def micro_rows(most: int, nodes: float, parts: int) -> int:
     return size
 
 
+def micro_sizes(most: int, nodes: int) -> list[int]:
+    """Nodes of all micro-batches that up to ``nodes`` nodes may be cut into on one device, the largest first.
+
+    ``most``: nodes that fit.
+    """
+    sizes = [micro_rows(most, nodes, 1)]
+    while sizes[-1] > 1:
+        sizes.append(max(sizes[-1] // 4, 1))
+    return sizes
+
+
 class _Samples(NamedTuple):
     """The trained steps of one model. Arrays by trained step have axes [K] or [K R]."""
 

@@ -1,9 +1,10 @@
-"""Programs of RL are compiled beside the first step of stage 0, and not again."""
+"""Programs of RL are compiled beside other steps, and not again."""
 
 import threading
 import time
 
 import jax
+import pytest
 
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.recipes import grpo
@@ -28,7 +29,14 @@ def recipe():
 
 
 class Compiled:
-    """Threads in which rollouts are compiled while the block runs."""
+    """Threads in which a program is compiled while the block runs.
+
+    Args:
+        name: Name of the program's function.
+    """
+
+    def __init__(self, name="rollout"):
+        self.name = f"jit({name})"
 
     def __enter__(self):
         self.threads: list[str] = []
@@ -39,7 +47,7 @@ class Compiled:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def _listen(self, event, duration, fun_name="", **_):
-        if event == "/jax/core/compile/backend_compile_duration" and fun_name == "jit(rollout)":
+        if event == "/jax/core/compile/backend_compile_duration" and fun_name == self.name:
             self.threads.append(threading.current_thread().name)
 
 
@@ -65,7 +73,7 @@ def test_the_second_step_waits_for_what_is_compiled(tmp_path):
         time.sleep(0.5)
         done.append(1)
 
-    made.step, made.ahead = step, lambda state: [slow]
+    made.step, made.ahead = step, lambda state, **wanted: [slow]
     loop.fit(cfg, made, tmp_path, callbacks=[lambda number, state, metrics: seen.append(list(done))])
     assert seen[0] == [1]
 
@@ -77,13 +85,35 @@ def test_without_stage_0_nothing_is_compiled_ahead(tmp_path):
     assert compiled.threads == ["MainThread"] * 3
 
 
+@pytest.mark.parametrize("supervised", [2, 0])
+def test_a_long_run_compiles_its_updates_before_the_second_step(supervised, tmp_path, monkeypatch):
+    """Beside the first step of stage 0, or after the first step of RL; a run of fewer steps than LONG does not."""
+
+    def threads(long):
+        """Threads that compile ``accumulate``; models of another width have other programs."""
+        monkeypatch.setattr(loop, "LONG", long)
+        backbone = CONFIG["team"]["backbone"] | {"intermediate_size": 8 * (long + supervised)}
+        steps = {"steps": 2, "sft": CONFIG["sft"] | {"steps": supervised}}
+        cfg = from_dict(grpo.Config, CONFIG | steps | {"team": CONFIG["team"] | {"backbone": backbone}})
+        with Compiled("accumulate") as compiled:
+            count = lambda *_: seen.append(len(compiled.threads))
+            loop.fit(cfg, grpo.make(cfg), tmp_path / str(long), callbacks=[count])
+        return compiled.threads
+
+    seen = []
+    assert set(threads(supervised + 3)) <= {"MainThread"}
+    seen.clear()
+    ours = [thread for thread in threads(supervised + 2) if thread.startswith("compile ahead")]
+    assert ours and seen == [seen[0]] * len(seen)
+
+
 def test_an_error_is_left_to_the_run_and_the_others_go_on():
     def fail():
         raise ValueError("no such program")
 
     done: list[int] = []
-    with Ahead(lambda state: [lambda: done.append(1), fail, lambda: done.append(2)], None) as ahead:
+    with Ahead() as ahead:
+        ahead.wait()
+        ahead.begin([lambda: done.append(1), fail, lambda: done.append(2)])
         ahead.wait()
     assert sorted(done) == [1, 2] and not ahead.busy
-    with Ahead(None, None) as ahead:
-        ahead.wait()
