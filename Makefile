@@ -54,7 +54,7 @@ demo: export XLA_FLAGS := $(QUICK_COMPILE) $(XLA_FLAGS)
 demo: $(VENV)/.installed
 	@test ! -d $(DEMO)/checkpoints || echo "$(DEMO) holds a run, which is resumed. A new run: make demo DEMO=runs/NAME"
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=$(DEMO) --config.seed=$(SEED) \
-		--config.sft.steps=200 --config.steps=100 --config.optimizer.total_steps=100 \
+		--config.sft.steps=160 --config.steps=100 --config.optimizer.total_steps=100 \
 		--config.run.eval_greedy=False
 	@$(RUN) -m jaxmarl_llm.cli.summary $(DEMO)
 

@@ -165,11 +165,19 @@ def make():
     logger = Timed(".", resume_step=None, total_steps=0, primary=False)
     held = [recipe.init(0)]
 
+    def compile_ahead():  # as `fit` does after the first step
+        from jaxmarl_llm.runs.ahead import Ahead
+        with Ahead() as ahead:
+            ahead.begin(recipe.ahead(held[0], rollouts=False, updates=True))
+            ahead.wait()
+
     def step():
         Timed.seconds = {}
         number = held[0].step
         state, metrics = recipe.step(held[0], logger)
         held[0] = jax.block_until_ready(state.replace(step=number + 1))  # older commits leave it to the caller
+        if not number and os.path.exists("jaxmarl_llm/training/programs.py"):
+            compile_ahead()
         return {**Timed.seconds, "tokens": float(metrics["count/completion_tokens"])}
 
     return step

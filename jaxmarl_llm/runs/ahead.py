@@ -7,8 +7,10 @@ most programs; what is left are rare sizes. The second step waits in both, so th
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +22,7 @@ from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.training.evaluation import eval_samplings
 from jaxmarl_llm.training.programs import Compiler, step_programs
 from jaxmarl_llm.training.train_step import TrainStep
-from jaxmarl_llm.types import TrainState
+from jaxmarl_llm.types import TrainState, Tree
 
 LONG = 50  # steps from which a run has all sizes of its updates compiled; a shorter one may never meet some of them
 
@@ -29,13 +31,18 @@ class Programs(Protocol):
     """Function from a state to compilers of the programs of RL."""
 
     def __call__(self, state: TrainState, *, rollouts: bool, updates: bool) -> list[Compiler]:
-        """Compilers, the longest first.
+        """Compilers, the longest first. One that returns a list is followed by the compilers in it.
 
         Args:
             state: Its shapes are read, now and not later.
             rollouts: Whether rollouts of training and evaluation are among them.
             updates: Whether the programs that follow a rollout are among them.
         """
+
+
+def no_programs(state: TrainState, *, rollouts: bool, updates: bool) -> list[Compiler]:
+    """Compile nothing: `Programs` of a run whose programs are not known ahead. The arguments are not read."""
+    return []
 
 
 def programs_of(step: TrainStep) -> Programs:
@@ -58,17 +65,21 @@ def programs_of(step: TrainStep) -> Programs:
             parts = state.params, state.memory, range(count)
             return env_runner.program(team, *parts, plan, sampling, remembers, held_out=held_out)
 
-        def compiler(program: Any, shapes: tuple[Any, ...]) -> Compiler:
-            return lambda: program.lower(*shapes).compile()
+        def compiler(program: Any, shapes: tuple[Any, ...], others: Callable[[Tree], list[Compiler]]) -> Compiler:
+            def lower() -> list[Compiler]:
+                lowered = program.lower(*shapes)
+                return [lowered.compile, *others(lowered.out_info)]
 
-        out = []
+            return lower
+
         trained, shapes = rollout(cfg.sampling, False)
-        if rollouts:
-            evaluations = eval_samplings(cfg).values() if env_runner.held_out_size else ()
-            out += [compiler(trained, shapes), *(compiler(*rollout(sampling, True)) for sampling in evaluations)]
-        if updates:
-            out += step_programs(step, state, jax.eval_shape(trained, *shapes))  # traced once, as JAX keeps traces
-        return out
+        kept = jax.eval_shape(lambda x: x, state)  # a step donates the arrays
+        others = functools.partial(step_programs, step, kept)
+        if not rollouts:
+            return [lambda: others(jax.eval_shape(trained, *shapes))] if updates else []
+        evaluations = eval_samplings(cfg).values() if env_runner.held_out_size else ()
+        evaluated = [compiler(*rollout(sampling, True), lambda tree: []) for sampling in evaluations]
+        return [compiler(trained, shapes, others if updates else lambda tree: []), *evaluated]
 
     return programs
 
@@ -82,15 +93,19 @@ class Ahead:
     def __init__(self) -> None:
         self._todo: list[Compiler] = []
         self._threads: list[threading.Thread] = []
+        self._running, self._ended = 0, False
+        self._changed = threading.Condition()
 
     def begin(self, compilers: list[Compiler]) -> None:
         """Begin to compile, and return at once. A run of several processes compiles nothing.
 
         Args:
-            compilers: For instance those of `programs_of`.
+            compilers: For instance those of `programs_of`. One that returns a list of compilers is followed by these.
         """
-        self._todo = list(compilers) if processes.count() == 1 else []
-        count = min(len(self._todo), os.cpu_count() or 1)
+        if processes.count() > 1 or not compilers:
+            return
+        self._todo = list(compilers)
+        count = os.cpu_count() or 1
         self._threads = [
             threading.Thread(target=self._work, daemon=True, name=f"compile ahead {i}") for i in range(count)
         ]
@@ -99,12 +114,20 @@ class Ahead:
 
     def _work(self) -> None:
         while True:
-            try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._todo or not self._running)
+                if not self._todo:
+                    return
                 compiler = self._todo.pop(0)
-            except IndexError:
-                return
+                self._running += 1
+            more: object = None
             with contextlib.suppress(Exception):  # the run meets the same error where it can be shown
-                compiler()
+                more = compiler()
+            with self._changed:
+                self._running -= 1
+                if isinstance(more, list) and not self._ended:
+                    self._todo += more
+                self._changed.notify_all()
 
     @property
     def busy(self) -> bool:
@@ -120,5 +143,7 @@ class Ahead:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._todo.clear()
+        with self._changed:
+            self._todo.clear()
+            self._ended = True
         self.wait()

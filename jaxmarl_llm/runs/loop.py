@@ -207,10 +207,9 @@ def _train(
     alarms = Alarms(logger.print)
     deadlines.set_step(step)
     first, early, long = step, step < cfg.sft.steps, recipe.total_steps - step >= LONG
-    programs = recipe.ahead or (lambda state, **wanted: [])
     with Ahead() as ahead:
         if early:
-            ahead.begin(programs(state, rollouts=True, updates=long))
+            ahead.begin(recipe.ahead(state, rollouts=True, updates=long))
         while step < recipe.total_steps and not done and not code:
             extra = {}
             if _evaluates(cfg, step):
@@ -220,7 +219,7 @@ def _train(
             with deadlines.stage("update"):
                 state, metrics = recipe.step(state, logger)
             if step == first and long and not early:
-                ahead.begin(programs(state, rollouts=False, updates=True))
+                ahead.begin(recipe.ahead(state, rollouts=False, updates=True))
             if ahead.busy:  # the steps to come have all cores, and a time that the first ones show
                 with logger.first("programs of RL"), logger.stage("compile"):
                     ahead.wait()

@@ -31,7 +31,7 @@ from jaxmarl_llm.rollout.growth import try_choice
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
 from jaxmarl_llm.rollout.menus import check_menus
 from jaxmarl_llm.rollout.plans import ROOT, Plan
-from jaxmarl_llm.runs.ahead import Programs, programs_of
+from jaxmarl_llm.runs.ahead import Programs, no_programs, programs_of
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.drivers import HostDriver
@@ -86,7 +86,7 @@ class Recipe:
         episodes: The last step's first episodes, for people.
         context: Memory entries in demonstrations, at most.
         recorder: Sees every training step from the host; None: nobody does.
-        ahead: Function from a state to compilers of programs that RL needs; None: there are none.
+        ahead: Function from a state to compilers of programs that RL needs.
     """
 
     cfg: BaseConfig
@@ -99,7 +99,7 @@ class Recipe:
     episodes: Callable[[], list[list[dict]]]
     context: int = 0
     recorder: Recorder | None = None
-    ahead: Programs | None = None
+    ahead: Programs = no_programs
 
     @functools.cached_property
     def total_steps(self) -> int:
@@ -416,5 +416,6 @@ def make_recipe(
         evaluate=lambda state: evaluate(cfg, team, env_runner, state, remembers),
         episodes=episodes,
     )
-    made.ahead = programs_of(step) if made.mesh is None else None
+    if made.mesh is None:
+        made.ahead = programs_of(step)
     return made

@@ -24,7 +24,7 @@ from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import TrainState, Tree
 
 Compiler = Callable[[], object]
-Shape = jax.ShapeDtypeStruct
+Shape: Any = jax.ShapeDtypeStruct  # stands for an array
 
 
 def step_programs(step: TrainStep, state: TrainState, tree: Tree) -> list[Compiler]:

@@ -1,5 +1,6 @@
 """Programs of RL are compiled beside other steps, and not again."""
 
+import os
 import threading
 import time
 
@@ -117,3 +118,32 @@ def test_an_error_is_left_to_the_run_and_the_others_go_on():
         ahead.begin([lambda: done.append(1), fail, lambda: done.append(2)])
         ahead.wait()
     assert sorted(done) == [1, 2] and not ahead.busy
+
+
+def test_all_threads_take_what_a_compiler_adds():
+    """A thread without work waits for a compiler in progress, which may add some."""
+    both = threading.Barrier(2, timeout=100)
+
+    def first():
+        time.sleep(0.2)
+        return [both.wait, both.wait]
+
+    with Ahead() as ahead:
+        ahead.begin([first])
+        ahead.wait()
+    assert not both.broken and both.n_waiting == 0
+
+
+def test_the_end_compiles_nothing_more():
+    begun, go, done = threading.Event(), threading.Event(), []
+
+    def first():
+        begun.set()
+        go.wait(100)
+        return [lambda: done.append(1)]
+
+    with Ahead() as ahead:
+        ahead.begin([first, *[lambda: begun.wait(100)] * 3, *[lambda: (go.wait(100), done.append(2))] * 50])
+        begun.wait(100)
+        threading.Timer(0.3, go.set).start()
+    assert not ahead.busy and 1 not in done and len(done) <= (os.cpu_count() or 1)
