@@ -3,7 +3,8 @@
     python -m experiments.studies.time_to_end RUN [RUN...]
 
 The forecast is replayed over metrics.jsonl. It is compared with the seconds that the rest of the phase took, at every
-step from the tenth of the phase on. The last three steps are left out: their rest is a fraction of a second, or a save.
+step from the tenth of the phase on. The last three steps are left out: their rest is a fraction of a second. So is the
+save after the last step, whose time is in no row.
 The forecast leaves compilations out, and so does the comparison. The last column has them in: a batch of a new shape
 compiles, and nothing announces it. A row: steps that are compared, share of steps within 20 %, median and largest
 error, share within 20 % with compilations. A run has to be finished.
@@ -54,7 +55,7 @@ def errors(schedule: Schedule, rows: Sequence[dict[str, Any]]) -> list[Phase]:
     forecast, predicted = Forecast(schedule), []
     for row in rows:
         forecast.see(row["step"], row)
-        predicted.append(forecast.seconds(row["step"]))
+        predicted.append(forecast.seconds(row["step"], last_save=False))
     every = np.array([row["time/step"] for row in rows])
     plain = every - [row.get("time/compile") or 0.0 for row in rows]
     out, begin = [], 0

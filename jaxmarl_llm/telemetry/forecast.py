@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-WINDOW = 60  # steps
+WINDOW = 30  # steps
 
 
 class Schedule(NamedTuple):
@@ -74,11 +74,12 @@ class Forecast:
             self._plain.append(seconds - added)
         self._first = max(seconds - added - compiled, 0.0)
 
-    def seconds(self, step: int) -> float:
+    def seconds(self, step: int, *, last_save: bool = True) -> float:
         """Seconds from the end of a step to the end of its phase.
 
         Args:
             step: Number of the newest step, from 1.
+            last_save: Whether the save after the last step of the run counts. No row of metrics has its time.
         """
         _, end = self.schedule.phase(step)
         if step >= end:
@@ -86,7 +87,7 @@ class Forecast:
         saves = sum(map(self.schedule.saves, range(step, end)))
         evaluations = sum(map(self.schedule.evaluates, range(step, end)))
         if end == self.schedule.total:
-            evaluations, saves = evaluations + 1, saves + 1
+            evaluations, saves = evaluations + 1, saves + last_save
         return (end - step) * self._step() + evaluations * self._mean("evaluation") + saves * self._mean("save")
 
     def _step(self) -> float:

@@ -105,7 +105,7 @@ def test_a_trace_within_a_trace_is_counted_once(tmp_path):
 
 
 def test_the_study_compares_with_the_seconds_that_were_left():
-    """Evaluations and saves are known from the middle of training on; before, the forecast is too short."""
+    """Exact from the second step that is compared on; no row has the last save, and no forecast here."""
     from experiments.studies.time_to_end import errors
 
     known = rows()
@@ -113,7 +113,7 @@ def test_the_study_compares_with_the_seconds_that_were_left():
     assert (len(stage_0.errors), len(training.errors)) == (8, 28)  # steps 10 to 17, and 30 to 57
     assert stage_0.seconds == sum(row["time/step"] for row in known[:20])
     np.testing.assert_allclose(stage_0.errors[-2:], 0, atol=1e-9)  # the save of step 15 is in the row of step 16
-    assert (training.errors[1:] > 0).all() and training.errors[-1] == pytest.approx(SAVE / (left(known, 57) - SAVE))
+    np.testing.assert_allclose(training.errors[1:], 0, atol=1e-9)
 
 
 def test_the_study_has_compilations_apart():
