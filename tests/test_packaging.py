@@ -1,12 +1,15 @@
 """The wheel, and checkouts that share one environment: every checkout imports its own modules and kernels."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.docs.test_notebooks import INSTALL
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,6 +67,21 @@ def test_the_wheel_has_every_module_and_data_file(clones, wheel):
     assert {n.split("/")[0] for n in names} == {"jaxmarl_llm", f"{wheel.name.split('-py3')[0]}.dist-info"}
     assert "jaxmarl-llm = jaxmarl_llm.cli.main:main" in entry_points
     assert any(n.endswith("dist-info/licenses/LICENSE") for n in names)
+
+
+@pytest.mark.slow
+def test_the_first_cell_of_the_notebooks_installs_the_wheel_beside_them(wheel, tmp_path):
+    """Run by IPython in a process that finds no jaxmarl_llm. It goes to a folder of its own, without dependencies."""
+    shutil.copy(wheel, tmp_path)
+    hide = "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n: f(n) if n != 'jaxmarl_llm' else None"
+    (tmp_path / "cell.ipy").write_text(f"{hide}\n{INSTALL}\n")
+    site = tmp_path / "site"
+    settings = {"PIP_TARGET": str(site), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "IPYTHONDIR": str(tmp_path)}
+    run(sys.executable, "-m", "IPython", "cell.ipy", cwd=tmp_path, **settings)
+    assert (site / "jaxmarl_llm" / "__init__.py").exists()
+    (tmp_path / "cell.ipy").write_text(INSTALL)  # the package is there
+    run(sys.executable, "-m", "IPython", "cell.ipy", cwd=tmp_path, **settings | {"PIP_TARGET": str(tmp_path / "again")})
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "hf": (("datasets", "huggingface_hub"), "data sets and models of the Hugging Face hub"),
     "gguf": (("gguf",), "GGUF files"),
     "wandb": (("wandb",), "config.run.wandb_project"),
+    "trackio": (("trackio",), "config.run.trackio_project"),
     "gcs": (("gcsfs",), "workdirs, weights and data at gs://"),
     "s3": (("s3fs",), "workdirs, weights and data at s3://"),
     "games": (("pgx", "jaxmarl"), "environment games"),

@@ -41,7 +41,13 @@ class Programs(Protocol):
 
 
 def no_programs(state: TrainState, *, rollouts: bool, updates: bool) -> list[Compiler]:
-    """Compile nothing: `Programs` of a run whose programs are not known ahead. The arguments are not read."""
+    """`Programs` of a run whose programs are not known ahead: no compilers.
+
+    Args:
+        state: Not read.
+        rollouts: Not read.
+        updates: Not read.
+    """
     return []
 
 

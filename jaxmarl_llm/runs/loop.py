@@ -125,6 +125,7 @@ def _fit(
             interval=cfg.run.log_every,
             tensorboard=cfg.run.tensorboard,
             wandb_project=cfg.run.wandb_project,
+            trackio_project=cfg.run.trackio_project,
             config=to_dict(cfg),
             primary=primary,
         )

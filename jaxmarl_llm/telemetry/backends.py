@@ -117,6 +117,38 @@ class Wandb:
         self._run.finish()
 
 
+class Trackio:
+    """A run of Trackio, which keeps metrics on this machine. Values that were not finite are left out.
+
+    ``project``: of Trackio. ``config``: configuration of the run, which the dashboard shows. The name of the run is that
+    of the folder and six random digits. The name is stored in ``workdir``/trackio_run.txt, and a later process with the
+    same ``workdir`` continues that run. Raises ConfigError when trackio is not installed.
+    """
+
+    name = "Trackio"
+
+    def __init__(self, workdir: Path, project: str, config: Mapping[str, Any]):
+        try:
+            import trackio
+        except ImportError:
+            raise ConfigError("trackio_project: trackio is not installed; pip install 'jaxmarl_llm[trackio]'") from None
+        stored = workdir / "trackio_run.txt"
+        name = stored.read_text().strip() if stored.is_file() else f"{workdir.resolve().name}-{uuid.uuid4().hex[:6]}"
+        stored.write_text(name + "\n")
+        self._run = trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
+        self._table = trackio.Table
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._run.log({key: value for key, value in metrics.items() if value is not None}, step=step)
+
+    def write_completions(self, step: int, table: Table) -> None:
+        rows = [list(row) for row in table.rows]
+        self._run.log({"completions": self._table(columns=list(COLUMNS), data=rows)}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class Panel:
     """Progress on the console: a live panel on a terminal, lines of text elsewhere.
 

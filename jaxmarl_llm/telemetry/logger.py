@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxmarl_llm.distributed import deadlines
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.telemetry.backends import Backend, Panel, TensorBoard, Wandb
+from jaxmarl_llm.telemetry.backends import Backend, Panel, TensorBoard, Trackio, Wandb
 from jaxmarl_llm.telemetry.completion_table import table_of
 from jaxmarl_llm.telemetry.forecast import Schedule
 from jaxmarl_llm.telemetry.metrics_file import JsonLines
@@ -40,7 +40,8 @@ class Logger:
     ``total_steps``: of the run. ``schedule``: its phases, evaluations and saves, for the time to the end; None: one
     phase of ``total_steps``. ``interval``: steps between two updates of the console. ``tensorboard``: write TensorBoard
     files. ``wandb_project``: of W&B; None: no W&B. ``run_id``: of the W&B run; None: a random one.
-    ``config``: configuration of the run as nested dictionaries, which W&B shows.
+    ``trackio_project``: of Trackio; None: no Trackio.
+    ``config``: configuration of the run as nested dictionaries, which W&B and Trackio show.
     ``primary``: True on the first host only; on other hosts the logger measures stages and writes nothing.
     ``console``: of rich; None: standard output. ``backends``: your own, which the logger also closes.
 
@@ -59,6 +60,7 @@ class Logger:
         tensorboard: bool = True,
         wandb_project: str | None = None,
         run_id: str | None = None,
+        trackio_project: str | None = None,
         config: Mapping[str, Any] | None = None,
         primary: bool = True,
         console: Any = None,
@@ -89,6 +91,8 @@ class Logger:
             self._open(TensorBoard.name, lambda: TensorBoard(self.workdir, resume_step))
         if wandb_project is not None and wandb_project:
             self._open(Wandb.name, lambda: Wandb(self.workdir, wandb_project, run_id, config or {}))
+        if trackio_project is not None and trackio_project:
+            self._open(Trackio.name, lambda: Trackio(self.workdir, trackio_project, config or {}))
         self._backends += [*backends, self._panel]
 
     def __enter__(self) -> Logger:

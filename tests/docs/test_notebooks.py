@@ -15,6 +15,14 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_BYTES = 400_000
 # Notebook -> tag of its cells, and the most lines of code in them.
 MOST = {"04_your_own_task": ("task", 20), "05_the_loop_by_hand": ("loop", 60)}
+INSTALL = """\
+import importlib.util
+from glob import glob
+
+# In a hosted notebook upload the wheel first. `pip wheel --no-deps .` in a checkout makes it.
+package = (glob("jaxmarl_llm-*.whl") + ["jaxmarl_llm"])[0]
+if importlib.util.find_spec("jaxmarl_llm") is None:
+    %pip install -q {package}"""
 
 
 def cells(path: Path, kind: str) -> list[dict]:
@@ -34,7 +42,7 @@ def test_form(path):
     shown = [text for cell in code for text in printed(cell)]
     assert shown and path.stat().st_size < MOST_BYTES and not any(tempfile.gettempdir() in text for text in shown)
     assert path.stem.startswith("00") or FIGURE in shown
-    assert source(code[0]).startswith("# In a hosted notebook: %pip install -q jaxmarl_llm\n")
+    assert source(code[0]) == INSTALL
     assert source(cells(path, "markdown")[0]).startswith("# ")
     assert [line for cell in cells(path, "markdown") for line in long(source(cell))] == []
 

@@ -18,6 +18,7 @@ from jaxmarl_llm.telemetry import logger as metrics
 from jaxmarl_llm.telemetry import metrics_file
 from jaxmarl_llm.telemetry import report as report_module
 from jaxmarl_llm.telemetry.backends import AGENT_COLUMNS, Panel, TensorBoard, sparkline
+from jaxmarl_llm.telemetry.completion_table import COLUMNS
 from jaxmarl_llm.telemetry.keys import KEYS, is_documented
 from jaxmarl_llm.telemetry.logger import Logger, throughput
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
@@ -194,6 +195,40 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
         assert (tmp_path / "other" / "wandb_id.txt").read_text() == "mine\n"
 
 
+def fake_trackio(monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, row, step):
+            calls.append(("log", step, row))
+
+        def finish(self):
+            calls.append(("finish",))
+
+    module = types.ModuleType("trackio")
+    module.Table = lambda columns, data: ("table", columns, data)
+    module.init = lambda **options: calls.append(("init", options)) or Run()
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return calls
+
+
+def test_trackio_continues_the_same_run(tmp_path, monkeypatch):
+    calls = fake_trackio(monkeypatch)
+    for resume in (None, 5):
+        with make(tmp_path, resume, trackio_project="p", config={"seed": 3}) as logger:
+            logger.log_completions(6, [])
+            logger.log(6, {"a": 1.0, "b": math.nan})
+    opened = [call[1] for call in calls if call[0] == "init"]
+    assert len(opened) == 2 and opened[0] == opened[1]
+    stored = (tmp_path / "trackio_run.txt").read_text().strip()
+    assert stored.startswith(tmp_path.name + "-") and len(stored) == len(tmp_path.name) + 7
+    assert opened[0] == {"project": "p", "name": stored, "config": {"seed": 3}, "resume": "allow", "embed": False}
+    (shown, logged), (last,) = calls[1:3], calls[-1:]
+    assert shown == ("log", 6, {"completions": ("table", list(COLUMNS), [])})
+    assert logged[1] == 6 and logged[2]["a"] == 1.0 and not {"b", "step"} & set(logged[2])
+    assert last == ("finish",)
+
+
 def test_failing_backend_warns_once_and_training_goes_on(tmp_path, monkeypatch, caplog):
     fake_wandb(monkeypatch, fails=True)
     with make(tmp_path, wandb_project="p") as logger:
@@ -207,6 +242,9 @@ def test_wandb_that_is_not_installed_is_said_at_once(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb is not installed"):
         make(tmp_path, wandb_project="p")
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match="trackio is not installed"):
+        make(tmp_path, trackio_project="p")
     with pytest.raises(ConfigError, match="gs://bucket/run"):
         make("gs://bucket/run")
 
