@@ -120,9 +120,9 @@ class Wandb:
 class Trackio:
     """A run of Trackio, which keeps metrics on this machine. Values that were not finite are left out.
 
-    ``project``: of Trackio. ``config``: configuration of the run, which the dashboard shows. The name of the run is that
-    of the folder and six random digits. The name is stored in ``workdir``/trackio_run.txt, and a later process with the
-    same ``workdir`` continues that run. Raises ConfigError when trackio is not installed.
+    ``project``: of Trackio. ``config``: configuration of the run, which the dashboard shows. The name of the run is the
+    folder's with six random digits. ``workdir``/trackio_run.txt keeps the name, and a later process with the same
+    ``workdir`` continues that run. Raises ConfigError when trackio is not installed.
     """
 
     name = "Trackio"

@@ -11,7 +11,7 @@ import numpy as np
 from jaxmarl_llm.credit.assign import Credited
 from jaxmarl_llm.rollout.env_runner import EnvRunner, RolloutResult
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.types import Array, Team
+from jaxmarl_llm.types import Array, Team, Tree
 
 
 def diagnose(
@@ -55,46 +55,61 @@ def diagnose(
         out["count/unplayed"] = float(played.records.unplayed)
         out["count/cut_prompts"] = float(sum(played.records.cut_prompts.values()))
         out["count/cut_tokens"] = float(played.records.cut_tokens)
-    role_of, turn_of = nodes.role[steps.node], nodes.turn[steps.node]
-    multi = credited.stats.count >= 2
-    flat = multi & (credited.stats.high == credited.stats.low)
     for index, role in enumerate(team.roles):
-        mine = credited.valid & (role_of == index)
-        if not mine.any():
-            continue
-        groups = multi & (credited.group_role == index)
-        key = f"agent/{role.name}/"
-        out[key + "reward"] = float(credited.returns[mine].mean())
-        out[key + "length"] = float(steps.length[mine].mean())
-        out[key + "truncated"] = float(steps.truncated[mine].mean())
-        if groups.any():
-            out[key + "variance"] = float(credited.stats.variance[groups].mean())
-            out[key + "zero_variance"] = float(flat[groups].mean())
-            out[key + "selected"] = float(selected[groups].mean())
-        m = updated.get(role.model)
-        out[key + "updated"] = float(m is not None)
-        if m is not None:
-            names = {
-                "entropy": "entropy",
-                "grad_norm": "grad_norm",
-                "clip_fraction": "clip_fraction",
-                "ref_kl": "kl",
-                "logprob_diff": "logprob_diff",
-                "nll": "nll",
-                "ratio": "ratio",
-                "imitation": "imitation",
-            }
-            out |= {key + to: m[k] for k, to in names.items() if k in m}
+        mine = credited.valid & (nodes.role[steps.node] == index)
+        if mine.any():
+            own = _agent_metrics(tree, credited, selected, index, mine, updated.get(role.model))
+            out |= {f"agent/{role.name}/{key}": value for key, value in own.items()}
+    turns = np.unique(nodes.turn[steps.node][credited.valid])
     for turn in range(env_runner.env.max_turns):
-        groups = multi & (credited.group_turn == turn)
-        if groups.any() and (turn_of[credited.valid] == turn).any():
-            out[f"node/{turn}/variance"] = float(credited.stats.variance[groups].mean())
-            out[f"node/{turn}/zero_variance"] = float(flat[groups].mean())
-            out[f"node/{turn}/selected"] = float(selected[groups].mean())
+        if turn in turns:
+            own = _group_metrics(credited, selected, credited.group_turn == turn)
+            out |= {f"node/{turn}/{key}": value for key, value in own.items()}
     out |= played.watched
     out["bad"] = float(any(not m["ok"] for m in updated.values()))
     out["logprob_diff"] = max((m["logprob_diff"] for m in updated.values()), default=0.0)
     return out
+
+
+# Metric of an update -> its name among the metrics of an agent.
+OF_UPDATES = {
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "clip_fraction": "clip_fraction",
+    "ref_kl": "kl",
+    "logprob_diff": "logprob_diff",
+    "nll": "nll",
+    "ratio": "ratio",
+    "imitation": "imitation",
+}
+
+
+def _agent_metrics(
+    tree: Tree, credited: Credited, selected: Array, role: int, mine: Array, updated: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Metrics of the agent with the index ``role``. ``mine``: its valid completions [C]. ``updated``: of its model."""
+    steps = tree.steps
+    out = {
+        "reward": float(credited.returns[mine].mean()),
+        "length": float(steps.length[mine].mean()),
+        "truncated": float(steps.truncated[mine].mean()),
+        **_group_metrics(credited, selected, credited.group_role == role),
+        "updated": float(updated is not None),
+    }
+    return out | {to: updated[k] for k, to in OF_UPDATES.items() if updated is not None and k in updated}
+
+
+def _group_metrics(credited: Credited, selected: Array, groups: Array) -> dict[str, float]:
+    """Metrics of those ``groups`` [K] that have at least two members; none where there is no such group."""
+    stats = credited.stats
+    groups = groups & (stats.count >= 2)
+    if not groups.any():
+        return {}
+    return {
+        "variance": float(stats.variance[groups].mean()),
+        "zero_variance": float((stats.high == stats.low)[groups].mean()),
+        "selected": float(selected[groups].mean()),
+    }
 
 
 def variance_shares(rewards: Mapping[str, Array], weights: Mapping[str, float], known: Array) -> dict[str, float]:
