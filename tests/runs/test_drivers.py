@@ -15,7 +15,7 @@ from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.rollout.env_runner import _array_lessons
+from jaxmarl_llm.rollout.env_runner import lesson_program
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_evaluation, make_program, task_data
 from jaxmarl_llm.runs.phases import Recipe
@@ -243,7 +243,7 @@ def test_memory_entries_are_those_of_a_loop_and_need_few_programs():
     tree, tokenizer, size = played.tree, team.models[0].tokenizer, runner.entry_tokens
     every = np.flatnonzero(tree.steps.valid)
     assert len(every) > 8
-    before = _array_lessons._cache_size()
+    before = lesson_program._cache_size()
     for n in (1, 3, 8, len(every)):  # as many as there are known rewards
         ids, length, texts = runner.lessons(team, played, every[-n:])
         assert ids.shape == (n, size) and len(texts) == n
@@ -253,7 +253,7 @@ def test_memory_entries_are_those_of_a_loop_and_need_few_programs():
             said = tree.steps.tokens[row, : tree.steps.length[row]]
             entry = [*asked, *said[~np.isin(said, tokenizer.stop_ids)], tokenizer.SEP][:size]
             assert got.tolist() == entry + [0] * (size - len(entry)) and count == len(entry)
-    assert _array_lessons._cache_size() == before + 1
+    assert lesson_program._cache_size() == before + 1
 
 
 def test_stacks_of_micro_batches_add_up_to_the_micro_batches():
