@@ -54,7 +54,7 @@ demo: export XLA_FLAGS := $(QUICK_COMPILE) $(XLA_FLAGS)
 demo: $(VENV)/.installed
 	@test ! -d $(DEMO)/checkpoints || echo "$(DEMO) holds a run, which is resumed. A new run: make demo DEMO=runs/NAME"
 	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:tiny --workdir=$(DEMO) --config.seed=$(SEED) \
-		--config.sft.steps=160 --config.steps=90 --config.optimizer.total_steps=90 \
+		--config.sft.steps=130 --config.steps=80 --config.optimizer.total_steps=80 \
 		--config.run.eval_greedy=False --config.micro_tokens=2048
 	@$(RUN) -m jaxmarl_llm.cli.summary $(DEMO)
 
