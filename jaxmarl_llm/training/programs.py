@@ -35,30 +35,32 @@ def step_programs(step: TrainStep, state: TrainState, tree: Tree) -> list[Compil
         state: State of the RL phase: shapes are read, and arrays do as well.
         tree: Shapes of the tree of the step's rollout.
     """
-    return [*_update_programs(step, state, tree), *_memory_programs(step, state, tree)]
+    calls = {}  # models and roles of the same shapes share a program
+    for function, *args in (*_update_calls(step, state, tree), *_memory_calls(step, state, tree)):
+        leaves, structure = jax.tree.flatten(args)
+        calls[function, structure, tuple(leaves)] = lambda f=function, a=args: f.lower(*a).compile()
+    return list(calls.values())
 
 
-def _update_programs(step: TrainStep, state: TrainState, tree: Tree) -> Iterator[Compiler]:
-    """Compilers of `learner.optimize`; none where the update is not one pass over the completions alone."""
+def _update_calls(step: TrainStep, state: TrainState, tree: Tree) -> Iterator[tuple]:
+    """Functions of `learner.optimize` and shapes of their arguments.
+
+    There are none where the update is not one pass over the completions alone.
+    """
     cfg, algorithm = step.cfg, step.algorithm
     other = (algorithm.update, algorithm.critic, algorithm.imitate, step.plan.choose)
     if any(function is not None for function in other) or cfg.loss.needs_reference or cfg.loss.epochs > 1:
         return
-    done = set()
     for model in step.team.models:
         learner, own = step.learners[model.name], _shapes(state.params["agents"][model.name])
         shared = _shapes(state.params["shared"].get(model.base))
         gradient = jax.eval_shape(no_gradient, own)
         roles = {r for r, role in enumerate(step.team.roles) if model.name in role.players}
         batches = list(_batches(step, tree, roles))
-        value = Shape((), jnp.float32)
         for batch in batches:
-            key = (learner, jax.tree.structure((own, shared)), tuple(x.shape for x in jax.tree.leaves((own, batch))))
-            if key not in done:
-                done.add(key)
-                yield _compiler(learner.accumulate, own, shared, batch, gradient)
+            yield learner.accumulate, own, shared, batch, gradient
         if batches:
-            yield _compiler(learner.apply, own, jax.eval_shape(learner.init, own), gradient, value)
+            yield learner.apply, own, jax.eval_shape(learner.init, own), gradient, Shape((), jnp.float32)
 
 
 def _batches(step: TrainStep, tree: Tree, roles: set[int]) -> Iterator[Batch]:
@@ -87,8 +89,8 @@ def _batches(step: TrainStep, tree: Tree, roles: set[int]) -> Iterator[Batch]:
             )
 
 
-def _memory_programs(step: TrainStep, state: TrainState, tree: Tree) -> Iterator[Compiler]:
-    """Compilers of what `HostDriver.remember` runs."""
+def _memory_calls(step: TrainStep, state: TrainState, tree: Tree) -> Iterator[tuple]:
+    """Functions of `HostDriver.remember`, and their arguments or the shapes of these."""
     config, read = step.algorithm.memory, tree.nodes.retrieved
     if config is None:
         return
@@ -107,12 +109,8 @@ def _memory_programs(step: TrainStep, state: TrainState, tree: Tree) -> Iterator
                 similarity=table(read.similarity, read.similarity.shape[1]),
                 valid=Shape((size,), jnp.bool_),
             )
-            yield _compiler(lesson_program, step.env_runner, step.team, tree, Shape((size,), jnp.int32))
-            yield _compiler(update_memory, config, store, samples, _shapes(state.step))
-
-
-def _compiler(function: Any, *args: Any) -> Compiler:
-    return lambda: function.lower(*args).compile()
+            yield lesson_program, step.env_runner, step.team, tree, Shape((size,), jnp.int32)
+            yield update_memory, config, store, samples, _shapes(state.step)
 
 
 def _shapes(tree: Any) -> Any:

@@ -10,7 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 from jaxmarl_llm.telemetry.completion_table import COLUMNS, LARGEST, LONGEST, markdown, table_of
 from jaxmarl_llm.telemetry.rollouts import Completion, Node
 from jaxmarl_llm.telemetry.rollouts_writer import RolloutsConfig, RolloutsFolder
-from tests.telemetry.test_metrics import fake_wandb, make
+from tests.telemetry.test_metrics import fake_tracker, make
 from tests.telemetry.test_rollouts import example
 
 HOSTILE = "a | b\n<script>x</script> `c` **d** \ud800\x1b[31m"
@@ -56,7 +56,7 @@ def test_a_large_tree_is_cut_and_says_so():
 
 
 def test_both_backends_show_the_steps_whose_rollouts_are_kept(tmp_path, monkeypatch):
-    calls = fake_wandb(monkeypatch)
+    calls = fake_tracker(monkeypatch)
     config = {"recipe": "grpo", "seed": 3, "env": {"name": "chain"}}
     with make(tmp_path, tensorboard=True, wandb_project="p", config=config) as logger:
         folder = RolloutsFolder(tmp_path, RolloutsConfig(), None, seen=logger.log_completions)

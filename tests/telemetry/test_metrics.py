@@ -157,30 +157,31 @@ def test_tensorboard_events_and_purge_on_resume(tmp_path):
     ]  # the start: earlier events from 2 on are hidden
 
 
-def fake_wandb(monkeypatch, fails=False):
+def fake_tracker(monkeypatch, name="wandb", fails=False):
+    """Calls of a module ``name`` with the interface of W&B, which Trackio has too."""
     calls = []
 
     class Run:
         def define_metric(self, *args, **options):
             calls.append(("metric", args))
 
-        def log(self, row):
+        def log(self, row, **step):
             if fails:
                 raise ConnectionError("500")
-            calls.append(("log", row))
+            calls.append(("log", row, *step.values()))
 
         def finish(self):
             calls.append(("finish",))
 
-    module = types.ModuleType("wandb")
+    module = types.ModuleType(name)
     module.Table = lambda columns, data: ("table", columns, data)
     module.init = lambda **options: calls.append(("init", options)) or Run()
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setitem(sys.modules, name, module)
     return calls
 
 
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
-    calls = fake_wandb(monkeypatch)
+    calls = fake_tracker(monkeypatch)
     for resume in (None, 1):
         with make(tmp_path, resume, wandb_project="p") as logger:
             logger.log(5, {"a": 1.0, "b": math.nan})
@@ -195,25 +196,8 @@ def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
         assert (tmp_path / "other" / "wandb_id.txt").read_text() == "mine\n"
 
 
-def fake_trackio(monkeypatch):
-    calls = []
-
-    class Run:
-        def log(self, row, step):
-            calls.append(("log", step, row))
-
-        def finish(self):
-            calls.append(("finish",))
-
-    module = types.ModuleType("trackio")
-    module.Table = lambda columns, data: ("table", columns, data)
-    module.init = lambda **options: calls.append(("init", options)) or Run()
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    return calls
-
-
 def test_trackio_continues_the_same_run(tmp_path, monkeypatch):
-    calls = fake_trackio(monkeypatch)
+    calls = fake_tracker(monkeypatch, "trackio")
     for resume in (None, 5):
         with make(tmp_path, resume, trackio_project="p", config={"seed": 3}) as logger:
             logger.log_completions(6, [])
@@ -224,13 +208,13 @@ def test_trackio_continues_the_same_run(tmp_path, monkeypatch):
     assert stored.startswith(tmp_path.name + "-") and len(stored) == len(tmp_path.name) + 7
     assert opened[0] == {"project": "p", "name": stored, "config": {"seed": 3}, "resume": "allow", "embed": False}
     (shown, logged), (last,) = calls[1:3], calls[-1:]
-    assert shown == ("log", 6, {"completions": ("table", list(COLUMNS), [])})
-    assert logged[1] == 6 and logged[2]["a"] == 1.0 and not {"b", "step"} & set(logged[2])
+    assert shown == ("log", {"completions": ("table", list(COLUMNS), [])}, 6)
+    assert logged[2] == 6 and logged[1]["a"] == 1.0 and not {"b", "step"} & set(logged[1])
     assert last == ("finish",)
 
 
 def test_failing_backend_warns_once_and_training_goes_on(tmp_path, monkeypatch, caplog):
-    fake_wandb(monkeypatch, fails=True)
+    fake_tracker(monkeypatch, fails=True)
     with make(tmp_path, wandb_project="p") as logger:
         for step in (1, 2, 3):
             logger.log(step, {"a": 1.0})

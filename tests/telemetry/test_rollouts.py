@@ -33,7 +33,7 @@ from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, encode, shorte
 from jaxmarl_llm.training import rollout_rows
 from jaxmarl_llm.training.train_step import Algorithm, Played, unequal_groups
 from tests.faulty import TASKS, Make
-from tests.telemetry.test_metrics import fake_wandb
+from tests.telemetry.test_metrics import fake_tracker
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "schema-1"
@@ -140,7 +140,7 @@ def host(tmp_path_factory):
     recipe = grpo.make(cfg, env=HostTask(Make("raise", 0.5), list(range(TASKS)), [TASKS, TASKS + 1]))
     workdir, calls = tmp_path_factory.mktemp("host"), []
     with pytest.MonkeyPatch.context() as patch:
-        told = fake_wandb(patch)
+        told = fake_tracker(patch)
         fit(recipe, cfg, workdir, Seen, calls)
     (workdir / "told.json").write_text(json.dumps(told))
     return workdir, calls
