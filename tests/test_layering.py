@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.studies import house
+
 ROOT = Path(__file__).parent.parent
 # Modules and folders of jaxmarl_llm in the order of imports, which is the order to read them in.
 ROOMS = (
@@ -39,25 +41,17 @@ FACE = ("__init__", "__main__")  # what a user imports or runs: may import anyth
 
 
 def files() -> list[Path]:
-    """Every module of the package once: kernels/ by its own name and not through the link in the package."""
-    inside = (p for p in ROOT.glob("jaxmarl_llm/**/*.py") if p.relative_to(ROOT).parts[1] != "kernels")
-    return sorted([*inside, *ROOT.glob("kernels/**/*.py")])
+    return house.files(ROOT)
 
 
 def room(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return "kernels" if parts[0] == "kernels" else parts[1]
+    return house.room(path, ROOT)
 
 
 def imported(path: Path) -> set[str]:
     """Full names of what a file imports from this project, function-level imports included."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    found = house.imported(ast.parse(path.read_text()))
+    assert not any(name.startswith(".") for name in found), f"{path}: relative import"
     return {name for name in found if name.split(".")[0] in ("jaxmarl_llm", "experiments", "tests", "kernels")}
 
 

@@ -33,22 +33,40 @@ class Module(NamedTuple):
     tree: ast.Module
 
 
-def modules(root: Path) -> Iterator[Module]:
-    """Modules of a checkout, those of ``kernels/`` once.
+def files(root: Path) -> list[Path]:
+    """Every module of a checkout once: ``kernels/`` by its own name and not through the link in the package.
 
     Args:
         root: Folder of the checkout.
     """
-    for path in sorted([*root.glob("jaxmarl_llm/**/*.py"), *root.glob("kernels/**/*.py")]):
-        parts = path.relative_to(root).with_suffix("").parts
-        if parts[:2] != ("jaxmarl_llm", "kernels"):
-            text = path.read_text()
-            room = "kernels" if parts[0] == "kernels" else parts[1]
-            yield Module(room, text.count("\n"), ast.parse(text))
+    inside = (p for p in root.glob("jaxmarl_llm/**/*.py") if p.relative_to(root).parts[1] != "kernels")
+    return sorted([*inside, *root.glob("kernels/**/*.py")])
+
+
+def room(path: Path, root: Path) -> str:
+    """Room of a module.
+
+    Args:
+        path: The module.
+        root: Folder of the checkout.
+    """
+    parts = path.relative_to(root).with_suffix("").parts
+    return "kernels" if parts[0] == "kernels" else parts[1]
+
+
+def modules(root: Path) -> Iterator[Module]:
+    """Modules of a checkout.
+
+    Args:
+        root: Folder of the checkout.
+    """
+    for path in files(root):
+        text = path.read_text()
+        yield Module(room(path, root), text.count("\n"), ast.parse(text))
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Rooms that a module imports from, inside functions too.
+    """Full names that a module imports, inside functions too. A relative name begins with dots.
 
     Args:
         tree: Syntax of the module.
@@ -57,8 +75,17 @@ def imported(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names}
+    return names
+
+
+def rooms_of(names: set[str]) -> set[str]:
+    """Rooms of full names.
+
+    Args:
+        names: As `imported` returns them.
+    """
     return {name.split(".")[1] for name in names if name.startswith("jaxmarl_llm.")}
 
 
@@ -71,7 +98,9 @@ def counts(root: Path) -> dict[str, str]:
     found = list(modules(root))
     faces = {"__init__", "__main__"}
     rooms = {module.room for module in found} - faces
-    arrows = {(m.room, to) for m in found if m.room in rooms for to in imported(m.tree) & rooms if to != m.room}
+    arrows = {
+        (m.room, to) for m in found if m.room in rooms for to in rooms_of(imported(m.tree)) & rooms if to != m.room
+    }
     functions: list[tuple[int, str]] = []
     classes: list[tuple[int, str]] = []
     for module in found:

@@ -74,9 +74,10 @@ def test_steps_compile_nothing_that_was_compiled_before(recipe, programs, tmp_pa
     )
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        for compiler in compilers_of(made, state):
+        compilers = compilers_of(made, state)
+        for compiler in compilers:
             compiler()
-        assert set(seen) == programs
+        assert set(seen) == programs and len(seen) == len(compilers), "each program once"
         seen.clear()
         with Logger(tmp_path, resume_step=None, total_steps=3, tensorboard=False) as logger:
             for _ in range(3):
