@@ -98,6 +98,7 @@ CASES = {
     "waltzrl, a stage each": (
         "waltzrl",
         {
+            "env": EnvConfig("safety", {"rounds": 2}, eval_tasks=4),  # several rounds, of which one is picked
             "team": team(max_new_tokens=4),
             "batch": 8,
             "stage_one": 2,
@@ -287,6 +288,29 @@ def test_stacks_of_micro_batches_add_up_to_the_micro_batches():
     for stack in stacks:
         for batch, row in zip(stack.completions, scan.score(own, None, stack), strict=True):
             assert apart(scores[tuple(np.asarray(batch).ravel())], row) < 1e-6
+
+
+def test_a_compiled_update_leaves_a_model_without_a_trained_token_as_it_is():
+    """Parameters and moments, to the bit: Adam would move on by the moments of the step before."""
+    recipe = make("grpo")
+    cfg = dataclasses.replace(recipe.cfg, optimizer=Optimizer(name="adam", learning_rate=0.1))
+    recipe = importlib.import_module("jaxmarl_llm.recipes.grpo").make(cfg)
+    step, driver, state = recipe.phases[-1].step, TracedDriver(SEED), recipe.begin(recipe.phases[-1], recipe.init(0))
+    tree, _ = driver.play(step, state, state.params, jnp.arange(4), jax.random.key(0), None)
+    gain = jax.random.normal(jax.random.key(1), tree.steps.valid.shape)
+
+    @jax.jit
+    def update(state, trained):
+        batches = driver.lay_out(step, tree, None, gain, trained, {})
+        return driver.optimize(step.team.models, step.learners, cfg.loss, state, batches)[0]
+
+    first = update(state, tree.steps.valid)
+    own, other = (model.name for model in step.team.models)
+    after = update(first, tree.steps.valid & (tree.nodes.model[tree.steps.node] == 0))
+    for part in ("agents", "moments"):
+        seen, before = ((x.params["agents"] if part == "agents" else x.opt_state) for x in (after, first))
+        assert apart(seen[own], before[own]) > 1e-3, part
+        assert apart(seen[other], before[other]) == 0, part
 
 
 def test_an_environment_object_reaches_compiled_runs_and_evaluations():
