@@ -67,7 +67,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_outcomes_are_told_apart(case, monkeypatch):
     read, expected = BAD[case]
-    monkeypatch.setattr(run, "SECONDS", 0.1)
+    if expected == run.SLOW:  # elsewhere the limit stays: 50 MB may take this long on a busy machine
+        monkeypatch.setattr(run, "SECONDS", 0.1)
     monkeypatch.setattr(run, "MEGABYTES", 30)
     monkeypatch.setitem(KINDS, "x", Kind(lambda: {"a": b""}, lambda rng, files: ("", files), read))
     found = run.run_case("x", 0, 0)
