@@ -152,7 +152,9 @@ class Policy(NamedTuple):
     hidden_tree(variables, tokens [B T], position [B T], end [B T]) -> [B T D]: hidden state at each token of sequences
         that share their beginnings, laid out depth first as kernels/attention/tree takes them. None: never so packed
     draw(variables of unstack, hidden [N G D], u [N G], sampling) -> token and log-prob [N G], one uniform number each.
-        None: as `sampling` draws from what ``unembed`` gives
+        None: as `sampling` draws from what ``unembed`` gives.
+    decode_slots(variables, tokens, prefix, length, suffix, t, begun): as ``decode``, for nodes that begin at times of
+        their own, ``begun`` [N]. The token of time t is in slot t mod R of the suffix. None: nodes begin together
     """
 
     config: Any
@@ -167,6 +169,7 @@ class Policy(NamedTuple):
     extend: Callable[..., tuple[jax.Array, PyTree]] | None = None
     hidden_tree: Callable[..., jax.Array] | None = None
     draw: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    decode_slots: Callable[..., tuple[Sequence[jax.Array], PyTree]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@ class Suite:
         return self.name.startswith("tiny")
 
 
-CPU = ("head", "decode", "update", "step", "product", "invariant", "sweep")
+CPU = ("head", "decode", "update", "step", "product", "invariant", "sweep", "scheduler")
 GPU = ("machine", "head", "decode", "update", "step", "kernels", "variants", "profile")
 TURN, MOST = 0.2, 100  # seconds, and calls
 # What keeps freed memory in any program with glibc, as `runs.allocator.retain` does in ours on a CPU.

@@ -62,6 +62,7 @@ class EnvConfig:
     workers: int = 2  # processes of a host environment; 0: in this process, without timeouts
     timeout: float = 20.0  # seconds for one call of a host environment
     max_prompt: int = 1024  # tokens; longer prompts of a host environment are cut and counted
+    lanes: int = 0  # samples of a model in the decoding loop of a host environment, see rollout/scheduler; 0: by turns
     eval_tasks: int = 256  # held-out tasks, at most
     protocol: str = "together"  # of a host environment: who hears whom, see envs/protocols.py
 
@@ -73,6 +74,7 @@ class EnvConfig:
             raise ConfigError(f"{path}.name: no environment {self.name!r}; {hint}")
         at_least(f"{path}.workers", self.workers, 0, WORKER_LIMIT)
         positive(f"{path}.timeout", self.timeout)
+        at_least(f"{path}.lanes", self.lanes, 0, TASK_LIMIT)
         at_least(f"{path}.eval_tasks", self.eval_tasks, 1, TASK_LIMIT)
         at_least(f"{path}.max_prompt", self.max_prompt, 16, ROW_LIMIT)
         one_of(f"{path}.protocol", self.protocol, PROTOCOLS)

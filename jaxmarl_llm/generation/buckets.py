@@ -26,6 +26,19 @@ def bucket(n: int, smallest: int = 1) -> int:
     return size
 
 
+def doubled(n: int, smallest: int) -> int:
+    """Round ``n`` up to smallest * 2^i: sizes where several of them occur together, as products.
+
+    Args:
+        n: number of entries to hold.
+        smallest: the least size, at least 1.
+    """
+    size = smallest
+    while size < n:
+        size *= 2
+    return size
+
+
 def coarse(n: int, smallest: int) -> int:
     """Round ``n`` up to smallest * 4^i: sizes of programs that take longer to compile than padding takes to compute.
 

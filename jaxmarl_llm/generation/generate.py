@@ -244,8 +244,8 @@ def advance(
     def step(loop: tuple) -> tuple:
         t, changed = loop
         now = [state.replace(**fields) for state, fields in zip(states, changed)]
-        drawn = _draw(policy, layers, sampling, now, t, pad_id)
-        now = [_record(state, *of_part, t, stop_ids) for state, of_part in zip(now, drawn)]
+        drawn = draw_tokens(policy, layers, sampling, now, [t] * len(now), pad_id)
+        now = [record(state, *of_part, t, t, stop_ids) for state, of_part in zip(now, drawn)]
         before = tuple(state.hidden for state in now), tuple(state.suffix for state in now)
         # No hidden state is needed behind the last token.
         hidden, suffix = jax.lax.cond(
@@ -261,20 +261,36 @@ def advance(
     return after, tuple(state.replace(**fields) for state, fields in zip(states, changed, strict=True))
 
 
-def _record(state: Decoding, token: jax.Array, logprob: jax.Array, t: jax.Array, stop_ids: tuple[int, ...]) -> Decoding:
-    """``state`` with token t of every lane [N G]. Hidden states and caches are still those before it."""
+def record(
+    state: Decoding,
+    token: jax.Array,
+    logprob: jax.Array,
+    place: jax.Array | int,
+    slot: jax.Array | int,
+    stop_ids: tuple[int, ...],
+) -> Decoding:
+    """Write a drawn token of every lane. Hidden states and caches are still those before it.
+
+    Args:
+        state: state before the token.
+        token: ids [N G].
+        logprob: their log-probs [N G].
+        place: index of the token in its completion: one for all lanes, or of each node [N 1].
+        slot: column of ``state.tokens`` that it is written to, the same for all lanes.
+        stop_ids: tokens that end a completion.
+    """
     done: jax.Array = state.done
     cut: Any = state.cut
     now_done = done | jnp.isin(token, jnp.array(stop_ids, jnp.int32))
     if state.limit is not None:
-        cut = cut | (~now_done & (t + 1 >= state.limit[:, None]))
+        cut = cut | (~now_done & (place + 1 >= state.limit[:, None]))
         now_done = now_done | cut
     return state.replace(
         done=now_done,
         cut=cut,
         count=state.count + ~done,
-        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, :, None], t, axis=2),
-        logprobs=jax.lax.dynamic_update_slice_in_dim(state.logprobs, logprob[:, :, None], t, axis=2),
+        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, :, None], slot, axis=2),
+        logprobs=jax.lax.dynamic_update_slice_in_dim(state.logprobs, logprob[:, :, None], slot, axis=2),
     )
 
 
@@ -285,12 +301,25 @@ def _exceeds(done: jax.Array, size: tuple[int, ...]) -> jax.Array:
     return (jnp.sum(~jnp.all(done, 1)) > size[0]) | (jnp.max(jnp.sum(~done, 1)) > size[1])
 
 
-def _draw(
-    policy: Policy, layers: Params, sampling: Sampling, states: Sequence[Decoding], t: jax.Array | int, pad_id: int
+def draw_tokens(
+    policy: Policy,
+    layers: Params,
+    sampling: Sampling,
+    states: Sequence[Decoding],
+    places: Sequence[jax.Array | int],
+    pad_id: int,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Draw token t of every lane: ids and log-probs [N G] of each part. They are ``pad_id`` and 0 of done lanes."""
-    uniform = jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, t)))
-    u = join([uniform(state.keys.reshape(-1)).reshape(state.keys.shape) for state in states])
+    """Draw the next token of every lane: ids and log-probs [N G] of each part. They are ``pad_id`` and 0 of done lanes.
+
+    Args:
+        policy: functions of the model.
+        layers: `Policy.unstack` of the variables.
+        sampling: the distribution to sample from.
+        states: state of each part.
+        places: for each part the index of the token in its completion: one for all lanes, or of each node [N 1].
+        pad_id: token of lanes that are done.
+    """
+    u = join([_uniform(state.keys, place) for state, place in zip(states, places, strict=True)])
     hidden = join([state.hidden for state in states])
     if policy.draw is not None:
         drawn = policy.draw(layers, hidden, u, sampling)
@@ -300,6 +329,16 @@ def _draw(
         drawn = sample(policy.unembed(layers, hidden), u, sampling)
     of_parts = zip(states, *(split(x, [state.done.shape for state in states]) for x in drawn), strict=True)
     return [(jnp.where(s.done, pad_id, token), jnp.where(s.done, 0.0, logprob)) for s, token, logprob in of_parts]
+
+
+def _uniform(keys: jax.Array, place: jax.Array | int) -> jax.Array:
+    """One uniform number for each lane [N G], from its key and the index of its next token."""
+    if jnp.ndim(place) == 0:
+        return jax.vmap(lambda k: jax.random.uniform(jax.random.fold_in(k, place)))(keys.reshape(-1)).reshape(
+            keys.shape
+        )
+    own = jnp.broadcast_to(place, keys.shape)
+    return jax.vmap(jax.vmap(lambda k, t: jax.random.uniform(jax.random.fold_in(k, t))))(keys, own)
 
 
 def fill(
@@ -431,6 +470,7 @@ def by_row(policy: Policy, own: tuple[str, ...]) -> Policy:
         prefill=over_rows(policy.prefill),
         extend=None if policy.extend is None else over_rows(policy.extend),
         decode=decode,
+        decode_slots=None,
         unembed=over_rows(policy.unembed),
         embed=over_rows(policy.embed),
         unstack=lambda variables: variables,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,7 +124,7 @@ def shared_prefixes(
 
 
 class LaunchInputs(NamedTuple):
-    """Arguments for one part of a launch, or of `fill` for shared prefixes. N is padded to ``bucket(rows, 4)``."""
+    """Arguments for one part of a launch, or of `fill` for shared prefixes. N is padded, see `Prefixes`."""
 
     tokens: np.ndarray  # [N E] tokens that are not cached, at least the last token of each prompt
     length: np.ndarray  # [N] number of these tokens
@@ -140,10 +140,11 @@ class Prefixes:
     Args:
         policy: functions of the model. Without ``extend``, and on a mesh, nothing is cached.
         pad_id: token that fills up rows.
+        padded: how sizes of rows and columns are rounded up: (entries, least size) -> size.
     """
 
-    def __init__(self, policy: Policy, pad_id: int) -> None:
-        self._policy, self._pad = policy, pad_id
+    def __init__(self, policy: Policy, pad_id: int, padded: Callable[[int, int], int] = bucket) -> None:
+        self._policy, self._pad, self._padded = policy, pad_id, padded
         self._reuses = policy.extend is not None and not meshed()  # the pool is not sharded
         self._tries: dict[int, Trie] = {}
         self._pool: PyTree = None
@@ -234,7 +235,7 @@ class Prefixes:
         rest = [len(ids) - len(slots) for ids, slots in zip(prompts, found)]
         self.prefilled_tokens += sum(rest)
         cached = any(len(slots) for slots in found)
-        columns = bucket(max(rest), 16 if cached else 32), bucket(max(map(len, prompts)), 32)
+        columns = self._padded(max(rest), 16 if cached else 32), self._padded(max(map(len, prompts)), 32)
         rows = iter(zip(prompts, found, strict=True))
         return [self._gather_part(list(itertools.islice(rows, count)), *columns, cached=cached) for count in parts]
 
@@ -246,7 +247,7 @@ class Prefixes:
         rows: token ids of each prompt, and the slots of its cached prefix. new: columns of tokens that are not cached.
         slots: columns of the cache. cached: whether the launch continues cached prefixes.
         """
-        size = up_to(bucket(len(rows), 4), row_parts())
+        size = up_to(self._padded(len(rows), 4), row_parts())
         tokens = np.full((size, new), self._pad, np.int32)
         length, start = np.ones((size,), np.int32), np.zeros((size,), np.int32)
         slot = np.zeros((size, slots), np.int32)

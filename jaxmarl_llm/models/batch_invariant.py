@@ -98,7 +98,11 @@ def invariant(policy: Policy) -> Policy:
     """
     bind = functools.partial
     return policy._replace(
-        prefill=bind(prefill, policy), extend=bind(extend, policy), decode=bind(decode, policy), draw=bind(draw, policy)
+        prefill=bind(prefill, policy),
+        extend=bind(extend, policy),
+        decode=bind(decode, policy),
+        draw=bind(draw, policy),
+        decode_slots=None,
     )
 
 

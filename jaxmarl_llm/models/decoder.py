@@ -32,7 +32,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.decoding import join, split
 from jaxmarl_llm.kernels.attention.causal import causal_attention
 from jaxmarl_llm.kernels.attention.group import group_attention
-from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention
+from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention, ring_decode_attention
 from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.kernels.head.head import Head
 from jaxmarl_llm.kernels.matmul import matmul
@@ -474,12 +474,25 @@ def init_suffix(prefix: Any, group: int, response: int) -> Any:
 
 
 def _attend_samples(
-    impl: str, t: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, prefix: Any, length: jax.Array, suffix: Any
+    impl: str,
+    t: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    prefix: Any,
+    length: jax.Array,
+    suffix: Any,
+    begun: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Attend from one token of every sample of a part in one layer: [N G 1 Q H], and (k, v) with the token's."""
-    own_k, own_v = (jax.lax.dynamic_update_slice_in_dim(x, y, t, axis=2) for x, y in zip(suffix, (k, v), strict=True))
-    prefix_k, prefix_v = prefix
-    return group_decode_attention(q, prefix_k, prefix_v, length, own_k, own_v, t, impl=impl), (own_k, own_v)
+    slot = t if begun is None else t % suffix[0].shape[2]
+    written = (jax.lax.dynamic_update_slice_in_dim(x, y, slot, axis=2) for x, y in zip(suffix, (k, v), strict=True))
+    (own_k, own_v), (prefix_k, prefix_v) = written, prefix
+    if begun is None:
+        out = group_decode_attention(q, prefix_k, prefix_v, length, own_k, own_v, t, impl=impl)
+    else:
+        out = ring_decode_attention(q, prefix_k, prefix_v, length, own_k, own_v, t, begun)
+    return out, (own_k, own_v)
 
 
 def decode(
@@ -490,10 +503,12 @@ def decode(
     length: Sequence[jax.Array],
     suffix: Sequence[Any],
     t: jax.Array,
+    begun: Sequence[jax.Array] | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
     """Append one token to every sample: hidden states [N G D], and the new suffix cache, of each part of a launch.
 
-    Samples of all parts are rows of the same matrix products. A part attends by itself.
+    Samples of all parts are rows of the same matrix products. A part attends by itself. With ``begun`` the suffix is a
+    ring: the token of time t is in slot t mod R. It is the (t - begun)-th token behind the prompt.
 
     Args:
         cfg: the architecture.
@@ -502,18 +517,21 @@ def decode(
         prefix: for each part, the cache of the prompts, (k, v) [N P K H] of each layer.
         length: for each part, tokens of each prompt [N].
         suffix: for each part, the cache of the samples, (k, v) [N G R K H] of each layer.
-        t: slot of the token in the suffix, one scalar for all samples.
+        t: slot of the token in the suffix, or its time with ``begun``; one scalar for all samples.
+        begun: for each part, the time of the first token of each node [N]; None: the parts have begun together.
     """
     for of_prompts, of_samples in zip(prefix, suffix, strict=True):
         check_positions(cfg, of_prompts[0][0].shape[1] + of_samples[0][0].shape[2])
     shapes, attend_part = [x.shape for x in tokens], functools.partial(_attend_samples, attention_impl(), t)
-    positions = [jnp.broadcast_to((n + t)[:, None, None], (*shape, 1)) for n, shape in zip(length, shapes)]
+    since: Sequence[jax.Array | None] = [None] * len(shapes) if begun is None else begun
+    places = (n + t if first is None else n + t - first for n, first in zip(length, since, strict=True))
+    positions = [jnp.broadcast_to(n[:, None, None], (*shape, 1)) for n, shape in zip(places, shapes)]
     x, angles = embed(variables, join(tokens))[:, :, None], _angles(cfg, join(positions))
     grown = []
     for layer, prompts, samples in zip(variables["params"]["layers"], zip(*prefix), zip(*suffix), strict=True):
 
         def attend(q: Any, k: Any, v: Any, prompts: Any = prompts, samples: Any = samples) -> Any:
-            of_parts = zip(*(split(y, shapes) for y in (q, k, v)), prompts, length, samples, strict=True)
+            of_parts = zip(*(split(y, shapes) for y in (q, k, v)), prompts, length, samples, since, strict=True)
             outs, kept = zip(*(attend_part(*part) for part in of_parts), strict=True)
             return join(outs), kept
 
@@ -601,4 +619,5 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         unstack=bind(unstack, cfg),
         extend=bind(extend, cfg),
         hidden_tree=bind(hidden_tree, cfg, remat),
+        decode_slots=bind(decode, cfg),
     )

@@ -65,6 +65,25 @@ def _call(method: str, args: tuple) -> bytes:
         return pickle.dumps(raised(error))
 
 
+class Call:
+    """A call that `EnvPool.submit` has begun.
+
+    ``future``: of the worker; None where the call is over, or was lost and is repeated by `result`.
+    """
+
+    def __init__(self, future: Any, result: Callable[[Any], Any]) -> None:
+        self.future, self._result = future, result
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns at once, or repeats a call that was lost."""
+        return self.future is None or self.future.done()
+
+    def result(self) -> Any:
+        """What the call returned, or a `Failure`. Waits for it."""
+        return self._result(self.future)
+
+
 class EnvPool:
     """Processes that run the functions of a host environment.
 
@@ -103,6 +122,27 @@ class EnvPool:
         mine = self._map(method, [args for args, task in zip(calls, tasks, strict=True) if task % count == own])
         results = [iter(part) for part in processes.all_gather(mine)]
         return [next(results[task % count]) for task in tasks]
+
+    def submit(self, method: str, args: tuple) -> Call:
+        """Begin ``env.method(*args)``, of one training process. Without workers the call is over when this returns.
+
+        Args:
+            method: name of the function.
+            args: its arguments.
+        """
+        if not self._workers:
+            value = self._inline(method, args)
+            return Call(None, lambda future: value)
+        try:
+            future = self._live().schedule(_call, args=(method, args), timeout=self.timeout)
+        except RuntimeError:  # the pool is broken
+            future = None
+
+        def result(future: Any) -> Any:
+            value = None if future is None else self._result(future)
+            return self._alone(method, args) if value is None else value
+
+        return Call(future, result)
 
     def _map(self, method: str, calls: Sequence[tuple]) -> list[Any]:
         if not self._workers:

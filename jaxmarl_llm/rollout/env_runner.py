@@ -32,6 +32,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import bucket, coarse
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Prompt
+from jaxmarl_llm.rollout import scheduler
 from jaxmarl_llm.rollout.array import check_seats, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.external import Engines
@@ -367,22 +368,20 @@ class HostEnvRunner(EnvRunner):
     ):
         source = self.held_out if held_out else self.tasks
         recall = None if memory_config is None else self.recall(team, params, memory, memory_config)
-        got = play(
-            team,
-            params,
-            self.pool(),
-            [source[i] for i in indices],
-            key,
-            HostSettings(
-                plan,
-                sampling,
-                max_prompt=self.cfg.max_prompt,
-                version=version,
-                recall=recall,
-                assignment=None if assignment is None else np.asarray(assignment),
-                sampler=here if self.engines is None else self.engines.sampler,
-            ),
+        settings = HostSettings(
+            plan,
+            sampling,
+            max_prompt=self.cfg.max_prompt,
+            version=version,
+            recall=recall,
+            assignment=None if assignment is None else np.asarray(assignment),
+            sampler=here if self.engines is None else self.engines.sampler,
         )
+        chosen = [source[i] for i in indices]
+        if self.cfg.lanes:
+            got = scheduler.play(team, params, self.pool(), chosen, key, settings, self.cfg.lanes)
+        else:
+            got = play(team, params, self.pool(), chosen, key, settings)
 
         def prompt(row: int) -> str:
             return "\n".join(f"[{m.speaker}] {m.text}" for m in got.records[row].prompt)

@@ -8,10 +8,10 @@ The tables are padded to bucket sizes, so that programs which read them are comp
 from __future__ import annotations
 
 import collections
-import functools
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ import numpy as np
 
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.messages import Action, Prompt
+from jaxmarl_llm.messages import Action, HostEnv, Prompt
 from jaxmarl_llm.rollout.env_pool import EnvPool, Failure, raised
 from jaxmarl_llm.rollout.failures import RolloutFailure
+from jaxmarl_llm.rollout.host_keys import action_keys, root_keys, seed_of
 from jaxmarl_llm.rollout.host_states import LiveState, PlayedAction, next_states
-from jaxmarl_llm.rollout.keys import CHILD, ENV, RESET, fold
-from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, SamplerFactory, here, pad
+from jaxmarl_llm.rollout.launches import GenerationRequest, SampledCompletion, SamplerFactory, here
 from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.rollout.tables import (
     Costs,
@@ -59,6 +59,22 @@ class HostRollout(NamedTuple):
     unplayed: int  # tasks without a first prompt, because ``reset`` or ``observe`` failed
 
 
+class Calls(Protocol):
+    """The functions of `EnvPool` that a frontier calls."""
+
+    env: HostEnv
+
+    def map(self, method: str, calls: Sequence[tuple], tasks: Sequence[int] | None = None) -> list[Any]:
+        """Results of calls, as of `EnvPool.map`.
+
+        Args:
+            method: Name of the function.
+            calls: Arguments of each call.
+            tasks: Task number of each call.
+        """
+        ...
+
+
 # (roles [N], prompts [N]) -> (prompts with retrieved memory entries, Retrieval of N rows)
 Recall = Callable[[Sequence[int], Sequence[Prompt]], tuple[list[Prompt], Retrieval]]
 
@@ -80,6 +96,25 @@ class Seat(NamedTuple):
 
     role: int
     prompt: Prompt
+
+
+class TurnRequests(NamedTuple):
+    """The requests of a turn: one for each seat of every state, in the order of the states."""
+
+    seats: list[list[Seat]]  # of every state
+    prompts: list[Prompt]  # with memory entries
+    requests: list[GenerationRequest]
+    retrieval: Retrieval | None  # None: no memory
+
+
+class TurnActions(NamedTuple):
+    """The joint actions that a turn plays in every state, and the calls of ``step`` that play them."""
+
+    samples: list[list[SeatSamples]]
+    chosen: list[tuple[tuple[int, ...], ...]]  # of every state: the completion of each seat in each joint action
+    joint: list[tuple[int, int]]  # of every call: the state, and the joint action among those of the state
+    calls: list[tuple]
+    child_keys: dict[int, np.ndarray]  # by state, key data [G 2]
 
 
 class SeatSamples(NamedTuple):
@@ -119,7 +154,7 @@ class HostFrontier:
     ``reset`` makes the first states. A turn is ``observe``, ``request_completions``, ``step`` and ``advance``.
     """
 
-    def __init__(self, team: Team, params: Params, pool: EnvPool, settings: HostSettings) -> None:
+    def __init__(self, team: Team, params: Params, pool: Calls, settings: HostSettings) -> None:
         """Arguments as in `play`."""
         settings.plan.check(pool.env)
         self.turn = 0
@@ -135,7 +170,7 @@ class HostFrontier:
 
     def reset(self, tasks: Sequence[Any], key: jax.Array) -> None:
         """The first state of each task; a task whose ``reset`` fails is left out."""
-        roots, resets = (np.asarray(x)[: len(tasks)] for x in _root_keys(key, jnp.arange(bucket(len(tasks), 4))))
+        roots, resets = (np.asarray(x)[: len(tasks)] for x in root_keys(key, jnp.arange(bucket(len(tasks), 4))))
         calls = [(seed_of(k), task) for k, task in zip(resets, tasks)]
         for i, state in enumerate(self._pool.map("reset", calls, range(len(tasks)))):
             if isinstance(state, Failure):
@@ -144,6 +179,19 @@ class HostFrontier:
             else:
                 self.states.append(LiveState(ROOT, state, roots[i], -1, i))
         self.states = self._next.first(self.states)
+
+    def alone(self, live: LiveState) -> HostFrontier:
+        """A frontier with one of the states of this turn, and with empty tables.
+
+        Args:
+            live: The state.
+        """
+        own = copy.copy(self)
+        own.states, own.rows, own.records, own.failures = [live._replace(parent=-1)], Rows(), [], []
+        own.cut_tokens = own.env_calls = own.unplayed = 0
+        own.cut_prompts = collections.Counter()
+        own._next = self._next.of_task(live.task)
+        return own
 
     def play_turn(self) -> None:
         """One turn of every state."""
@@ -180,17 +228,41 @@ class HostFrontier:
 
         All prompts of a turn are fixed before any model generates.
         """
-        flat = [(live, seat) for live, own in zip(self.states, seats, strict=True) for seat in own]
-        if not flat:
+        asked = self.requests(seats)
+        if not asked.requests:
             return [[] for _ in seats]
-        prompts = [seat.prompt for _, seat in flat]
-        if self._settings.recall is not None:
+        return self.add_completions(asked, self._sampler.sample(asked.requests, more=self.more))
+
+    @property
+    def more(self) -> bool:
+        """Whether a turn may follow this one."""
+        return self.turn + 1 < self._env.max_turns
+
+    def requests(self, seats: Sequence[Sequence[Seat]]) -> TurnRequests:
+        """The requests of a turn for ``seats``, those of every state."""
+        flat = [(live, seat) for live, own in zip(self.states, seats, strict=True) for seat in own]
+        prompts, retrieval = [seat.prompt for _, seat in flat], None
+        if self._settings.recall is not None and flat:
             prompts, retrieval = self._settings.recall([seat.role for _, seat in flat], prompts)
-            self.rows.retrievals.append(retrieval)
         requests = [self._request(live, seat.role, prompt) for (live, seat), prompt in zip(flat, prompts)]
-        sampled = self._sampler.sample(requests, more=self.turn + 1 < self._env.max_turns)
+        return TurnRequests([list(own) for own in seats], prompts, requests, retrieval)
+
+    def add_completions(
+        self, asked: TurnRequests, sampled: Sequence[Sequence[SampledCompletion]]
+    ) -> list[list[SeatSamples]]:
+        """Add nodes and steps to the tables.
+
+        Args:
+            asked: What the turn asked for.
+            sampled: Completions of each request.
+        """
+        if asked.retrieval is not None:
+            self.rows.retrievals.append(asked.retrieval)
+        flat = [(live, seat) for live, own in zip(self.states, asked.seats, strict=True) for seat in own]
         samples = []
-        for (live, seat), prompt, request, completions in zip(flat, prompts, requests, sampled, strict=True):
+        for (live, seat), prompt, request, completions in zip(
+            flat, asked.prompts, asked.requests, sampled, strict=True
+        ):
             role, first, node = self._team.roles[seat.role].name, len(self.rows.steps), len(self.rows.nodes)
             ids = request.prompt_ids
             self.rows.nodes.append(NodeRow(ids, seat.role, request.model, live.task, self.turn, live.parent))
@@ -199,32 +271,46 @@ class HostFrontier:
             for action, logprobs in completions:
                 self.rows.steps.append(StepRow(node, action.ids, logprobs, action.truncated, source))
                 self.records.append(Record(role, prompt, action))
-            samples.append(SeatSamples(role, completions, first))
+            samples.append(SeatSamples(role, list(completions), first))
         rest = iter(samples)
-        return [list(itertools.islice(rest, len(own))) for own in seats]
+        return [list(itertools.islice(rest, len(own))) for own in asked.seats]
 
     def step(self, samples: Sequence[Sequence[SeatSamples]]) -> list[PlayedAction]:
         """Play the joint actions of every state, and add them to the transitions table."""
+        actions = self.actions(samples)
+        return self.add_transitions(actions, self._step_environments(actions))
+
+    def actions(self, samples: Sequence[Sequence[SeatSamples]]) -> TurnActions:
+        """The joint actions of the plan. ``samples``: those of every state."""
         plan = self._settings.plan
         chosen = [plan.actions(live.branch, len(own)) for live, own in zip(self.states, samples, strict=True)]
-        env_keys, child_keys = _action_keys(self.states, [len(a) for a in chosen])
+        env_keys, child_keys = action_keys(self.states, [len(a) for a in chosen])
         joint = [(i, j) for i, actions in enumerate(chosen) for j in range(len(actions))]
         calls = []
         for i, j in joint:
             actions = {seat.role: seat.completions[g].action for seat, g in zip(samples[i], chosen[i][j])}
             calls.append((seed_of(env_keys[i][j]), self.states[i].state, actions))
-        results = self._step_environments([self.states[i].task for i, _ in joint], calls)
-        played = []
-        for (i, j), result in zip(joint, results, strict=True):
+        return TurnActions([list(own) for own in samples], chosen, joint, calls, child_keys)
+
+    def add_transitions(self, actions: TurnActions, results: Sequence[Any]) -> list[PlayedAction]:
+        """Add the joint actions of a turn to the transitions table.
+
+        Args:
+            actions: The joint actions.
+            results: Of each call, (state, rewards by role, done) or a `Failure`; see `EnvPool` and `checked`.
+        """
+        samples, played = actions.samples, []
+        for (i, j), result in zip(actions.joint, results, strict=True):
             live, failed = self.states[i], isinstance(result, Failure)
             rewards, problem = reward_row(result, self._team, self._env.components)
             if problem:
                 roles, trace = tuple(seat.role for seat in samples[i]), result.trace if failed else ""
                 self.failures.append(RolloutFailure("step", self.turn, roles, live.task, problem, trace))
-            played.append(PlayedAction(i, len(self.rows.transitions), None if failed else result[0], child_keys[i][j]))
+            key = actions.child_keys[i][j]
+            played.append(PlayedAction(i, len(self.rows.transitions), None if failed else result[0], key))
             self.rows.transitions.append(
                 TransitionRow(
-                    steps=[seat.first_step + g for seat, g in zip(samples[i], chosen[i][j])],
+                    steps=[seat.first_step + g for seat, g in zip(samples[i], actions.chosen[i][j])],
                     parent=live.parent,
                     task=live.task,
                     turn=self.turn,
@@ -266,8 +352,9 @@ class HostFrontier:
         width = self._settings.plan.width(live.branch)
         return GenerationRequest(model, width, live.task, role, live.key, fitted.ids, live.earlier)
 
-    def _step_environments(self, tasks: Sequence[int], calls: Sequence[tuple]) -> list[Any]:
-        """(state, rewards by role, done) or a `Failure` of each call of ``step``; the verifier's rewards if local."""
+    def _step_environments(self, actions: TurnActions) -> list[Any]:
+        """(state, rewards by role, done) or a `Failure` of each call; the verifier's rewards if local."""
+        calls, tasks = actions.calls, [self.states[i].task for i, _ in actions.joint]
         self.env_calls += len(calls)
         results = [checked(result) for result in self._pool.map("step", calls, tasks)]
         if not self._settings.plan.local:
@@ -277,46 +364,3 @@ class HostFrontier:
         for i, verdict in zip(fine, verdicts, strict=True):
             results[i] = replace_rewards(results[i], verdict)
         return results
-
-
-def seed_of(data: np.ndarray) -> int:
-    """The integer seed that a host environment receives: the 64 bits of ``data``, key data [2]."""
-    return int(data[0]) << 32 | int(data[1])
-
-
-def _action_keys(states: Sequence[LiveState], groups: Sequence[int]) -> tuple[dict[int, np.ndarray], ...]:
-    """Key data of the joint actions of every state: of the environment's step, and of the state it leads to.
-
-    ``groups``: number of joint actions of each of ``states``. By state: [G 2]. States with equally many joint actions
-    are computed at once.
-    """
-    stores: tuple[dict[int, np.ndarray], ...] = ({}, {})
-    for group in sorted(set(groups)):
-        these = [i for i, number in enumerate(groups) if number == group]
-        size = bucket(len(these), 4)
-        data, earlier = (
-            pad(np.stack(x), size) for x in zip(*((states[i].key, np.int32(states[i].earlier)) for i in these))
-        )
-        for store, rows in zip(stores, _branch_keys(data, earlier, group=group)):
-            store.update(zip(these, np.asarray(rows)))
-    return stores
-
-
-@functools.partial(jax.jit, static_argnames=("group",))
-def _branch_keys(
-    data: jax.Array | np.ndarray, earlier: jax.Array | np.ndarray, *, group: int
-) -> tuple[jax.Array, jax.Array]:
-    """Key data [N G 2] of the environment's step of each joint action and of the state it leads to.
-
-    ``data``: key data of the states [N 2]. ``earlier``: joint actions played from each state before [N].
-    """
-    keys = jnp.repeat(jax.random.wrap_key_data(jnp.asarray(data))[:, None], group, 1)
-    order = jnp.asarray(earlier)[:, None] + jnp.arange(group)
-    return jax.random.key_data(fold(keys, ENV, order)), jax.random.key_data(fold(keys, CHILD, order))
-
-
-@jax.jit
-def _root_keys(key: jax.Array, tasks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Key data [B 2] of the first state of each task and of its reset. ``tasks``: numbers [B]."""
-    roots = fold(jnp.broadcast_to(key, tasks.shape), tasks)
-    return jax.random.key_data(roots), jax.random.key_data(fold(roots, RESET))

@@ -5,6 +5,7 @@ They are behind the joint actions that a plan follows (`Following`), or are name
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -79,6 +80,10 @@ class Following:
                     reached.append(LiveState(branch, action.state, action.key, action.transition, live.task))
         return reached
 
+    def of_task(self, task: int) -> Following:
+        """What plays one task on by itself."""
+        return self
+
     def player(self, task: int, role: int, turn: int) -> int:
         """Position in ``Team.players(role)`` of the model that acts for the role of a task in this turn."""
         if self._assignment is None:
@@ -144,6 +149,13 @@ class Growing:
             else:
                 self._made[task].append(_Expansion(parent, player, -1, None))
         return self._choose(rows)
+
+    def of_task(self, task: int) -> Growing:
+        """What plays one task on by itself; other tasks do not see its expansions."""
+        own = copy.copy(self)
+        own._roots, own._made = {task: self._roots[task]}, {task: list(self._made[task])}
+        own._chosen = {task: self._chosen[task]}
+        return own
 
     def player(self, task: int, role: int, turn: int) -> int:
         """Position in ``Team.players(role)`` of the model that acts for every role of a task in this turn."""

@@ -218,7 +218,7 @@ class TeamSampler:
         )
         completions, at = [], 0
         for part, (out, prefix, suffix) in zip(parts, sampled, strict=True):
-            found, rows = _completions(model, sharding.to_host(out), len(part)), slice(at, at + len(part))
+            found, rows = completions_of(model, sharding.to_host(out), len(part)), slice(at, at + len(part))
             if keep:
                 ids = [[sample.action.ids for sample in samples] for samples in found]
                 prefixes.store(tasks[rows], prompts[rows], prefix, suffix, ids)
@@ -239,8 +239,14 @@ class TeamSampler:
         return PromptRows(tokens, length, keys, active, ready.prefix, ready.start, limit)
 
 
-def _completions(model: Model, out: Completions, rows: int) -> list[list[SampledCompletion]]:
-    """The first ``rows`` rows of ``out`` (numpy arrays) as actions with text."""
+def completions_of(model: Model, out: Completions, rows: int) -> list[list[SampledCompletion]]:
+    """The first rows of completions as actions with text.
+
+    Args:
+        model: Model that sampled them.
+        out: Completions, as numpy arrays.
+        rows: Number of rows that are no padding.
+    """
     completions: list[list[SampledCompletion]] = []
     logprobs = np.asarray(out.logprobs)
     for row in range(rows):

@@ -127,6 +127,8 @@ class BaseConfig:
             raise ConfigError(f"{path}.sampling.temperature: expected > 0 for training, got 0")
         if self.engine.urls and self.past.size:
             raise ConfigError(f"{path}.past.size: expected 0 with {path}.engine.urls, got {self.past.size}")
+        if self.engine.urls and self.env.lanes:
+            raise ConfigError(f"{path}.env.lanes: expected 0 with {path}.engine.urls, got {self.env.lanes}")
         if self.past.size and self.team.critic != "none":
             raise ConfigError(
                 f"{path}.past.size: expected 0 with {path}.team.critic={self.team.critic!r}, got {self.past.size}"

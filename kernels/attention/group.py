@@ -113,18 +113,40 @@ def _by_einsum(
     own_v: jax.Array,
     offset: jax.Array | int,
 ) -> jax.Array:
+    see_own = jnp.arange(own_k.shape[2]) <= jnp.arange(q.shape[2])[:, None] + offset
+    return attend_by_einsum(q, prefix_k, prefix_v, prefix_length, own_k, own_v, see_own)
+
+
+def attend_by_einsum(
+    q: jax.Array,
+    prefix_k: jax.Array,
+    prefix_v: jax.Array,
+    prefix_length: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    see_own: jax.Array,
+) -> jax.Array:
+    """Attend over the shared prefix and own keys, in the portable form.
+
+    Args:
+        q: queries, already divided by sqrt(H) [N G T Q H].
+        prefix_k: keys of the shared prefix [N P K H].
+        prefix_v: values of the shared prefix [N P K H].
+        prefix_length: filled slots of the prefix [N].
+        own_k: keys of each sample [N G S K H].
+        own_v: values of each sample [N G S K H].
+        see_own: which own keys a query sees, as an array that broadcasts to [N K G Q/K T S].
+    """
     n, g, t, heads, h = q.shape
     p, kv = prefix_k.shape[1:3]
-    s = own_k.shape[2]
     q = q.reshape(n, g, t, kv, heads // kv, h)
     f32 = {"preferred_element_type": jnp.float32}
     by_head = jnp.transpose(q, (0, 3, 1, 4, 2, 5))  # [N K G R T H]
     score_p = matmul(by_head, jnp.transpose(prefix_k, (0, 2, 3, 1)), jnp.float32)
     score_s = matmul(by_head, jnp.transpose(own_k, (0, 3, 1, 4, 2)), jnp.float32)
     see_p = (jnp.arange(p) < prefix_length[:, None])[:, None, None, None, None, :]
-    see_s = jnp.arange(s) <= jnp.arange(t)[:, None] + offset
     score_p = jnp.where(see_p, score_p, NEG)
-    score_s = jnp.where(see_s, score_s, NEG)
+    score_s = jnp.where(see_own, score_s, NEG)
     top = jnp.maximum(score_p.max(-1, initial=NEG), score_s.max(-1, initial=NEG))[..., None]
     top = jax.lax.stop_gradient(top)
     w_p, w_s = jnp.exp(score_p - top), jnp.exp(score_s - top)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.attention.constants import NEG
-from jaxmarl_llm.kernels.attention.group import group_attention
+from jaxmarl_llm.kernels.attention.group import attend_by_einsum, group_attention
 from jaxmarl_llm.kernels.select_impl import choose
 
 PAYS = {"tpu": 256, "gpu": 256}  # keys of the prefix from which auto takes a kernel
@@ -88,6 +88,37 @@ def group_decode_attention(
         return out  # a guard around it would cost a third more memory traffic a token on a mesh (docs/log.md)
     sound = (t < s) & (prefix_length <= p) & ((prefix_length > 0) | (t >= 0))
     return jnp.where(sound[:, None, None, None, None], out, jnp.nan)
+
+
+def ring_decode_attention(
+    q: Float[Array, "N G 1 Q H"],
+    prefix_k: Float[Array, "N P K H"],
+    prefix_v: Float[Array, "N P K H"],
+    prefix_length: Int[Array, " N"],
+    own_k: Float[Array, "N G S K H"],
+    own_v: Float[Array, "N G S K H"],
+    t: Int[Array, ""],
+    begun: Int[Array, " N"],
+) -> Float[Array, "N G 1 Q H"]:
+    """Attend as `group_decode_attention`, where the own slots are a ring and nodes have begun at different times.
+
+    The token of time t is in slot t mod S of every sample. A sample of node n sees the slots of times begun[n] to t.
+    There is the portable form alone.
+
+    Args:
+        q: query of each sample.
+        prefix_k: keys of the shared prefix.
+        prefix_v: values of the shared prefix.
+        prefix_length: filled slots of the prefix.
+        own_k: keys of each sample.
+        own_v: values of each sample.
+        t: time of the present token, which is already written.
+        begun: time of each node's first token, from t - S + 1 to t.
+    """
+    slots = own_k.shape[2]
+    see = (jnp.arange(slots) - begun[:, None]) % slots <= (t - begun)[:, None]
+    see = see[:, None, None, None, None]
+    return attend_by_einsum(q * q.shape[-1] ** -0.5, prefix_k, prefix_v, prefix_length, own_k, own_v, see)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -23,7 +23,7 @@ from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
 from jaxmarl_llm.models.decoder import Config, make_policy
-from jaxmarl_llm.rollout import host, launches
+from jaxmarl_llm.rollout import host, host_keys, launches
 from jaxmarl_llm.rollout.array import layout, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.plans import flat, handoff, node_wise, product, single
@@ -132,8 +132,8 @@ def host_tree(monkeypatch, plan, work, natural, ends_at=None):
     monkeypatch.setattr(prefix_cache, "_put", lambda pool, *_: pool)
     monkeypatch.setattr(prefix_cache, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
     monkeypatch.setattr(launches, "sample_keys", keys)
-    monkeypatch.setattr(host, "_branch_keys", lambda data, earlier, *, group: zeros(len(data), group))
-    monkeypatch.setattr(host, "_root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)
+    monkeypatch.setattr(host_keys, "branch_keys", lambda data, earlier, *, group: zeros(len(data), group))
+    monkeypatch.setattr(host, "root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)
 
     seen = itertools.count()
 

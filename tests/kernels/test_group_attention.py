@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.kernels.attention.group import group_attention
+from jaxmarl_llm.kernels.attention.group_decode import ring_decode_attention
 
 attend = jax.jit(group_attention)
 
@@ -113,6 +114,17 @@ def test_every_step_of_decoding_equals_the_row_of_training():
     for t in range(q.shape[2]):
         one = attend(q[:, :, t : t + 1], pk, pv, length, ok, ov, np.int32(t))
         np.testing.assert_allclose(one[:, :, 0], together[:, :, t], atol=1e-6)
+
+
+def test_a_ring_of_own_slots_is_attention_of_each_node_by_itself():
+    """Nodes that began 4, 1 and 0 tokens before time 9; their rings of 6 slots hold old keys of other nodes too."""
+    q, pk, pv, length, ok, ov, _ = draw(SHAPES["decoding, middle"])
+    time, begun, slots = 9, np.array([5, 8, 9]), ok.shape[2]
+    got = ring_decode_attention(q, pk, pv, length, ok, ov, jnp.int32(time), begun)
+    for n, first in enumerate(begun):
+        own = [t % slots for t in range(first, time + 1)]
+        one = [x[n : n + 1] for x in (q, pk, pv, length)] + [x[n : n + 1][:, :, own] for x in (ok, ov)]
+        np.testing.assert_allclose(got[n : n + 1], dense64(*one, time - first), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["training", "decoding, middle", "a chunk of tokens"])

@@ -1,0 +1,159 @@
+"""Sampling for `scheduler`: a decoding loop for each model, which requests enter one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.generation.buckets import doubled
+from jaxmarl_llm.generation.generate import PromptRows
+from jaxmarl_llm.generation.prefix_cache import Prefixes
+from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.generation.slots import SlotLoop
+from jaxmarl_llm.rollout.launches import (
+    GenerationRequest,
+    SampledCompletion,
+    TeamSampler,
+    completions_of,
+    pad,
+    request_keys,
+)
+from jaxmarl_llm.types import Model, Params, Team
+
+SHARE = 4  # a loop returns to the host once one of so many of its nodes is finished
+
+
+class _Node(NamedTuple):
+    """A request of a loop."""
+
+    ticket: Any
+    request: GenerationRequest
+    more: bool
+
+
+class _Loop:
+    """The loop of one model, the requests that wait for it, and the prefix cache of both."""
+
+    def __init__(self, team: Team, model: Model, params: Params, sampling: Sampling, lanes: int):
+        self._model, self._variables = model, model.variables(params)
+        self._limits = [role.max_new_tokens for role in team.roles]
+        longest = max(role.max_new_tokens for role in team.roles if model.name in role.players)
+        stop, padding = model.tokenizer.stop_ids, model.tokenizer.pad_id
+        fixed = {"max_new_tokens": longest, "stop_ids": stop, "pad_id": padding, "sampling": sampling}
+        self._slots = SlotLoop(model.policy, self._variables, lanes=lanes, **fixed)
+        self._lanes = lanes
+        self.prefixes = Prefixes(model.policy, padding, doubled)  # few shapes: numbers of rows vary
+        self.waiting: list[_Node] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self._slots.taken)
+
+    @property
+    def room(self) -> bool:
+        """Whether one more request would be decoded at once."""
+        return not self.waiting or len(self.waiting) < self._slots.room(self.waiting[-1].request.group)
+
+    def work(self) -> list[tuple[Any, list[SampledCompletion]]]:
+        """Let requests enter, decode, and return what is finished."""
+        for group in {node.request.group for node in self.waiting}:
+            room = self._slots.room(group)
+            entering = [node for node in self.waiting if node.request.group == group][:room]
+            if entering:
+                self._enter(entering)
+                chosen = set(map(id, entering))
+                self.waiting = [node for node in self.waiting if id(node) not in chosen]
+        out = []
+        for left in self._slots.advance(max(1, self._slots.taken // SHARE)):
+            nodes: Sequence[_Node] = left.tickets
+            found = completions_of(self._model, left.completions, len(nodes))
+            kept = [k for k, node in enumerate(nodes) if node.more]
+            if kept:
+                prompts = [np.array(node.request.prompt_ids, np.int32) for node in nodes]
+                ids = [[sample.action.ids for sample in samples] for samples in found]
+                self.prefixes.store([node.request.task for node in nodes], prompts, left.prefix, left.suffix, ids)
+            out += [(node.ticket, samples) for node, samples in zip(nodes, found, strict=True)]
+        return out
+
+    def _enter(self, nodes: Sequence[_Node]) -> None:
+        """Read the prompts of ``nodes``, which have equally many samples, and put them into the loop."""
+        requests = [node.request for node in nodes]
+        prompts = [np.array(r.prompt_ids, np.int32) for r in requests]
+        tasks = [r.task for r in requests]
+        (ready,) = self.prefixes.prepare(self._variables, tasks, prompts, [len(requests)])
+        size = len(ready.length)
+        keys = request_keys(requests, size, group=requests[0].group)
+        limit = pad(np.array([self._limits[r.role] for r in requests], np.int32), size)
+        active = np.arange(size) < len(requests)
+        tokens, length, active, limit = sharding.put_rows((ready.tokens, ready.length, active, limit))
+        self._slots.enter(nodes, PromptRows(tokens, length, keys, active, ready.prefix, ready.start, limit))
+
+
+class SlotSampler:
+    """Samples completions of a team's models during one rollout, each request for itself.
+
+    A model that cannot decode nodes of different times together (`Policy.decode_slots`) takes what waits as a launch.
+
+    Args:
+        team: Roles and models.
+        params: Parameters of the team.
+        sampling: Distribution of tokens.
+        lanes: Samples of a model that are decoded at once, at most.
+
+    ``launches``: times that a model was called.
+    """
+
+    def __init__(self, team: Team, params: Params, sampling: Sampling, lanes: int):
+        self._team, self._params, self._sampling, self._lanes = team, params, sampling, lanes
+        self._loops: dict[int, _Loop] = {}
+        self._plain = TeamSampler(team, params, sampling)
+        self._waiting: list[_Node] = []  # of models without a loop
+        self.launches = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that went through a model so far."""
+        return self._plain.prompt_tokens + sum(loop.prefixes.prefilled_tokens for loop in self._loops.values())
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or is decoded."""
+        return bool(self._waiting) or any(loop.busy for loop in self._loops.values())
+
+    @property
+    def room(self) -> bool:
+        """Whether more requests would be decoded at once with those that are there."""
+        return all(loop.room for loop in self._loops.values())
+
+    def submit(self, ticket: Any, request: GenerationRequest, *, more: bool) -> None:
+        """Take a request.
+
+        Args:
+            ticket: Name of the request in the results of `work`.
+            request: One node.
+            more: Whether later prompts may begin with its prompt and completions.
+        """
+        node, model = _Node(ticket, request, more), self._team.models[request.model]
+        if model.policy.decode_slots is None:
+            self._waiting.append(node)
+            return
+        if request.model not in self._loops:
+            self._loops[request.model] = _Loop(self._team, model, self._params, self._sampling, self._lanes)
+        self._loops[request.model].waiting.append(node)
+
+    def work(self) -> list[tuple[Any, list[SampledCompletion]]]:
+        """Decode for a while: finished requests by ticket, and their completions."""
+        out: list[tuple[Any, list[SampledCompletion]]] = []
+        if self._waiting:
+            nodes, self._waiting = self._waiting, []
+            more = any(node.more for node in nodes)
+            sampled = self._plain.sample([node.request for node in nodes], more=more)
+            out += [(node.ticket, samples) for node, samples in zip(nodes, sampled, strict=True)]
+        for loop in self._loops.values():
+            if loop.busy:
+                self.launches += 1
+                out += loop.work()
+        return out
