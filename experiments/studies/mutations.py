@@ -198,7 +198,8 @@ def outcome(root: Path, tests: Sequence[str]) -> str:
         root: The checkout.
         tests: Names of tests.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider", *tests]
+    # Bytecode is known by the size and the second of its source, which a mutation may keep.
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

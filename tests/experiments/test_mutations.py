@@ -1,6 +1,7 @@
 """Mutations: each is of source that is there once, and the command tells a test that fails from one that does not."""
 
 import ast
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +60,18 @@ def test_a_mutation_has_to_fail_an_assertion(checkout, monkeypatch, capsys, afte
     out = capsys.readouterr().out
     assert "Without a mutation the tests passed." in out and shown in out
     assert "a + b" in (checkout / mutation.file).read_text()  # the checkout itself stays as it is
+
+
+def test_bytecode_of_the_source_before_is_not_used(checkout, monkeypatch):
+    """A mutation of equal size, written in the same second as what was there, is what runs."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    path, test = checkout / "jaxmarl_llm/sums.py", ["tests/test_sums.py::test_add"]
+    assert mutations.outcome(checkout, test) == "passed"
+    assert not list(checkout.rglob("jaxmarl_llm/**/*.pyc"))
+    stamp = path.stat().st_mtime_ns
+    path.write_text(path.read_text().replace("a + b", "a - b"))
+    os.utime(path, ns=(stamp, stamp))
+    assert mutations.outcome(checkout, test) == "failed: 0 == 4"
 
 
 def test_tests_that_fail_without_a_mutation_are_no_proof(checkout, monkeypatch, capsys):
