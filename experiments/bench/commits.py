@@ -35,11 +35,12 @@ from jaxmarl_llm.errors import ConfigError
 # The weights stay as they are: a team that learns would sample other numbers of tokens in each commit.
 STILL = ["optimizer.learning_rate", "1e-12"]
 TINY = ("experiments/configs/joyagents_r1.py:tiny", [["sft.steps", "0"], ["run.eval_every", "0"], STILL])
+# The commits play tasks in different orders. So texts are of nearly one length, and a step is equal work.
 WRITING: list[list[str]] = [
     ["team.max_new", "32"],
     ["env.args.reward", "parity"],
-    ["env.args.min_source", "60"],
-    ["env.args.max_source", "170"],
+    ["env.args.min_source", "154"],
+    ["env.args.max_source", "174"],
     ["env.workers", "0"],
     STILL,
 ]
