@@ -26,30 +26,28 @@ def bucket(n: int, smallest: int = 1) -> int:
     return size
 
 
+def coarse(n: int, smallest: int, factor: int = 4) -> int:
+    """Round ``n`` up to smallest * factor^i, for programs that take longer to compile than padding takes to run.
+
+    Args:
+        n: number of entries to hold.
+        smallest: the least size, at least 1.
+        factor: ratio of a size to the one before, at least 2.
+    """
+    size = smallest
+    while size < n:
+        size *= factor
+    return size
+
+
 def doubled(n: int, smallest: int) -> int:
-    """Round ``n`` up to smallest * 2^i: sizes where several of them occur together, as products.
+    """Round ``n`` up as `coarse` does with factor 2: sizes where several of them occur together, as products.
 
     Args:
         n: number of entries to hold.
         smallest: the least size, at least 1.
     """
-    size = smallest
-    while size < n:
-        size *= 2
-    return size
-
-
-def coarse(n: int, smallest: int) -> int:
-    """Round ``n`` up to smallest * 4^i: sizes of programs that take longer to compile than padding takes to compute.
-
-    Args:
-        n: number of entries to hold.
-        smallest: the least size, at least 1.
-    """
-    size = smallest
-    while size < n:
-        size *= 4
-    return size
+    return coarse(n, smallest, 2)
 
 
 def coarse_sizes(n: int, smallest: int) -> list[int]:

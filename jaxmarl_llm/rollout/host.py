@@ -20,7 +20,7 @@ import numpy as np
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action, HostEnv, Prompt
-from jaxmarl_llm.rollout.env_pool import EnvPool, Failure, raised
+from jaxmarl_llm.rollout.env_pool import Failure, raised
 from jaxmarl_llm.rollout.failures import RolloutFailure
 from jaxmarl_llm.rollout.host_keys import action_keys, root_keys, seed_of
 from jaxmarl_llm.rollout.host_states import LiveState, PlayedAction, next_states
@@ -126,7 +126,7 @@ class SeatSamples(NamedTuple):
 
 
 def play(
-    team: Team, params: Params, pool: EnvPool, tasks: Sequence[Any], key: jax.Array, settings: HostSettings
+    team: Team, params: Params, pool: Calls, tasks: Sequence[Any], key: jax.Array, settings: HostSettings
 ) -> HostRollout:
     """Play all tasks to their end.
 

@@ -22,6 +22,7 @@ from jaxmarl_llm.distributed import meshes, processes, sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv
+from jaxmarl_llm.rollout import host
 from jaxmarl_llm.rollout.env_pool import Call, EnvPool, Failure
 from jaxmarl_llm.rollout.host import HostFrontier, HostRollout, HostSettings, TurnActions, TurnRequests
 from jaxmarl_llm.rollout.host_states import LiveState
@@ -62,11 +63,7 @@ def play(
     frontier.reset(tasks, key)
     _Scheduler(frontier, sampler, pool, record, local=settings.plan.local).run()
     record.launches = sampler.launches
-    frontier = HostFrontier(team, params, record, settings)
-    frontier.reset(tasks, key)
-    while frontier.states and frontier.turn < pool.env.max_turns:
-        frontier.play_turn()
-    return frontier.result()
+    return host.play(team, params, record, tasks, key, settings)
 
 
 def check_alone(path: str) -> None:

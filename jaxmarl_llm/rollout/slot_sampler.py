@@ -70,8 +70,7 @@ class _Loop:
         for left in self._slots.advance(max(1, self._slots.taken // SHARE)):
             nodes: Sequence[_Node] = left.tickets
             found = completions_of(self._model, left.completions, len(nodes))
-            kept = [k for k, node in enumerate(nodes) if node.more]
-            if kept:
+            if any(node.more for node in nodes):
                 prompts = [np.array(node.request.prompt_ids, np.int32) for node in nodes]
                 ids = [[sample.action.ids for sample in samples] for samples in found]
                 self.prefixes.store([node.request.task for node in nodes], prompts, left.prefix, left.suffix, ids)
