@@ -8,6 +8,7 @@ from the sharding rules.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -21,17 +22,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmarl_llm.costs import hlo, kernel_flops
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import Chip
 from jaxmarl_llm.costs.counts import ModelSize, Workload, turn_states
-from jaxmarl_llm.costs.meshes import largest_launch
+from jaxmarl_llm.costs.meshes import largest_launch, most_of_a_block
 from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.distributed.meshes import Layout
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.generation.blocks import Blocks
 from jaxmarl_llm.generation.buckets import up_to
-from jaxmarl_llm.generation.generate import PromptRows, sample_launch
+from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, sample_launch
 from jaxmarl_llm.models.decoder import make_policy
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.rollout.plans import Plan
@@ -87,8 +90,12 @@ class Shape(NamedTuple):
     micro_group: int
 
 
-def shape_of(cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int | None = None) -> Shape:
-    """``rows``: nodes of each part of the mesh's rows, in place of what the configuration comes to."""
+def shape_of(
+    cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int | None = None, layout: Layout | None = None
+) -> Shape:
+    """``rows``: nodes of each part of the mesh's rows, in place of what the configuration comes to. ``layout``: of
+    generation. With blocks, the most nodes that one block may get stand in every block.
+    """
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     top = largest_launch(plan, work)
     group = max(level.group for level in turn_states(plan, work))
@@ -96,7 +103,10 @@ def shape_of(cfg: BaseConfig, mesh: Mesh, plan: Plan, work: Workload, rows: int 
     micro = 1 << max(0, (cfg.micro_tokens // tokens).bit_length() - 1)
     if rows is not None:
         return Shape(((rows * parts, group),), top.prompt, top.response, rows * parts, group)
-    widths = tuple((up_to(part.rows, parts), part.group) for part in top.parts)
+    drawn = parts if layout is None else layout.mesh.size // layout.mesh.shape["tensor"]
+    blocks = 1 if layout is None else layout.blocks
+    most = lambda rows: blocks * up_to(most_of_a_block(rows, blocks, len(work.models)), drawn // blocks)
+    widths = tuple((most(part.rows), part.group) for part in top.parts)
     return Shape(widths, top.prompt, top.response, micro * parts, group)
 
 
@@ -127,10 +137,13 @@ def chip_bytes(tree: PyTree) -> int:
     return int(sum(sizes))
 
 
-def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[ModelSize], copies: int, engine: str) -> Team:
+def team_of(
+    cfg: BaseConfig, mesh: Mesh, models: Sequence[ModelSize], copies: int, engine: str, layout: Layout | None = None
+) -> Team:
     """ConfigError where heads or a dimension cannot be cut as the mesh asks, or costs cannot be known.
 
     In a host rollout one model at a time has copies to play with (`launches.RolloutWeights`), in an array rollout all.
+    With blocks, a device has the copy of one model. ``layout``: of generation.
     """
     if cfg.team.batch_invariant:
         raise ConfigError(
@@ -142,7 +155,10 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[ModelSize], copies: in
     trees: dict[ModelSize, tuple[Params, Params | None, PyTree]] = {}
     for weights in largest_first:
         c = weights.config
-        sharding.check_heads(mesh, f"a {costs.parameters(c) / 1e9:.1f}B model", c.num_heads, c.num_kv_heads)
+        name = f"a {costs.parameters(c) / 1e9:.1f}B model"
+        sharding.check_heads(mesh.shape["tensor"], name, c.num_heads, c.num_kv_heads)
+        if layout is not None:
+            sharding.check_heads(layout.tensor, name, c.num_heads, c.num_heads, "config.mesh.rollout_tensor")
         params = jax.eval_shape(make_policy(c).init, jax.random.key(0))
         shared, own = None, {"params": params}
         if weights.rank:
@@ -156,27 +172,36 @@ def team_of(cfg: BaseConfig, mesh: Mesh, models: Sequence[ModelSize], copies: in
     )
     own, shared, optimizer = trees[largest_first[0]]
     resident = held(lambda tree: tree)
-    alone = chip_bytes(gathered(mesh, variables(largest_first[0])))
+    playing = lambda w: rollout_variables(mesh, layout, variables(w), tuple(trees[w][0]))
+    alone = chip_bytes(playing(largest_first[0]))
+    beside = layout is not None or mesh.shape["fsdp"] > 1
+    one = engine == "host" or (layout is not None and layout.blocks > 1)
     return Team(
         policy_of(cfg, largest_first[0]),
         own,
         shared,
         optimizer,
-        gathered(mesh, variables(largest_first[0])),
+        playing(largest_first[0]),
         resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
         (max if cfg.optimizer.offload else sum)([chip_bytes(trees[w][2]) for w in models]),
-        0 if mesh.shape["fsdp"] == 1 else alone if engine == "host" else held(lambda tree: gathered(mesh, tree)),
+        0 if not beside else alone if one else held(lambda tree: rollout_variables(mesh, layout, tree)),
     )
 
 
-def gathered(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Placed shapes in the layout of `sharding.to_rollout`."""
+def rollout_variables(mesh: Mesh, layout: Layout | None, tree: PyTree, own: Sequence[str] = ()) -> PyTree:
+    """Placed shapes as `sharding.to_rollout` lays them, or `blocks.stacked` where there are blocks.
 
-    def whole(x: Any) -> Any:
-        place = NamedSharding(mesh, sharding.without_fsdp(x.sharding.spec))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    ``own``: collections of the variables that differ between models.
+    """
+    where, blocks = (mesh, 1) if layout is None else layout
 
-    return jax.tree.map(whole, tree)
+    def whole(path: Any, place: PartitionSpec, x: Any) -> Any:
+        shape = x.shape
+        if blocks > 1 and sharding.names_of(path)[0] in own:
+            place, shape = PartitionSpec("data", *place), (blocks, *shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(where, place))
+
+    return jax.tree_util.tree_map_with_path(whole, sharding.rollout_specs(where, tree), tree, is_leaf=sharding.is_spec)
 
 
 def policy_of(cfg: BaseConfig, weights: ModelSize) -> Policy:
@@ -213,15 +238,24 @@ class Stage(NamedTuple):
         return terms[bound], bound
 
 
-def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: Sequence[str] = ()) -> dict[str, Stage]:
+def compile_stages(
+    cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: Sequence[str] = (), layout: Layout | None = None
+) -> dict[str, Stage]:
     """prefill and decode (one token of every sample; one program), accumulate and apply. ``only``: of these programs,
-    ``rollout``, ``accumulate`` and ``apply``, some.
+    ``rollout``, ``accumulate`` and ``apply``, some. ``layout``: of generation.
     """
     spec = jax.ShapeDtypeStruct
-    place = sharding.rows(mesh)
+    where, blocks = (mesh, 1) if layout is None else layout
+    applied = TOGETHER if blocks == 1 else Blocks(tuple(team.own))
 
     def rows(shape: tuple[int, ...], dtype: Any) -> Any:  # shapes stand for the arrays of a batch
-        return spec(shape, dtype, sharding=place)
+        return spec(shape, dtype, sharding=sharding.rows(mesh))
+
+    def played(n: int, shape: tuple[int, ...], dtype: Any) -> Any:  # of n rows in the layout of generation
+        if blocks == 1:
+            return spec((n, *shape), dtype, sharding=sharding.rows(where))
+        place = NamedSharding(where, PartitionSpec("data", "fsdp"))
+        return spec((blocks, n // blocks, *shape), dtype, sharding=place)
 
     p, r = shape.prompt, shape.response
     learner = make_learner(team.policy, cfg.loss, cfg.optimizer, cfg.sampling)
@@ -235,12 +269,16 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
             stop_ids=(1,),
             pad_id=0,
             sampling=cfg.sampling,
+            applied=applied,
         )
 
     width = jax.random.key_data(jax.random.key(0)).shape
     prompts = [
         PromptRows(
-            rows((n, p), jnp.int32), rows((n,), jnp.int32), rows((n, g, *width), jnp.uint32), rows((n,), jnp.bool_)
+            played(n, (p,), jnp.int32),
+            played(n, (), jnp.int32),
+            played(n, (g, *width), jnp.uint32),
+            played(n, (), jnp.bool_),
         )
         for n, g in shape.parts
     ]
@@ -265,7 +303,7 @@ def compile_stages(cfg: BaseConfig, mesh: Mesh, team: Team, shape: Shape, only: 
         if only and name not in only:
             continue
         clock = time.process_time()
-        with meshes.use_mesh(mesh):
+        with meshes.use_mesh(where if name == "rollout" else mesh):
             lowered = function.lower(*arguments)
         try:
             compiled, text = compile_text(lowered)
@@ -320,7 +358,7 @@ def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
     if given is not None:
         try:
             data, fsdp, tensor = map(int, given.split(","))
-            wanted = meshes.MeshConfig(data, fsdp, tensor)
+            wanted = dataclasses.replace(cfg.mesh, data=data, fsdp=fsdp, tensor=tensor)
         except ValueError:
             raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
     return meshes.make_mesh(wanted, devices(topology), path="config.mesh" if given is None else "--mesh")

@@ -7,7 +7,7 @@
 Compiles generation and the update for the topology (libtpu beside JAX, no accelerator) and says, per chip: memory
 against the chip's, FLOPs, bytes, bytes of collectives by kind, the time at public chip figures and what bounds it,
 whether it fits and, when not, which flag would make it fit. Of --config.team.backbone.path the name suffices. With
-several topologies there is a row for each. A row that --out has already is not compiled again. ``--search`` tries
+several topologies there is a row for each. A program that --out has already is not compiled again. ``--search`` tries
 meshes, micro-batches and remat by closed forms and compiles the best. ``--doc`` writes the table and the figure.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,21 +73,29 @@ def measure(
 
     from experiments.tpu import compile_ahead
     from experiments.tpu.ratios import ratios
+    from experiments.tpu.step_time import step_seconds
     from jaxmarl_llm.costs import hlo
     from jaxmarl_llm.costs import model as costs
     from jaxmarl_llm.costs.chips import CHIPS
     from jaxmarl_llm.costs.counts import LaunchPart
     from jaxmarl_llm.costs.meshes import largest_launch
     from jaxmarl_llm.costs.workload import memory_options
+    from jaxmarl_llm.distributed import meshes
 
     bare, plan, work, notes = prepare(cfg)
     mesh = compile_ahead.mesh_for(bare, mesh_flag, topology)
     chip = CHIPS[topology.partition(":")[0]]
-    team = compile_ahead.team_of(bare, mesh, work.models, memory_options(bare)["copies"], work.engine)
-    shape = compile_ahead.shape_of(bare, mesh, plan, work, rows)
+    kv_heads = [w.config.num_kv_heads for w in work.models]
+    layout = meshes.layout_of(bare.mesh, mesh, kv_heads) if bare.mesh.has_layout else None
+    team = compile_ahead.team_of(bare, mesh, work.models, memory_options(bare)["copies"], work.engine, layout)
+    shape = compile_ahead.shape_of(bare, mesh, plan, work, rows, layout)
     held = {"parameters": team.parameter_bytes, "optimizer": team.optimizer_bytes, "rollout copy": team.playing_bytes}
     program = repr((team.policy.config, bare.team.remat, bare.loss, bare.optimizer, bare.sampling, mesh.shape, shape))
     program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
+    grid, blocks = (mesh, 1) if layout is None else layout
+    cuts = mesh.shape["tensor"] if layout is None else layout.tensor  # devices that cut weights during generation
+    if layout is not None:
+        program += f" rollout {blocks} blocks, {grid.shape}"
     versions, date = {"jax": jax.__version__, "libtpu": libtpu.__version__}, datetime.date.today().isoformat()
     made = program, versions, hlo.VERSION
     same = next((r for r in known if (r["program"], r["versions"], r.get("counter")) == made and r["stages"]), None)
@@ -100,16 +107,18 @@ def measure(
         }
         date = same["date"]  # when they were compiled
     else:
-        stages = compile_ahead.compile_stages(bare, mesh, team, shape, only)
+        stages = compile_ahead.compile_stages(bare, mesh, team, shape, only, layout)
     peaks = stage_peaks(bare, team, stages) or {"resident": resident(bare, held)}
     launch = largest_launch(plan, work)
     shaped = launch._replace(parts=tuple(LaunchPart(g, n, n, ()) for n, g in shape.parts))
     cache = costs.cache_bytes(shaped, team.policy.config)
+    cache *= max(1, grid.shape["tensor"] // team.policy.config.num_kv_heads)  # heads that are copied
     row: dict[str, Any] = {
         "config": name,
         "topology": topology,
         "chips": mesh.size,
         "mesh": list(mesh.devices.shape),
+        "rollout": None if layout is None else [blocks, layout.tensor],
         "rows": rows,
         "share": bare.team.parameter_sharing,
         "models": len(work.models),
@@ -132,13 +141,13 @@ def measure(
     if any(s.compiled for s in stages.values()):
         weights = max(work.models, key=lambda w: costs.parameters(w.config))
         real = shape.parts
-        if rows is None:
+        if rows is None and blocks == 1:  # with blocks, every block is taken to be full
             real = tuple((min(n, part.rows), g) for (n, g), part in zip(shape.parts, launch.parts, strict=True))
         compiled = {k: s for k, s in stages.items() if s.compiled}
-        row["ratios"] = ratios(weights, real, shape, mesh, row["cache"], compiled)
+        row["ratios"] = ratios(weights, real, shape, mesh.size, cuts, row["cache"], compiled)
     row["advice"] = "" if row["fits"] else advice(bare, row, team.policy.config)
     if row["fits"] and set(stages) > {"prefill", "accumulate", "apply"}:
-        row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages)
+        row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages, blocks)
     return row
 
 
@@ -168,66 +177,6 @@ def resident(cfg: Any, held: dict[str, int]) -> int:
     """
     beside = held["optimizer"], held["rollout copy"]
     return held["parameters"] + (max(beside) if cfg.optimizer.offload else sum(beside))
-
-
-def step_seconds(
-    cfg: Any, plan: Any, work: Any, chip: Any, mesh: Any, team: Any, shape: Any, stages: dict[str, Any]
-) -> dict[str, Any]:
-    """Seconds of a training step at the chip's public figures, with launches and micro-batches one after another.
-
-    A launch with fewer expected samples than the compiled one counts its share of FLOPs, cache bytes and collectives of
-    activations. Weights count in full.
-    """
-    from experiments.tpu import compile_ahead
-    from jaxmarl_llm.costs import counts as complexity
-    from jaxmarl_llm.costs.meshes import trained_nodes
-
-    seconds: dict[str, float] = {"weights to generation": 0.0, "prefill": 0.0, "decode": 0.0, "update": 0.0}
-    weights, started = compile_ahead.chip_bytes(team.playing), complexity.launches(plan, work)
-    steps = 0.0
-    # A copy for each launch where separate models take turns, once where they share what is copied.
-    separate = work.engine == "host" and team.shared is None and len(work.models) > 1
-    made = len(started) if separate else 1 if team.shared is not None else len(work.models)
-    copied = weights if team.playing_bytes else 0
-    seconds["weights to generation"] = made * copied * (1 - 1 / mesh.shape["fsdp"]) / chip.links
-    for launch in started:
-        lanes = sum(n for n, _ in launch.samples)
-        if not lanes:
-            continue
-        steps += complexity.longest(launch.samples)
-        of_lanes = lanes / sum(n * g for n, g in shape.parts)
-        of_nodes = sum(member.nodes for _, member in launch.members) / sum(n for n, _ in shape.parts)
-        for name, part, times in (
-            ("prefill", of_nodes, 1.0),
-            ("decode", of_lanes, complexity.longest(launch.samples)),
-        ):
-            s = stages[name]
-            read = min(weights, s.bytes)
-            seconds[name] += times * max(
-                part * s.flops / chip.flops,
-                (read + of_nodes * (s.bytes - read)) / chip.bandwidth,
-                part * sum((s.collectives or {}).values()) / chip.links,
-            )
-    done = trained_nodes(cfg, plan, work)
-    of_model = done / len(work.models)
-    passes = len(work.models) * math.ceil(of_model / shape.micro)
-    one = stages["accumulate"].roofline(chip)[0]
-    seconds["update"] = cfg.loss.epochs * (passes * one + len(work.models) * stages["apply"].roofline(chip)[0])
-    total = sum(seconds.values())
-    longest = max(seconds, key=lambda k: seconds[k])
-    stage = {"update": "accumulate"}.get(longest, longest)
-    bound = stages[stage].roofline(chip)[1] if stage in stages else "network"
-    tokens = complexity.counts(plan, work).completion_tokens
-    return {
-        "seconds": seconds,
-        "total": total,
-        "bottleneck": f"{longest}: {bound}",
-        "micro_batches": passes,
-        "filled": done / (passes * shape.micro),  # of the micro-batches' rows, expected
-        "sampled_tokens": tokens,
-        "decode_steps": steps,  # one launch after another
-        "decode_step_seconds": seconds["decode"] / steps,
-    }
 
 
 def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
@@ -358,7 +307,6 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
     if cfg is None or not flag_values.topology:
         raise ConfigError("--config, --topology: expected both, or --doc with --out")
     from experiments.tpu import compile_ahead
-    from jaxmarl_llm.costs import hlo
 
     for stage in flag_values.stages:
         one_of("--stages", stage, PROGRAMS)
@@ -373,9 +321,8 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> int:
         for changed, mesh in tries:
             name = label(flag_values.config, changed)
             key = [name, topology, mesh, flag_values.rows, sorted(flag_values.stages)]
-            row = next((r for r in rows if r["key"] == key and r.get("counter") == hlo.VERSION), None)
-            if row is None:
-                row = {"key": key, **measure(changed, name, topology, mesh, flag_values.rows, flag_values.stages, rows)}
+            row = {"key": key, **measure(changed, name, topology, mesh, flag_values.rows, flag_values.stages, rows)}
+            if row not in rows:
                 replace(rows, row)
                 if flag_values.out:
                     Path(flag_values.out).write_text(json.dumps(rows, indent=1) + "\n")
@@ -389,18 +336,21 @@ def searched(cfg: Any, topology: str) -> list[tuple[Any, str]]:
     """Print the best meshes, micro-batches and remat by closed forms, and return the best two: (config, mesh)."""
     from experiments.tpu import compile_ahead
     from jaxmarl_llm.costs.chips import CHIPS
-    from jaxmarl_llm.costs.meshes import proposals
+    from jaxmarl_llm.costs.meshes import Proposal, proposals
 
     bare, plan, work, _ = prepare(cfg)
     best = proposals(bare, plan, work, CHIPS[topology.partition(":")[0]], compile_ahead.chips(topology))
     sizes = lambda p: ",".join(map(str, p.mesh))
     for p in best[:6]:
-        given = f"--mesh={sizes(p)} --config.micro_tokens={p.micro_tokens} --config.team.remat={str(p.remat).lower()}"
+        given = f"{p.flags} --config.micro_tokens={p.micro_tokens} --config.team.remat={str(p.remat).lower()}"
         verdict = "fits" if p.fits else "too large"
         print(f"{verdict:10}{given}: {gb(p.memory.peak)} GB, {p.seconds:.1f} s (estimated)")
-    change = lambda p: dataclasses.replace(
-        cfg, micro_tokens=p.micro_tokens, team=dataclasses.replace(cfg.team, remat=p.remat)
-    )
+
+    def change(p: Proposal) -> Any:
+        mesh = dataclasses.replace(cfg.mesh, **{k: v for k, v in p.settings.items() if k.startswith("rollout")})
+        team = dataclasses.replace(cfg.team, remat=p.remat)
+        return dataclasses.replace(cfg, micro_tokens=p.micro_tokens, team=team, mesh=mesh)
+
     return [(change(p), sizes(p)) for p in best[:2]]
 
 

@@ -14,14 +14,20 @@ from jaxmarl_llm.costs.counts import ModelSize, RoleLengths
 
 
 def ratios(
-    weights: ModelSize, parts: Sequence[tuple[int, int]], shape: Any, mesh: Any, cache: float, stages: dict[str, Any]
+    weights: ModelSize,
+    parts: Sequence[tuple[int, int]],
+    shape: Any,
+    chips: int,
+    tensor: int,
+    cache: float,
+    stages: dict[str, Any],
 ) -> dict[str, Any]:
     """Useful by compiled FLOPs of the programs in ``stages``, and bytes of a decoded token: all, and the least.
 
     weights: the model that was compiled. parts: (real rows, samples of each) of the launch. shape: what was
-    compiled, a `compile_ahead.Shape`. cache: bytes of a chip's part of the cache. All figures are of one chip.
+    compiled, a `compile_ahead.Shape`. tensor: devices along tensor during generation. cache: bytes of a chip's part of
+    the cache. All figures are of one chip.
     """
-    chips, tensor = mesh.size, mesh.shape["tensor"]
     useful = {
         "prefill": prefill_flops(weights, sum(n for n, _ in parts), shape.prompt) / chips,
         "decode": decode_flops(weights, sum(n * g for n, g in parts), shape.prompt, shape.response) / chips,

@@ -10,8 +10,8 @@ from jaxmarl_llm.costs import hlo
 
 BEGIN, END = "<!-- aot: begin -->", "<!-- aot: end -->"
 HEAD = (
-    "| team | slice | mesh d x f x t | parameters | optimizer | rollout copy | cache | peak rollout | peak update | "
-    "sent, one decode step | sent, one micro-batch | step | bound by |"
+    "| team | slice | mesh d x f x t (blocks x parts) | parameters | optimizer | rollout copy | cache | peak rollout | "
+    "peak update | sent, one decode step | sent, one micro-batch | step | bound by |"
 )
 OLD = " \u2020"  # behind figures of an older counter
 OLD_NOTE = (
@@ -45,10 +45,11 @@ def line(row: dict[str, Any]) -> str:
     moved = lambda name: gb(sent(stages[name])) if name in stages and stages[name]["compiled"] else "-"
     update = "apply" if peaks.get("apply", 0) > peaks.get("accumulate", 0) else "accumulate"
     step = row.get("step")
+    layout = f" ({row['rollout'][0]} x {row['rollout'][1]})" if row.get("rollout") else ""
     cells = [
         team(row) + (OLD if is_old(row) else ""),
         f"{row['topology']} ({row['capacity'] / 1e9:.0f} GB)",
-        " x ".join(map(str, row["mesh"])),
+        " x ".join(map(str, row["mesh"])) + layout,
         *(gb(held[k]) for k in ("parameters", "optimizer", "rollout copy")),
         gb(row["cache"]),
         peak("prefill"),

@@ -136,7 +136,8 @@ def mixed() -> Config:
 
 
 def qwen2_5_3b() -> Config:
-    return at_scale("Qwen/Qwen2.5-3B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=2))
+    mesh = MeshConfig(data=-1, fsdp=32, tensor=2, rollout_tensor=8, rollout_blocks=8)
+    return at_scale("Qwen/Qwen2.5-3B-Instruct", mesh)
 
 
 def qwen2_5_7b() -> Config:
@@ -148,7 +149,7 @@ def qwen2_5_32b() -> Config:
 
 
 def at_scale(path: str, mesh: MeshConfig) -> Config:
-    """A configuration at scale. The ``tensor`` axis is the number of key/value heads: finer cuts leave no whole heads.
+    """A configuration at scale. The ``tensor`` axis is the number of key/value heads.
 
     From the paper: a master and four specialists on Qwen2.5 of 3B or 7B, and a first stage of supervised fine-tuning.
     Also from it: K = 5, and the memory's thresholds and weights. Not from the paper, because no source states them: G,

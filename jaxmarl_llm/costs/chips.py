@@ -17,7 +17,8 @@ class Chip(NamedTuple):
     """Public figures of a chip.
 
     flops: bfloat16 FLOPs per second, without sparsity. bandwidth: bytes per second of its memory. memory: bytes. links:
-    bytes per second that it sends to other chips, over all its links. source: where the figures are published.
+    bytes per second that it sends to other chips, over all its links. source: where the figures are published. kernels:
+    whether attention takes Pallas kernels there, which keep no scores (`kernels/attention`).
     """
 
     flops: float
@@ -25,14 +26,15 @@ class Chip(NamedTuple):
     memory: float
     links: float
     source: str
+    kernels: bool = False
 
 
 CHIPS = {
-    "v4": Chip(275e12, 1200e9, 32e9, 300e9, "cloud.google.com/tpu/docs/v4"),
-    "v5e": Chip(197e12, 819e9, 16e9, 200e9, "cloud.google.com/tpu/docs/v5e"),
-    "v5p": Chip(459e12, 2765e9, 95e9, 600e9, "cloud.google.com/tpu/docs/v5p"),
-    "v6e": Chip(918e12, 1638e9, 32e9, 400e9, "cloud.google.com/tpu/docs/v6e"),
-    "tpu7x": Chip(2307e12 / 2, 7380e9 / 2, 192e9 / 2, 600e9 / 2, "cloud.google.com/tpu/docs/tpu7x, half a chip"),
+    "v4": Chip(275e12, 1200e9, 32e9, 300e9, "cloud.google.com/tpu/docs/v4", True),
+    "v5e": Chip(197e12, 819e9, 16e9, 200e9, "cloud.google.com/tpu/docs/v5e", True),
+    "v5p": Chip(459e12, 2765e9, 95e9, 600e9, "cloud.google.com/tpu/docs/v5p", True),
+    "v6e": Chip(918e12, 1638e9, 32e9, 400e9, "cloud.google.com/tpu/docs/v6e", True),
+    "tpu7x": Chip(2307e12 / 2, 7380e9 / 2, 192e9 / 2, 600e9 / 2, "cloud.google.com/tpu/docs/tpu7x, half a chip", True),
     "a100": Chip(312e12, 2039e9, 80e9, 300e9, "NVIDIA A100 datasheet, SXM 80 GB"),
     "h100": Chip(989e12, 3.35e12, 80e9, 450e9, "NVIDIA H100 datasheet, SXM"),
     "h200": Chip(989e12, 4.8e12, 141e9, 450e9, "NVIDIA H200 datasheet, SXM"),

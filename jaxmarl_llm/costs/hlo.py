@@ -39,7 +39,7 @@ PLAIN = words(
     shift-right-logical sign sine slice sort sqrt subtract tan tanh topk transpose tuple xor"""
 )
 # Custom calls that are neither kernels nor matrix products: they name buffers, check indices, or mark collectives.
-MARKS = hlo_bytes.BUFFERS | {"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+MARKS = hlo_bytes.BUFFERS | {"AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "ZeroCrop"}
 MARKS |= {hlo_collectives.START, hlo_collectives.DONE}
 KERNEL = "tpu_custom_call"
 ESTIMATE = re.compile(r'"cost_estimate":\s*\{[^}]*"flops":\s*"?(\d+)')

@@ -2,23 +2,26 @@
 
 `proposals` tries meshes and sizes of a micro-batch, and `mesh_sizes` is the one that a configuration takes on n chips.
 Memory counts parameters, moments, copies, cache, logits, saved layers and attention scores. Seconds count FLOPs, bytes
-read, and weights gathered and reduced over the links. They are not below the lower bound of `costs.model.roofline`.
-XLA may need more or less than these forms.
+read, and weights gathered and reduced over the links, not the latency of a collective. They are not below the lower
+bound of `costs.model.roofline`. XLA may need more or less than these forms.
 
 Shared arguments: ``cfg`` is the configuration, ``plan`` its plan of sampling and ``work`` its workload
-(`costs.workload.workload_of`). ``mesh`` are the sizes of the axes data, fsdp and tensor.
+(`costs.workload.workload_of`). ``mesh`` are the sizes of the axes data, fsdp and tensor. ``layout`` are the number of
+blocks and the devices that cut weights during generation (`distributed.meshes.Layout`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import Chip
-from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, counts, launches, turn_states
+from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, launches, turn_states
+from jaxmarl_llm.costs.decodings import Decoding, decodings
 from jaxmarl_llm.costs.workload import memory_options, update_selection
 from jaxmarl_llm.generation.buckets import up_to
 from jaxmarl_llm.models import decoder
@@ -26,6 +29,7 @@ from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.training.packing import micro_rows
 
 ROWS = (1, 2, 4)  # prompts of one micro-batch on a device that are tried
+BLOCKS = (2, 4, 8, 16)  # numbers of models that may generate at once that are tried
 
 
 class ChipMemory(NamedTuple):
@@ -67,12 +71,14 @@ class ChipMemory(NamedTuple):
 class Proposal(NamedTuple):
     """A mesh and the size of a micro-batch on it.
 
-    mesh: sizes of data, fsdp and tensor. micro_tokens: tokens of a micro-batch on one device. remat: layers are
-    computed again in the backward pass. memory: bytes of one chip. seconds: of a step, with launches and micro-batches
-    one after another. fits: whether the chip holds ``memory``.
+    mesh: sizes of data, fsdp and tensor. layout: blocks and devices that cut weights during generation. micro_tokens:
+    tokens of a micro-batch on one device. remat: layers are computed again in the backward pass. memory: bytes of one
+    chip. seconds: of a step, with launches and micro-batches one after another. fits: whether the chip holds
+    ``memory``.
     """
 
     mesh: tuple[int, int, int]
+    layout: tuple[int, int]
     micro_tokens: int
     remat: bool
     memory: ChipMemory
@@ -80,9 +86,17 @@ class Proposal(NamedTuple):
     fits: bool
 
     @property
+    def settings(self) -> dict[str, int]:
+        """Fields of `distributed.meshes.MeshConfig`, without those that keep their default."""
+        sizes = dict(zip(("data", "fsdp", "tensor"), self.mesh))
+        if self.layout != (1, self.mesh[2]):
+            sizes |= {"rollout_blocks": self.layout[0], "rollout_tensor": self.layout[1]}
+        return sizes
+
+    @property
     def flags(self) -> str:
         """Flags that select the mesh, as on a command line."""
-        return " ".join(f"--config.mesh.{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor"), self.mesh))
+        return " ".join(f"--config.mesh.{key}={size}" for key, size in self.settings.items())
 
 
 class _Step(NamedTuple):
@@ -93,8 +107,7 @@ class _Step(NamedTuple):
     group: int  # samples of a node
     nodes: float  # trained ones of a model
     held: costs.Memory
-    sequences: float  # of a launch, on average
-    steps: float  # decoding steps in a row
+    decoded: dict[int, list[Decoding]]  # by the number of blocks
     epochs: int  # of an update
 
     @property
@@ -135,55 +148,86 @@ def trained_nodes(cfg: Any, plan: Plan, work: Workload) -> float:
 
 def tensor_sizes(arch: decoder.Config, chips: int) -> list[int]:
     """Sizes of the tensor axis that divide heads, units and vocabulary of ``arch``, and the number of ``chips``."""
-    sizes = (arch.num_heads, arch.num_kv_heads, arch.intermediate_size, arch.vocab_size, chips)
+    return [t for t in rollout_sizes(arch, chips) if arch.num_kv_heads % t == 0]
+
+
+def rollout_sizes(arch: decoder.Config, chips: int) -> list[int]:
+    """Numbers of devices that can cut the weights of ``arch`` during generation, on ``chips`` devices."""
+    sizes = (arch.num_heads, arch.intermediate_size, arch.vocab_size, chips)
     return [t for t in range(1, 65) if all(n % t == 0 for n in sizes)]
 
 
 def _step(cfg: Any, plan: Plan, work: Workload) -> _Step:
     """What the meshes of a configuration share. Arguments are the shared ones."""
-    seen = counts(plan, work)
+    alike = all(model == work.models[0] for model in work.models)
+    several = work.engine == "host" and len(work.models) > 1 and alike and cfg.mesh.models == "all"
+    blocks = [1, *(n for n in BLOCKS if several and n < 2 * len(work.models))]
     return _Step(
         work=work,
         top=largest_launch(plan, work),
         group=max(part.group for launch in launches(plan, work) for part in launch.parts),
         nodes=trained_nodes(cfg, plan, work) / len(work.models),
         held=costs.memory(plan, work, **memory_options(cfg)),
-        sequences=float(seen.sequences / seen.launches),
-        steps=seen.decode_steps,
+        decoded={n: decodings(plan, work, n) for n in blocks},
         epochs=cfg.loss.epochs,
     )
 
 
-def _memory(step: _Step, mesh: Sequence[int], rows: int, remat: bool) -> ChipMemory:
+def most_of_a_block(rows: int, blocks: int, models: int) -> int:
+    """The most rows that a block may get of a launch with ``rows``: all but one of each other model are of one model.
+
+    Args:
+        rows: Rows of all models.
+        blocks: Number of blocks.
+        models: Number of models.
+    """
+    return -(-rows // (blocks - min(blocks, models) + 1)) if blocks > 1 else rows
+
+
+def _memory(
+    step: _Step, chip: Chip, mesh: Sequence[int], layout: tuple[int, int], rows: int, remat: bool
+) -> ChipMemory:
     """Bytes of one chip. ``rows``: prompts of a micro-batch on a device."""
-    data, fsdp, tensor = mesh
-    parts, arch, held, top = data * fsdp, step.arch, step.held, step.top
+    (_, fsdp, tensor), (blocks, wide) = mesh, layout
+    arch, held, top = step.arch, step.held, step.top
+    parts = math.prod(mesh) // (blocks * wide)  # of the rows of a block
     team = held.base + held.own + held.copies
     # A host rollout gathers the weights of one model at a time, an array rollout those of all.
     playing = step.whole if step.work.engine == "host" else team
-    here = top._replace(parts=tuple(part._replace(rows=up_to(part.rows, parts) // parts) for part in top.parts))
+    most = lambda part: up_to(most_of_a_block(part.rows, blocks, len(step.work.models)), parts) // parts
+    here = top._replace(parts=tuple(part._replace(rows=most(part)) for part in top.parts))
     lanes = sum(part.rows * part.group for part in here.parts)
     d, f, size = arch.hidden_size, arch.intermediate_size, costs.ITEMSIZE[arch.dtype]
-    prompt = 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
+    scored = 0 if chip.kernels else 1  # whether scores of attention are in memory
+    prompt = scored * 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
     layers = costs.saved_bytes(arch, rows, top.prompt, step.group, top.response, remat)
-    scores = rows * costs.saved_scores(arch, top.prompt, step.group, top.response, remat)
+    scores = scored * rows * costs.saved_scores(arch, top.prompt, step.group, top.response, remat)
     return ChipMemory(
         parameters=team / (fsdp * tensor),
         optimizer=held.optimizer / (fsdp * tensor),
-        rollout_copy=playing / tensor if fsdp > 1 else 0.0,
-        cache=costs.cache_bytes(here, arch) / tensor,
-        generation=max(here.rows * prompt, 3 * 4 * lanes * arch.vocab_size) / tensor,
+        rollout_copy=playing / wide if fsdp > 1 or layout != (1, tensor) else 0.0,
+        cache=costs.cache_bytes(here, arch) / wide,
+        generation=max(here.rows * prompt, 3 * 4 * lanes * arch.vocab_size) / wide,
         gradient=held.gradient / (fsdp * tensor),
         activations=layers / (1 if remat else tensor) + scores / tensor,
         offload=held.offload,
     )
 
 
-def _seconds(step: _Step, chip: Chip, least: float, mesh: Sequence[int], rows: int, remat: bool) -> float:
-    """Seconds of a step at the chip's public figures.
+def _rollout_seconds(step: _Step, chip: Chip, least: float, chips: int, layout: tuple[int, int]) -> float:
+    """Seconds of a rollout at the chip's public figures: weights read, and activations summed over tensor.
 
-    ``least``: lower bound of the rollout's seconds. ``rows``: prompts of a micro-batch on a device.
+    ``least``: lower bound. ``chips``: number of devices.
     """
+    (blocks, wide), arch = layout, step.arch
+    weights = step.whole / wide / chip.bandwidth
+    of_lane = 4 * arch.num_layers * arch.hidden_size * costs.ITEMSIZE[arch.dtype] * (1 - 1 / wide) / chip.links
+    found = (x.tokens * max(weights, x.lanes / (chips / wide) * of_lane) for x in step.decoded[blocks])
+    return max(sum(found), least)
+
+
+def _seconds(step: _Step, chip: Chip, mesh: Sequence[int], rows: int, remat: bool) -> float:
+    """Seconds of an update at the chip's public figures. ``rows``: prompts of a micro-batch on a device."""
     data, fsdp, tensor = mesh
     parts, arch, models = data * fsdp, step.arch, len(step.work.models)
     d, size = arch.hidden_size, costs.ITEMSIZE[arch.dtype]
@@ -192,10 +236,18 @@ def _seconds(step: _Step, chip: Chip, least: float, mesh: Sequence[int], rows: i
     moved = 3 * step.whole / tensor * (fsdp > 1) + 2 * 4 * step.held.gradient / 8 / tensor * (parts > 1)
     moved += 4 * 4 * arch.num_layers * rows * step.tokens * d * size * (1 - 1 / tensor)
     learn = max(rows * node * (4 if remat else 3) / tensor / chip.flops, moved / chip.links)
-    hops = 4 * arch.num_layers * step.sequences / parts * d * size * (1 - 1 / tensor)
-    decode = max(step.whole / tensor / chip.bandwidth, hops / chip.links)
     passes = math.ceil(step.nodes / (rows * parts))
-    return max(step.steps * decode, least) + step.epochs * models * passes * learn
+    return step.epochs * models * passes * learn
+
+
+def _layouts(step: _Step, mesh: Sequence[int]) -> list[tuple[int, int]]:
+    """Layouts of generation on the devices of ``mesh``; that of training first."""
+    chips, tensor = math.prod(mesh), mesh[2]
+    found = [(1, tensor)]
+    for blocks in step.decoded:
+        if chips % blocks == 0:
+            found += [(blocks, t) for t in rollout_sizes(step.arch, chips // blocks) if (blocks, t) != found[0]]
+    return found
 
 
 def _meshes(arch: decoder.Config, chips: int) -> list[tuple[int, int, int]]:
@@ -217,6 +269,7 @@ def proposals(
     *,
     rows: Sequence[int] = ROWS,
     remats: Sequence[bool] = (True, False),
+    layouts: bool = True,
 ) -> list[Proposal]:
     """Meshes of ``chips`` devices with each size of a micro-batch: those that fit first, the fastest of them first.
 
@@ -228,6 +281,7 @@ def proposals(
         chips: Number of devices.
         rows: Prompts of a micro-batch on a device that are tried.
         remats: Settings of ``team.remat`` that are tried.
+        layouts: Whether layouts of generation other than training's are tried.
 
     Returns:
         Proposals, each once. Those that do not fit come last, the smallest of them first.
@@ -237,12 +291,24 @@ def proposals(
     found = []
     for mesh in _meshes(step.arch, chips):
         most = {micro_rows(n, step.nodes, mesh[0] * mesh[1]) for n in rows}
-        for remat in remats:
-            for n in sorted(most):
-                memory = _memory(step, mesh, n, remat)
-                seconds = _seconds(step, chip, least, mesh, n, remat)
-                found.append(Proposal(mesh, n * step.tokens, remat, memory, seconds, memory.peak <= chip.memory))
-    return sorted(found, key=lambda x: (not x.fits, x.seconds if x.fits else x.memory.peak))
+        playing = {
+            layout: _rollout_seconds(step, chip, least, chips, layout)
+            for layout in _layouts(step, mesh)[: None if layouts else 1]
+        }
+        for remat, n in itertools.product(remats, sorted(most)):
+            learning = _seconds(step, chip, mesh, n, remat)
+            tried = []
+            for layout, seconds in playing.items():
+                memory, size = _memory(step, chip, mesh, layout, n, remat), n * step.tokens
+                fits = memory.peak <= chip.memory
+                tried.append(Proposal(mesh, layout, size, remat, memory, seconds + learning, fits))
+            found.append(min(tried, key=_order))  # the first of equal ones: training's own layout
+    return sorted(found, key=_order)
+
+
+def _order(proposal: Proposal) -> tuple[bool, float]:
+    """Those that fit first, the fastest of them first; of the others the smallest."""
+    return not proposal.fits, proposal.seconds if proposal.fits else proposal.memory.peak
 
 
 def mesh_sizes(cfg: Any, plan: Plan, work: Workload, chip: Chip, chips: int) -> Proposal:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,7 +21,17 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxmarl_llm.config import COUNT_LIMIT, one_of
-from jaxmarl_llm.distributed.sharding import AXES, check_divides, check_heads, param_specs, place, put, whole
+from jaxmarl_llm.distributed.sharding import (
+    ATTENTION,
+    AXES,
+    check_divides,
+    check_heads,
+    param_specs,
+    place,
+    put,
+    rollout_specs,
+    whole,
+)
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import Model, TrainState
 
@@ -35,12 +45,18 @@ class MeshConfig:
     data, fsdp, tensor: sizes of the axes of `sharding`. models: "all" gives every model all devices, and the models run
     one after another. "split" divides the devices into equal parts, one part a model. Each part has these axes, and the
     models generate and learn at the same time. "split" needs separate models and host environments.
+
+    Generation may have a layout of its own (`rollout_layout`). Then weights are moved to it once a rollout.
+    rollout_tensor: devices that cut weights while completions are sampled. rollout_blocks: blocks of devices, each of
+    which samples for one model at a time, so that as many models sample at once.
     """
 
     data: int = -1  # devices along data: each has its own tasks
     fsdp: int = 1  # devices along fsdp: parameters are cut, and gathered for use
     tensor: int = 1  # devices along tensor: heads and MLP columns are cut
     models: str = "all"  # all: models run one after another on all devices; split: each on its own part
+    rollout_tensor: int = 0  # devices that cut weights during generation; 0: as tensor
+    rollout_blocks: int = 1  # blocks of devices that generate for different models at once
 
     def check(self, path: str) -> None:
         """Raise ConfigError for impossible sizes. ``path``: name of these settings in the message."""
@@ -52,6 +68,18 @@ class MeshConfig:
         if len(free) > 1:
             raise ConfigError(f"{path}: expected -1 on one axis at most, got it on {' and '.join(free)}")
         one_of(f"{path}.models", self.models, ("all", "split"))
+        for name, least in (("rollout_tensor", 0), ("rollout_blocks", 1)):
+            if not least <= getattr(self, name) <= COUNT_LIMIT:
+                raise ConfigError(f"{path}.{name}: expected >= {least}, got {getattr(self, name)}")
+        if self.models == "split" and self.has_layout:
+            raise ConfigError(
+                f"{path}.rollout_tensor, {path}.rollout_blocks: expected 0 and 1 with {path}.models=split"
+            )
+
+    @property
+    def has_layout(self) -> bool:
+        """Whether generation has a layout of its own."""
+        return bool(self.rollout_tensor) or self.rollout_blocks > 1
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str = "config.mesh") -> Mesh:
@@ -174,7 +202,7 @@ def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh
     cfg.check(path)
     if cfg.models == "split":
         return _open_split(cfg, models, path)
-    if cfg == MeshConfig(data=1):
+    if replace(cfg, rollout_tensor=0, rollout_blocks=1) == MeshConfig(data=1):
         if jax.process_count() > 1:
             raise ConfigError(
                 f"config.mesh: 1 device for {jax.process_count()} processes, which have {jax.device_count()}; "
@@ -210,9 +238,102 @@ def _open_split(cfg: MeshConfig, models: Sequence[Model], path: str) -> Split:
 def _check_model(mesh: Mesh, model: Model) -> None:
     """Raise ConfigError unless the mesh axes divide the heads and the parameters of ``model``."""
     arch = model.policy.config
-    check_heads(mesh, model.name, arch.num_heads, arch.num_kv_heads)
+    check_heads(mesh.shape["tensor"], model.name, arch.num_heads, arch.num_kv_heads)
     tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
     check_divides(mesh, tree, param_specs(tree))
+
+
+class Layout(NamedTuple):
+    """Arrangement of the devices while completions are sampled.
+
+    mesh: has the axes of `sharding`, with attn_dp; fsdp cuts rows alone. blocks: models that sample at once, each on
+    one part of the data axis; 1: one after another, on all devices.
+    """
+
+    mesh: Mesh
+    blocks: int
+
+    @property
+    def tensor(self) -> int:
+        """Number of devices that a model's weights are cut over."""
+        return self.mesh.shape[ATTENTION] * self.mesh.shape["tensor"]
+
+
+def rollout_layout(
+    cfg: MeshConfig, mesh: Mesh | Split | None, models: Sequence[Model], path: str = "config.mesh"
+) -> Layout | None:
+    """Layout of generation; None: that of training.
+
+    Args:
+        cfg: the configured sizes.
+        mesh: result of `open_mesh`. The layout has its devices, in the same order.
+        models: the models of the team.
+        path: name of ``cfg`` in messages.
+
+    Raises:
+        ConfigError: there is one device, or the devices do not divide, or models that sample at once are not alike.
+    """
+    if not cfg.has_layout:
+        return None
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(f"{path}.rollout_tensor, {path}.rollout_blocks: expected 0 and 1 on one device")
+    layout = layout_of(cfg, mesh, [model.policy.config.num_kv_heads for model in models], path)
+    for model in models:
+        heads, parts = model.policy.config.num_heads, layout.tensor
+        check_heads(parts, model.name, heads, heads, f"{path}.rollout_tensor")
+        tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
+        check_divides(layout.mesh, tree, rollout_specs(layout.mesh, tree))
+    if layout.blocks > 1:
+        check_alike(models, f"{path}.rollout_blocks")
+    return layout
+
+
+def layout_of(cfg: MeshConfig, mesh: Mesh, kv_heads: Sequence[int], path: str = "config.mesh") -> Layout:
+    """Layout of generation over the devices of ``mesh``.
+
+    Without blocks, all devices that do not cut weights are along data. With blocks, data has one part for each block,
+    and the devices of a block that do not cut weights are along fsdp. Of those that cut weights, as many are along
+    tensor as divide the key/value heads. The others are along attn_dp.
+
+    Args:
+        cfg: the configured sizes.
+        mesh: mesh of training.
+        kv_heads: number of key/value heads of each model.
+        path: name of ``cfg`` in messages.
+
+    Raises:
+        ConfigError: the devices do not divide.
+    """
+    blocks, tensor = cfg.rollout_blocks, cfg.rollout_tensor or mesh.shape["tensor"]
+    rest, over = divmod(mesh.size, blocks * tensor)
+    if over:
+        raise ConfigError(
+            f"{path}: {mesh.size} devices are no {blocks} blocks (rollout_blocks) of parts of {tensor} devices "
+            "(rollout_tensor)"
+        )
+    whole = math.gcd(tensor, *kv_heads)
+    sizes = ((rest, 1) if blocks == 1 else (blocks, rest)) + (tensor // whole, whole)
+    axes = (*AXES[:2], ATTENTION, AXES[2])
+    return Layout(Mesh(mesh.devices.reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes)), blocks)
+
+
+def check_alike(models: Sequence[Model], key: str) -> None:
+    """Raise ConfigError unless the models can sample in one program.
+
+    Args:
+        models: the models of the team.
+        key: name of the setting in the message.
+    """
+    first, *others = models
+    kind = lambda m: (m.policy, m.base, m.tokenizer.stop_ids, m.tokenizer.pad_id)
+    for other in others:
+        if kind(other) != kind(first):
+            raise ConfigError(
+                f"{key}: expected 1 unless models have one architecture, base, stop ids and padding; {other.name!r} "
+                f"is not as {first.name!r}"
+            )
+    if first.policy.draw is not None:
+        raise ConfigError(f"{key}: expected 1 with config.team.batch_invariant: models in one launch are a batch")
 
 
 def place_state(mesh: Mesh | Split | None, state: TrainState) -> TrainState:

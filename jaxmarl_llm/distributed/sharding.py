@@ -4,6 +4,10 @@
     fsdp    splits rows too; splits parameters and optimizer states along their D axis, gathered for use
     tensor  splits heads, feed-forward units and vocabulary, of parameters and of arrays computed from them
 
+A mesh of generation (`meshes.Layout`) has a fourth axis between fsdp and tensor:
+
+    attn_dp splits parameters as tensor does, but rows and not heads within attention, so no key/value head is copied
+
 Each dimension of a leaf has a logical axis name (`axes_of`). ``RULES`` maps each logical axis to mesh axes. JAX
 partitions the programs (GSPMD, Auto axes) for the mesh that `meshes.use_mesh` sets. Without a mesh, programs do not
 change.
@@ -11,6 +15,8 @@ change.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +25,20 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.types import PyTree
 
 T = TypeVar("T")
 
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
+ATTENTION = "attn_dp"
+
+_row_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("row_axes", default=ROWS)
 
 # Logical axis -> mesh axes. A dimension without a logical axis is not split.
 RULES: dict[str, tuple[str, ...]] = {
@@ -105,12 +116,17 @@ def param_specs(tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes_of(names_of(path), len(x.shape))), tree)
 
 
+def is_spec(x: Any) -> bool:
+    """Whether ``x`` is a PartitionSpec: a leaf of a tree of them."""
+    return isinstance(x, PartitionSpec)
+
+
 def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
     """Raise ConfigError when an axis of ``mesh`` does not divide a dimension that it splits.
 
     tree: arrays or ShapeDtypeStructs. specs: their PartitionSpecs. The message names the leaf, its shape and the axis.
     """
-    by_leaf = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    by_leaf = jax.tree.leaves(specs, is_leaf=is_spec)
     for (path, leaf), place in zip(jax.tree_util.tree_leaves_with_path(tree), by_leaf, strict=True):
         for dim, entry in zip(leaf.shape, place):
             axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -122,22 +138,82 @@ def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
                 )
 
 
-def check_heads(mesh: Mesh, model: str, heads: int, kv_heads: int) -> None:
-    """Raise ConfigError unless the tensor axis of ``mesh`` divides the numbers of heads.
+def check_heads(parts: int, model: str, heads: int, kv_heads: int, key: str = "config.mesh.tensor") -> None:
+    """Raise ConfigError unless ``parts`` devices along tensor can cut the heads of a model.
 
-    model: name in the message. heads, kv_heads: numbers of query heads and of key/value heads.
+    They divide the query heads. They divide the key/value heads, or are a multiple of them (`lay_heads`).
+
+    model: name in the message. heads, kv_heads: numbers of query heads and of key/value heads. key: name of the
+    setting in the message.
     """
-    parts = mesh.shape["tensor"]
-    for name, count in (("query", heads), ("key/value", kv_heads)):
-        if count % parts:
-            raise ConfigError(f"config.mesh.tensor: {count} {name} heads of {model} do not divide into {parts} parts")
+    if heads % parts:
+        raise ConfigError(f"{key}: {heads} query heads of {model} do not divide into {parts} parts")
+    if kv_heads % parts and parts % kv_heads:
+        raise ConfigError(
+            f"{key}: {kv_heads} key/value heads of {model} neither divide into {parts} parts nor can each be copied "
+            "equally often"
+        )
+
+
+def lay_heads(x: jax.Array) -> jax.Array:
+    """Lay keys or values out for attention, inside a compiled function.
+
+    Heads are copied where tensor has more parts than there are. Each part then has one head, and the query heads that
+    attend to it. Rows are split over attn_dp, too. On other meshes, and without one, the result is ``x`` itself.
+
+    x: keys or values [N ... K H].
+    """
+    parts, count = _parts(("tensor",)), x.shape[-2]
+    if parts <= count and _parts((ATTENTION,)) == 1:
+        return x
+    wide = jnp.repeat(x, parts // count, axis=-2) if parts > count else x
+    return cut_attention(wide)
+
+
+def cut_attention(tree: PyTree) -> PyTree:
+    """Constrain the rows and heads of keys and values to those of attention, inside a compiled function.
+
+    tree: arrays [N ... K H]; the compiler decides for an axis that does not divide. Of arrays with fewer axes rows are
+    constrained (`cut_rows`).
+    """
+    parts, rows = _parts(("tensor",)), _attention_rows()
+
+    def cut(x: jax.Array) -> jax.Array:
+        if x.ndim < 4:
+            return cut_rows(x)
+        first = UNCONSTRAINED if x.shape[0] % row_parts() else rows
+        heads = UNCONSTRAINED if x.shape[-2] % parts else "tensor"
+        place = PartitionSpec(first, *[UNCONSTRAINED] * (x.ndim - 3), heads, None)
+        return jax.lax.with_sharding_constraint(x, place)
+
+    return jax.tree.map(cut, tree) if meshed() else tree
+
+
+def cut_heads(x: jax.Array) -> jax.Array:
+    """Constrain queries, or the result of attention, as the projections beside attention have them.
+
+    On a mesh with attn_dp, inside a compiled function: attn_dp splits heads there. On other meshes, ``x`` itself.
+
+    x: [rows ... Q H].
+    """
+    if not meshed() or not _is_rollout() or ATTENTION in _row_axes.get():
+        return x
+    rows = UNCONSTRAINED if x.shape[0] % row_parts() else _row_axes.get()
+    place = PartitionSpec(rows, *[None] * (x.ndim - 3), (ATTENTION, "tensor"), None)
+    return jax.lax.with_sharding_constraint(x, place)
+
+
+def _attention_rows() -> tuple[str, ...]:
+    """The mesh axes that split rows within attention."""
+    own, there = _row_axes.get(), jax.sharding.get_abstract_mesh().axis_names
+    return (*own, ATTENTION) if ATTENTION in there and ATTENTION not in own else own
 
 
 def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
     """NamedSharding on ``mesh`` of every leaf of ``tree``. Raises ConfigError as `check_divides` does."""
     specs = param_specs(tree)
     check_divides(mesh, tree, specs)
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
 
 def rows(mesh: Mesh) -> NamedSharding:
@@ -242,16 +318,42 @@ def settle(tree: T) -> T:
 
 def row_parts() -> int:
     """Number of parts into which rows are split; 1 without a mesh. Also valid inside compiled functions."""
-    return _parts(ROWS)
+    return _parts(_attention_rows()) if meshed() else 1
 
 
 def tensor_parts() -> int:
     """Number of parts into which heads, units and vocabulary are split; 1 without a mesh. Also valid when compiled."""
-    return _parts(("tensor",))
+    return _parts((ATTENTION, "tensor"))
 
 
 def _parts(axes: Sequence[str]) -> int:
-    return math.prod(jax.sharding.get_abstract_mesh().shape[a] for a in axes) if meshed() else 1
+    return math.prod(jax.sharding.get_abstract_mesh().shape.get(a, 1) for a in axes) if meshed() else 1
+
+
+@contextlib.contextmanager
+def many_tokens() -> Iterator[None]:
+    """Context manager: on a mesh with attn_dp, that axis splits rows everywhere, and parameters are gathered along it.
+
+    For prompts. Their activations are larger than the parameters, and a decoded token's are smaller.
+    """
+    token = _row_axes.set(_attention_rows() if meshed() else _row_axes.get())
+    try:
+        yield
+    finally:
+        _row_axes.reset(token)
+
+
+@contextlib.contextmanager
+def rows_within_data() -> Iterator[None]:
+    """Context manager: rows are those of one part of the data axis, and are split over fsdp alone.
+
+    For functions that `jax.vmap` maps over the data axis (`generation.blocks`).
+    """
+    token = _row_axes.set(("fsdp",))
+    try:
+        yield
+    finally:
+        _row_axes.reset(token)
 
 
 def put_rows(tree: PyTree) -> PyTree:
@@ -266,7 +368,7 @@ def put_whole(tree: PyTree) -> PyTree:
     return tree if mesh is None else put(tree, whole(mesh))
 
 
-def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree:
+def cut_rows(tree: PyTree, *, rest: Any = UNCONSTRAINED) -> PyTree:
     """Constrain axis 0 of every leaf to be split over rows, inside a compiled function.
 
     tree: arrays; the compiler decides for an axis 0 that does not divide. rest: placement of the other axes. By default
@@ -279,7 +381,7 @@ def cut_rows(tree: PyTree, *, rest: Any = PartitionSpec.UNCONSTRAINED) -> PyTree
     def cut(x: jax.Array) -> jax.Array:
         if not x.ndim or x.shape[0] % parts:
             return x
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS, *[rest] * (x.ndim - 1)))
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(_row_axes.get(), *[rest] * (x.ndim - 1)))
 
     return jax.tree.map(cut, tree)
 
@@ -300,6 +402,29 @@ def by_device(function: Callable[..., PyTree], everywhere: PyTree, *tables: PyTr
     return jax.tree.map(lambda x: x[:n], each(everywhere, *filled))
 
 
+def by_heads(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Run ``function(*arrays)`` on each device with its own rows and heads, inside a compiled function.
+
+    Its code sees no mesh, so its kernels need not be partitioned. Without a mesh, it is called as it is.
+
+    Args:
+        function: attention, or another function whose rows and heads do not meet. Its result has the axes of the first
+            array.
+        arrays: [N ... heads H], or with fewer axes: [N ...] without heads, or a number. N is a multiple of `row_parts`.
+            The numbers of heads are multiples of the tensor axis.
+    """
+    if not meshed():
+        return function(*arrays)
+    own = _attention_rows()
+
+    def cut(x: jax.Array) -> PartitionSpec:
+        heads = (*[None] * (x.ndim - 3), "tensor", None) if x.ndim > 3 else ()
+        return PartitionSpec(own, *heads) if x.ndim else PartitionSpec()
+
+    specs = tuple(cut(x) for x in arrays)
+    return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
+
+
 def constrain(tree: PyTree) -> PyTree:
     """Constrain parameters, gradients or optimizer states to the sharding rules, inside a compiled function.
 
@@ -308,6 +433,11 @@ def constrain(tree: PyTree) -> PyTree:
     if not meshed():
         return tree
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, param_specs(tree))
+
+
+def _is_rollout() -> bool:
+    """Whether the mesh is one of generation, where parameters are gathered along fsdp already."""
+    return ATTENTION in jax.sharding.get_abstract_mesh().axis_names
 
 
 def without_fsdp(place: PartitionSpec) -> PartitionSpec:
@@ -329,8 +459,20 @@ _gather.defvjp(
 
 
 def gather(tree: PyTree) -> PyTree:
-    """Gather the parameters ``tree`` along fsdp for use, inside a compiled function. Gradients are split again."""
-    if not meshed() or jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
+    """Gather the parameters ``tree`` for use, inside a compiled function. Gradients are split again.
+
+    They are gathered along fsdp; in generation along attn_dp, within `many_tokens` alone.
+    """
+    if not meshed():
+        return tree
+    if _is_rollout():
+        if ATTENTION not in _row_axes.get():
+            return tree
+        # Without the first constraint XLA gathers the layers of all steps of a scan at each of them.
+        kept = rollout_specs(jax.sharding.get_abstract_mesh(), tree)
+        tree = jax.tree.map(jax.lax.with_sharding_constraint, tree, kept)
+        return jax.tree.map(_gather, tree, param_specs(tree))
+    if jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
         return tree
     return jax.tree.map(_gather, tree, param_specs(tree))
 
@@ -350,16 +492,35 @@ def copies(tree: PyTree) -> PyTree:
 
 
 def to_rollout(mesh: Mesh | None, params: PyTree) -> PyTree:
-    """Parameters in the layout of generation: gathered along fsdp, split along tensor.
+    """Parameters in the layout of generation (`rollout_specs`), so that no decoding step waits for weights.
 
-    So no decoding step waits for weights. A host rollout calls it when another model starts to generate
-    (`rollout.launches`); an array rollout calls it once. mesh: None returns ``params``. params: parameters in the
-    layout of training. Only leaves that are split along fsdp are copied.
+    A host rollout calls it when another model starts to generate (`rollout.launches`); an array rollout calls it once.
+    mesh: None returns ``params``. It has the devices of the parameters' mesh, in the same order. params: parameters in
+    the layout of training. Only leaves that lie otherwise are copied.
     """
-    if mesh is None or mesh.shape["fsdp"] == 1:
+    if mesh is None:
         return params
 
     def move(x: jax.Array, place: PartitionSpec) -> jax.Array:
-        return x if without_fsdp(place) == place else jax.device_put(x, NamedSharding(mesh, without_fsdp(place)))
+        where = NamedSharding(mesh, place)
+        return x if x.sharding.is_equivalent_to(where, x.ndim) else jax.device_put(x, where)
 
-    return jax.tree.map(move, params, param_specs(params))
+    return jax.tree.map(move, params, rollout_specs(mesh, params))
+
+
+def rollout_specs(mesh: Mesh | AbstractMesh, tree: PyTree) -> PyTree:
+    """PartitionSpec of every parameter in the layout of generation: not split along fsdp, and split along tensor.
+
+    Where ``mesh`` has attn_dp, what tensor splits is split along both, except for the projections to keys and values.
+
+    mesh: the mesh of generation. tree: arrays or ShapeDtypeStructs.
+    """
+
+    def place(path: Any, x: Any) -> PartitionSpec:
+        names = names_of(path)
+        whole = without_fsdp(spec(*axes_of(names, len(x.shape))))
+        if ATTENTION not in mesh.shape or not {"k_proj", "v_proj"}.isdisjoint(names):
+            return whole
+        return PartitionSpec(*((ATTENTION, "tensor") if axis == "tensor" else axis for axis in whole))
+
+    return jax.tree_util.tree_map_with_path(place, tree)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxmarl_llm.distributed.sharding import by_device, cut_rows, meshed
+from jaxmarl_llm.distributed.sharding import by_device, cut_attention, cut_rows, meshed
 from jaxmarl_llm.generation.decoding import (
     LOOP_STATE,
     Decoding,
@@ -30,6 +30,21 @@ from jaxmarl_llm.generation.sampling import Sampling, sample, sample_hidden
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
 SHORT_COMPLETION = 32  # tokens: up to so many, layers are not unstacked and lanes not compacted
+
+
+class Rows:
+    """Application of functions to the rows of a launch: to all of them at once. `blocks.Blocks` divides them."""
+
+    def over(self, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """``function(variables, *trees of rows)``, applied to all rows."""
+        return function
+
+    def unstack(self, policy: Policy, variables: Params) -> Params:
+        """`Policy.unstack` of the variables of all rows."""
+        return policy.unstack(variables)
+
+
+TOGETHER = Rows()
 
 
 class PromptRows(NamedTuple):
@@ -94,6 +109,7 @@ def sample_launch(
     layers: Params | None = None,
     compact: bool = False,
     keep: bool = False,
+    applied: Rows = TOGETHER,
 ) -> tuple[Any, ...]:
     """Sample the completions of all parts of a launch in one decoding loop.
 
@@ -113,6 +129,8 @@ def sample_launch(
             `compaction_sizes`. Not for `by_row`, whose rows have weights of their own.
         keep: whether to return (Completions, prefix, suffix). Suffix slots 0 to length - 2 of a sample are filled; its
             last token is never read.
+        applied: how functions are applied to rows. With blocks, every array of the parts and of the result has a
+            leading axis [blocks].
 
     Returns:
         For each part its completions, or with ``keep`` completions and caches.
@@ -130,14 +148,16 @@ def sample_launch(
         on_device = lambda variables, *rows: fixed(variables, (PromptRows(*rows),))[0]
         # A device takes its own rows of one table. So the parts are decoded one after another.
         return tuple(by_device(on_device, variables, *rows) for rows in parts)
-    states = tuple(begin(policy, variables, *rows, max_new_tokens=max_new_tokens, pad_id=pad_id) for rows in parts)
+    first = functools.partial(begin, policy, max_new_tokens=max_new_tokens, pad_id=pad_id)
+    states = tuple(applied.over(first)(variables, *rows) for rows in parts)
     advanced = functools.partial(
         advance,
         policy,
-        policy.unstack(variables) if layers is None else layers,
+        applied.unstack(policy, variables) if layers is None else layers,
         stop_ids=stop_ids,
         pad_id=pad_id,
         sampling=sampling,
+        applied=applied,
     )
     states = decode_to_the_end(states, advanced, launch_sizes([rows.keys.shape for rows in parts]) if compact else ())
     return tuple((state.completions, state.prefix, state.suffix) if keep else state.completions for state in states)
@@ -203,7 +223,9 @@ def begin(
         limit=limit,
         cut=None if limit is None else jnp.zeros((n, g), bool),
     )
-    return state.replace(**cut_rows(select_fields(state, LOOP_STATE)))
+    fields = select_fields(state, LOOP_STATE)
+    suffix = cut_attention(fields.pop("suffix"))
+    return state.replace(suffix=suffix, **cut_rows(fields))
 
 
 def advance(
@@ -216,6 +238,7 @@ def advance(
     stop_ids: tuple[int, ...],
     pad_id: int,
     sampling: Sampling,
+    applied: Rows = TOGETHER,
 ) -> tuple[jax.Array, tuple[Decoding, ...]]:
     """Decode until the unfinished lanes fit ``until``, or R tokens are sampled. A lane ends at the limit of its row.
 
@@ -229,11 +252,12 @@ def advance(
         stop_ids: tokens that end a completion.
         pad_id: token behind the end of a completion.
         sampling: the distribution to sample from.
+        applied: how functions are applied to rows.
 
     Returns:
         Index of the next token, and the states before it.
     """
-    max_new_tokens = states[0].tokens.shape[2]
+    max_new_tokens = states[0].tokens.shape[-1]
     sizes: Sequence[tuple[int, ...]] = [(0, 0)] * len(states) if until is None else until
     fixed = tuple(tuple(getattr(state, name) for state in states) for name in ("prefix", "length"))
 
@@ -244,13 +268,18 @@ def advance(
     def step(loop: tuple) -> tuple:
         t, changed = loop
         now = [state.replace(**fields) for state, fields in zip(states, changed)]
-        drawn = draw_tokens(policy, layers, sampling, now, [t] * len(now), pad_id)
-        now = [record(state, *of_part, t, t, stop_ids) for state, of_part in zip(now, drawn)]
+
+        def draw(layers: Params, *now: Decoding) -> tuple[list[Decoding], tuple[jax.Array, ...]]:
+            drawn = draw_tokens(policy, layers, sampling, now, [t] * len(now), pad_id)
+            after = [record(state, *of_part, t, t, stop_ids) for state, of_part in zip(now, drawn)]
+            return after, tuple(token for token, _ in drawn)
+
+        now, tokens = applied.over(draw)(layers, *now)
         before = tuple(state.hidden for state in now), tuple(state.suffix for state in now)
         # No hidden state is needed behind the last token.
         hidden, suffix = jax.lax.cond(
             (t + 1 < max_new_tokens) & ~functools.reduce(jnp.logical_and, [jnp.all(state.done) for state in now]),
-            lambda: policy.decode(layers, tuple(token for token, _ in drawn), *fixed, before[1], t),
+            lambda: applied.over(lambda *rows: policy.decode(*rows, t))(layers, tokens, *fixed, before[1]),
             lambda: before,
         )
         now = [state.replace(hidden=h, suffix=s) for state, h, s in zip(now, hidden, suffix, strict=True)]
@@ -423,7 +452,7 @@ def generate_launch(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("policy", "max_new_tokens", "stop_ids", "pad_id", "sampling", "compact", "keep"),
+    static_argnames=("policy", "max_new_tokens", "stop_ids", "pad_id", "sampling", "compact", "keep", "applied"),
     donate_argnames=("prefixes",),
 )
 def _generate(

@@ -249,8 +249,9 @@ class Attention(nn.Module):
                 y = Norm(cfg, name=f"{name}_norm")(y)
             return y if name == "v" else rotate(y, angles, rope_magnitude(cfg))
 
-        out, kept = attend(heads("q", cfg.num_heads), heads("k", cfg.num_kv_heads), heads("v", cfg.num_kv_heads))
-        out = out.reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim)
+        k, v = (sharding.lay_heads(heads(name, cfg.num_kv_heads)) for name in ("k", "v"))
+        out, kept = attend(sharding.cut_heads(heads("q", cfg.num_heads)), k, v)
+        out = sharding.cut_heads(out).reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim)
         return Linear(cfg, cfg.hidden_size, name="o_proj")(out), kept
 
 
@@ -282,9 +283,20 @@ class Block(nn.Module):
         return x + MLP(self.cfg, name="mlp")(y), kept
 
 
-def attention_impl() -> str:
-    """Choose the form of the attention kernels: on a mesh the portable one, because XLA can partition no other."""
-    return "xla" if sharding.meshed() else "auto"
+def attend_by_heads(attention: Callable[..., jax.Array], *arrays: jax.Array, on_mesh: str = "auto") -> jax.Array:
+    """Attend on each device with its own rows and heads: XLA cannot partition the kernels.
+
+    Rows that a mesh cannot cut evenly take the portable form, which XLA partitions.
+
+    Args:
+        attention: a function of kernels/attention, which takes ``impl``.
+        arrays: its arguments, queries first.
+        on_mesh: form on each device of a mesh.
+    """
+    if len(arrays[0]) % sharding.row_parts():
+        return attention(*arrays, impl="xla")
+    impl = on_mesh if sharding.meshed() else "auto"
+    return sharding.by_heads(functools.partial(attention, impl=impl), *arrays)
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
@@ -297,7 +309,7 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         k: keys [N P K H].
         v: values [N P K H].
     """
-    return causal_attention(q, k, v, impl=attention_impl()), (k, v)
+    return attend_by_heads(causal_attention, q, k, v), (k, v)
 
 
 # ---- parts of every forward pass ------------------------------------------------------------------------------------
@@ -408,12 +420,13 @@ def prefill(cfg: Config, variables: Any, tokens: jax.Array, length: jax.Array) -
     """
     check_positions(cfg, tokens.shape[1])
     angles = _angles(cfg, jnp.arange(tokens.shape[1]))[None]
-    x, kv = jax.lax.scan(
-        lambda x, layer: _apply_layer(cfg, layer, x, angles, causal),
-        embed(variables, tokens),
-        _stacked_layers(variables),
-        unroll=_unroll(cfg),
-    )
+    with sharding.many_tokens():
+        x, kv = jax.lax.scan(
+            lambda x, layer: _apply_layer(cfg, layer, x, angles, causal),
+            embed(variables, tokens),
+            _stacked_layers(variables),
+            unroll=_unroll(cfg),
+        )
     prefix = tuple((kv[0][i], kv[1][i]) for i in range(cfg.num_layers))
     return _final_norm(cfg, variables, _at_last_token(x, length)), prefix
 
@@ -474,7 +487,6 @@ def init_suffix(prefix: Any, group: int, response: int) -> Any:
 
 
 def _attend_samples(
-    impl: str,
     t: jax.Array,
     q: jax.Array,
     k: jax.Array,
@@ -489,7 +501,8 @@ def _attend_samples(
     written = (jax.lax.dynamic_update_slice_in_dim(x, y, slot, axis=2) for x, y in zip(suffix, (k, v), strict=True))
     (own_k, own_v), (prefix_k, prefix_v) = written, prefix
     if begun is None:
-        out = group_decode_attention(q, prefix_k, prefix_v, length, own_k, own_v, t, impl=impl)
+        # Pallas forms copy the own slots out of the loop's state on a mesh: 1.8 times the traffic (docs/log.md).
+        out = attend_by_heads(group_decode_attention, q, prefix_k, prefix_v, length, own_k, own_v, t, on_mesh="xla")
     else:
         out = ring_decode_attention(q, prefix_k, prefix_v, length, own_k, own_v, t, begun)
     return out, (own_k, own_v)
@@ -522,7 +535,7 @@ def decode(
     """
     for of_prompts, of_samples in zip(prefix, suffix, strict=True):
         check_positions(cfg, of_prompts[0][0].shape[1] + of_samples[0][0].shape[2])
-    shapes, attend_part = [x.shape for x in tokens], functools.partial(_attend_samples, attention_impl(), t)
+    shapes, attend_part = [x.shape for x in tokens], functools.partial(_attend_samples, t)
     since: Sequence[jax.Array | None] = [None] * len(shapes) if begun is None else begun
     places = (n + t if first is None else n + t - first for n, first in zip(length, since, strict=True))
     positions = [jnp.broadcast_to(n[:, None, None], (*shape, 1)) for n, shape in zip(places, shapes)]
@@ -555,7 +568,7 @@ def hidden(
         length: tokens of each prompt [N].
         completions: sampled tokens [N G R].
     """
-    (n, p), (_, g, r), impl = tokens.shape, completions.shape, attention_impl()
+    (n, p), (_, g, r) = tokens.shape, completions.shape
     check_positions(cfg, p + r)
     # No state of the last token is needed, but R rows fill tiles of an accelerator, and R - 1 do not.
     s = r if r > 1 else 0
@@ -567,7 +580,7 @@ def hidden(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         out, (pk, pv) = causal(q[:, :p], k[:, :p], v[:, :p])
         if s:
-            sampled = group_attention(split(q), pk, pv, length, split(k), split(v), impl=impl)
+            sampled = attend_by_heads(group_attention, split(q), pk, pv, length, split(k), split(v))
             out = jnp.concatenate([out, join(sampled)], axis=1)
         return out, None
 
@@ -590,8 +603,7 @@ def hidden_tree(
         end: index behind the last token of each token's subtree [B T]; 0 is padding.
     """
     check_positions(cfg, tokens.shape[1])
-    impl = attention_impl()
-    attend: Attend = lambda q, k, v: (tree_attention(q, k, v, end, impl=impl), None)
+    attend: Attend = lambda q, k, v: (attend_by_heads(tree_attention, q, k, v, end), None)
     return _final_norm(cfg, variables, _trunk(cfg, remat, variables, tokens, _angles(cfg, position), attend))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 
 from jaxmarl_llm.agents.memory import MemoryConfig, decode_text, read
-from jaxmarl_llm.distributed.meshes import model_mesh
+from jaxmarl_llm.distributed.meshes import Layout, model_mesh, use_mesh
 from jaxmarl_llm.distributed.sharding import current, put_whole, to_host, to_rollout
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.chat import asked
@@ -34,12 +34,13 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Prompt
 from jaxmarl_llm.rollout import scheduler
 from jaxmarl_llm.rollout.array import check_seats, make_rollout
+from jaxmarl_llm.rollout.block_sampler import sampler_of
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.external import Engines
 from jaxmarl_llm.rollout.failures import RolloutFailure
 from jaxmarl_llm.rollout.growth import check_choices
 from jaxmarl_llm.rollout.host import HostRollout, HostSettings, Recall, play
-from jaxmarl_llm.rollout.launches import here
+from jaxmarl_llm.rollout.launches import SamplerFactory, here
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.rollout.recall import mean_embedding
 from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Role, Team, Tree
@@ -71,9 +72,11 @@ class Demonstrations(NamedTuple):
 class EnvRunner(ABC):
     """Plays tasks of one environment with one team; ``array`` tells the kind.
 
-    ``watcher``: called with every rollout, and whether its tasks were held out; None: nobody watches.
+    ``watcher``: called with every rollout, and whether its tasks were held out; None: nobody watches. ``layout``: how
+    devices are cut during generation; None: as in training.
     """
 
+    layout: Layout | None = None
     watcher: Callable[[RolloutResult, bool], None] | None = None
     dropped = 0.0  # share of the demonstrations that were left out
 
@@ -189,7 +192,8 @@ class ArrayEnvRunner(EnvRunner):
         """Arguments of a compiled rollout, from those of `play`."""
         tasks = jax.tree.map(lambda x: x[np.asarray(indices)], self.held_out if held_out else self.tasks)
         params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
-        return params, memory, tasks, key, jnp.int32(version), assignment
+        others = memory, tasks, key, jnp.int32(version), assignment
+        return params, *(others if self.layout is None else put_whole(others))
 
     def program(
         self,
@@ -238,7 +242,8 @@ class ArrayEnvRunner(EnvRunner):
         assignment=None,
     ):
         rollout = self._compiled(team, plan, sampling, memory_config)
-        tree = to_host(rollout(*self._arguments(params, memory, indices, key, version, held_out, assignment)))
+        with use_mesh(None if self.layout is None else self.layout.mesh):
+            tree = to_host(rollout(*self._arguments(params, memory, indices, key, version, held_out, assignment)))
         check_seats(self.env, tree)
         check_choices(plan, team, tree)
         decode = team.models[0].tokenizer.decode
@@ -375,7 +380,7 @@ class HostEnvRunner(EnvRunner):
             version=version,
             recall=recall,
             assignment=None if assignment is None else np.asarray(assignment),
-            sampler=here if self.engines is None else self.engines.sampler,
+            sampler=self._sampler(),
         )
         chosen = [source[i] for i in indices]
         if self.cfg.lanes:
@@ -401,6 +406,12 @@ class HostEnvRunner(EnvRunner):
         failures = [failure._replace(task=int(indices[failure.task])) for failure in got.failures]
         completion = lambda row: got.records[row].action.text
         return self._watched(RolloutResult(got.tree, prompt, completion, failures, got, watched), held_out)
+
+    def _sampler(self) -> SamplerFactory:
+        """What samples completions."""
+        if self.engines is not None:
+            return self.engines.sampler
+        return here if self.layout is None else sampler_of(self.layout)
 
     @property
     def held_out_size(self) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.generation.decoding import Completions
@@ -158,11 +159,19 @@ class SamplerFactory(Protocol):
 
 
 class TeamSampler:
-    """Samples completions of a team's models during one rollout. ``launches``: generation programs started so far."""
+    """Samples completions of a team's models during one rollout.
 
-    def __init__(self, team: Team, params: Params, sampling: Sampling):
-        """``params``: of the team. ``sampling``: temperature and filters."""
-        self._team, self._sampling = team, sampling
+    Args:
+        team: Roles and models.
+        params: Parameters of the team.
+        sampling: Distribution of tokens.
+        mesh: Mesh of generation; None: that of the caller.
+
+    ``launches``: generation programs started so far.
+    """
+
+    def __init__(self, team: Team, params: Params, sampling: Sampling, mesh: Mesh | None = None):
+        self._team, self._sampling, self._mesh = team, sampling, mesh
         common = RolloutWeights(params)
         self._weights = {m.name: RolloutWeights(params) if meshes.has_split_models() else common for m in team.models}
         self._cached: dict[str, Prefixes] = {}
@@ -188,7 +197,8 @@ class TeamSampler:
             for n, samples in zip(itertools.chain(*parts[name]), sampled, strict=True):
                 completions[n] = samples
 
-        meshes.map_models(list(models), sample_model)
+        with meshes.use_mesh(self._mesh):
+            meshes.map_models(list(models), sample_model)
         return completions
 
     def _launch(

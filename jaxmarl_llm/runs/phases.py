@@ -226,6 +226,10 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
             raise ConfigError(f"config.engine.urls: expected none with the array environment {cfg.env.name!r}")
         if cfg.mesh.models == "split":
             raise ConfigError("config.mesh.models: expected 'all' with config.engine.urls, got 'split'")
+        if cfg.mesh.has_layout:
+            raise ConfigError(
+                "config.mesh.rollout_tensor, config.mesh.rollout_blocks: expected 0 and 1 with config.engine.urls"
+            )
         env_runner.engines = Engines(cfg.engine, team, cfg.env.max_prompt)
     return env_runner, team
 
@@ -270,6 +274,9 @@ def make_phases(
     if isinstance(env_runner, ArrayEnvRunner):
         check_step(env_runner.task, cfg.env.name, max(role.max_new_tokens for role in team.roles))
     mesh = meshes.open_mesh(cfg.mesh, team.models)
+    env_runner.layout = meshes.rollout_layout(cfg.mesh, mesh, team.models)
+    if env_runner.array and cfg.mesh.rollout_blocks > 1:
+        raise ConfigError(f"config.mesh.rollout_blocks: expected 1 with the array environment {cfg.env.name!r}")
     if isinstance(mesh, meshes.Split):
         beyond = {"env.name": env_runner.array, "team.critic": bool(team.critics), "past.size": bool(cfg.past.size)}
         for name, asked in beyond.items():

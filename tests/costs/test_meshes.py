@@ -23,16 +23,19 @@ def joy():
     return bare, plan, work
 
 
-def found(joy, mesh, **changes):
+def found(joy, mesh, chip=CHIPS["v5p"], **changes):
     """The proposal of ``mesh`` for one row and remat. changes: of the optimizer."""
     cfg, plan, work = joy
     cfg = dataclasses.replace(cfg, optimizer=dataclasses.replace(cfg.optimizer, **changes))
-    given = meshes.proposals(cfg, plan, work, CHIPS["v5p"], 16, rows=(1,), remats=(True,))
+    given = meshes.proposals(cfg, plan, work, chip, 16, rows=(1,), remats=(True,), layouts=False)
     return next(p for p in given if p.mesh == mesh)
 
 
-def test_the_parts_of_a_chip_are_counted_apart(joy):
-    held = found(joy, (2, 4, 2)).memory
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_parts_of_a_chip_are_counted_apart(joy, kernels):
+    """Where attention takes kernels, no scores are in memory."""
+    held = found(joy, (2, 4, 2), CHIPS["v5p"]._replace(kernels=kernels)).memory
+    scored = 0 if kernels else 4 * HEADS  # bytes of a pair of tokens
     cut = 4 * 2  # fsdp and tensor cut what a model owns, data repeats it
     assert held.parameters == 5 * 2 * NUMBERS / cut
     assert held.optimizer == 5 * 4 * 3 * NUMBERS / cut  # two moments and master copies in float32
@@ -44,13 +47,13 @@ def test_the_parts_of_a_chip_are_counted_apart(joy):
     slots = sum(prompts * (2048 + group * 511) for prompts, group in parts)
     assert held.cache == slots * 2 * LAYERS * KV * HEAD * 2 / 2
     # Scores of a prefill in float32, and activations of a layer in bfloat16; they pass the logits.
-    prefill = sum(prompts for prompts, _ in parts) * (4 * HEADS * 2048**2 + 2 * 2048 * (6 * HIDDEN + 3 * UNITS)) / 2
+    prefill = sum(prompts for prompts, _ in parts) * (scored * 2048**2 + 2 * 2048 * (6 * HIDDEN + 3 * UNITS)) / 2
     samples = sum(prompts * group for prompts, group in parts)
     assert held.generation == max(prefill, 3 * 4 * samples * VOCABULARY / 2)
     tokens = 2048 + 8 * 512
     layers = 2 * tokens * (LAYERS * HIDDEN + 6 * HIDDEN + 3 * UNITS)
     pairs = 2048**2 + 8 * 512 * (2048 + 512)
-    assert held.activations == layers + 3 * 4 * HEADS * pairs / 2
+    assert held.activations == layers + 3 * scored * pairs / 2
     assert held.updating == held.parameters + held.optimizer + held.gradient + held.activations
     assert held.generating == held.parameters + held.optimizer + held.rollout_copy + held.cache + held.generation
     assert held.peak == max(held.generating, held.updating)
@@ -105,10 +108,28 @@ def test_a_mesh_takes_all_chips_and_cuts_heads_evenly(joy, chips):
 
 def test_the_mesh_of_a_configuration_keeps_its_micro_batch(joy):
     cfg, plan, work = joy
-    own = meshes.mesh_sizes(cfg, plan, work, CHIPS["v5p"], 64)
+    own = meshes.mesh_sizes(cfg, plan, work, CHIPS["v5p"], 32)
     assert own.fits and own.remat and own.micro_tokens == 2048 + 8 * 512  # 8192 tokens hold one node
     twice = dataclasses.replace(cfg, micro_tokens=2 * own.micro_tokens)
-    assert meshes.mesh_sizes(twice, plan, work, CHIPS["v5p"], 64).micro_tokens == 2 * own.micro_tokens
+    assert meshes.mesh_sizes(twice, plan, work, CHIPS["v5p"], 32).micro_tokens == 2 * own.micro_tokens
+
+
+def test_layouts_of_generation_are_proposed_where_they_take_less_time(joy):
+    """Blocks only where models are alike and separate, and parts that divide the query heads."""
+    cfg, plan, work = joy
+    found = {p.mesh: p for p in meshes.proposals(cfg, plan, work, CHIPS["v5e"], 256, remats=(True,), rows=(1,))}
+    alone = meshes.proposals(cfg, plan, work, CHIPS["v5e"], 256, remats=(True,), rows=(1,), layouts=False)
+    for p in alone:
+        blocks, wide = found[p.mesh].layout
+        assert p.layout == (1, p.mesh[2]) and 256 % (blocks * wide) == 0 and HEADS % wide == 0
+        assert (found[p.mesh].fits, -found[p.mesh].seconds) >= (p.fits, -p.seconds)
+    best = found[4, 32, 2]
+    assert best.layout[0] > 1 and best.layout[1] > KV
+    # Each of five models reads its weights for 4,096 tokens a step, not all of them one after the other for 20,480.
+    assert best.seconds < 0.25 * next(p.seconds for p in alone if p.mesh == (4, 32, 2))
+    assert f"--config.mesh.rollout_blocks={best.layout[0]}" in best.flags
+    mixed = work._replace(models=(work.models[0]._replace(rank=8), *work.models[1:]))
+    assert all(p.layout[0] == 1 for p in meshes.proposals(cfg, plan, mixed, CHIPS["v5e"], 256, remats=(True,)))
 
 
 def test_a_micro_batch_is_no_larger_than_the_nodes_there_are(joy):
@@ -123,7 +144,7 @@ def test_a_micro_batch_is_no_larger_than_the_nodes_there_are(joy):
 def test_what_does_not_fit_fits_with_other_settings(joy):
     cfg, plan, work = joy
     kept = dataclasses.replace(cfg, team=dataclasses.replace(cfg.team, remat=False))
-    best, changes = meshes.fitting(kept, plan, work, CHIPS["v5e"], 256)
+    best, changes = meshes.fitting(kept, plan, work, CHIPS["v5e"]._replace(kernels=False), 256)
     assert best.fits and set(changes) == {"micro_tokens", "team.remat"}
     assert best.remat and meshes.fitting(cfg, plan, work, CHIPS["v5e"], 256)[1] == {}
     # 5 models of 3.1B: 14 bytes a parameter and the gradient of one of them take 240 GB.

@@ -57,6 +57,12 @@ def get_config(variant=""):
             "steps": 1, "batch": 3, "group": 2, "sft": {"steps": 0}, "team": {"max_new_tokens": 2, **TEAM}, **BOTH,
             "env": {"name": "chain_text", "eval_tasks": 3, "workers": 1, "max_prompt": 256}, "reward": {"format": 1.0},
         })
+    elif variant == "team":  # two separate models through text
+        made = from_dict(magrpo.Config, {
+            "steps": 2, "batch": 4, "group": 2, "sft": {"steps": 0}, **BOTH, "reward": {"payoff": 1.0},
+            "team": {"max_new_tokens": 4, **TEAM, "parameter_sharing": "separate"},
+            "env": {"name": "dilemma_text", "args": {"game": "split"}, "eval_tasks": 4, "max_prompt": 512},
+        })
     else:
         made = from_dict(magrpo.Config, {
             "steps": 4, "batch": 8, "group": 4, "team": {"max_new_tokens": 1, **TEAM}, **BOTH,
@@ -214,14 +220,14 @@ def tokens(workdir, process):
     return set((workdir / f"tokens{process}.txt").read_text().splitlines())
 
 
-def check_same_run(one, many, count):
+def check_same_run(one, many, count, models_at_once=1):
     """Every token that was sampled, in training and evaluation, by every process; every metric but for rounding."""
     assert len(tokens(one, 0)) >= 3 and [tokens(many, p) for p in range(count)] == [tokens(one, 0)] * count
     expected, got = rows(one), rows(many)
     assert [r["step"] for r in got] == [r["step"] for r in expected] == list(range(1, len(got) + 1))
     for a, b in zip(expected, got):
         assert a.keys() == b.keys()
-        for key, value in a.items():
+        for key, value in (a | {"count/launches": a["count/launches"] / models_at_once}).items():
             assert b[key] == pytest.approx(value, rel=1e-5, abs=1e-5), (key, a["step"])
     for file in ("config.json", "report.png", "episodes.md"):
         assert (many / file).exists()
@@ -301,6 +307,17 @@ def test_host_environments_run_where_their_tasks_are(folder):
             np.array(counts[where[0], where[1], method]) for where in (("host1", 0), ("host2", 0), ("host2", 1))
         )
         assert (sum(parts) == whole).all() and (parts[0] > parts[1]).any() and parts[1].any()
+
+
+@pytest.mark.slow
+def test_models_that_sample_at_once_on_two_processes_are_the_run_of_one(folder):
+    """Each of two blocks is one process, so a model's weights cross over for the rollout, cut over two devices."""
+    layout = ("--config.mesh.fsdp=4", "--config.mesh.data=1", "--config.mesh.rollout_blocks=2")
+    one = train(folder, "turns", 1, variant="team")
+    many = train(folder, "blocks", 2, *layout, "--config.mesh.rollout_tensor=2", variant="team")
+    assert one.codes() == [0], one.said()
+    assert many.codes() == [0, 0], many.said()
+    check_same_run(folder / "turns", folder / "blocks", 2, models_at_once=2)
 
 
 def test_a_run_that_hangs_ends_and_says_where(folder, alone):

@@ -151,10 +151,11 @@ def test_what_does_not_divide_is_named():
         sharding.shardings(mesh, {"embed": {"embedding": jnp.zeros((260, 64))}})
     with pytest.raises(ConfigError, match=r"parameter mlp/down_proj/kernel .*: 60 does not .* fsdp"):
         sharding.shardings(mesh_of("1x8x1"), {"mlp": {"down_proj": {"kernel": jnp.zeros((1, 128, 60))}}})
-    with pytest.raises(ConfigError, match=r"config\.mesh\.tensor: 2 key/value heads of solver do not .* 8 parts"):
-        sharding.check_heads(mesh, "solver", 8, 2)
+    with pytest.raises(ConfigError, match=r"config\.mesh\.tensor: 3 key/value heads of solver neither .* 8 parts"):
+        sharding.check_heads(8, "solver", 24, 3)
     with pytest.raises(ConfigError, match=r"config\.mesh\.tensor: 12 query heads of solver"):
-        sharding.check_heads(mesh, "solver", 12, 8)
+        sharding.check_heads(8, "solver", 12, 8)
+    sharding.check_heads(8, "solver", 8, 2)  # each is copied four times
 
 
 def test_collisions_and_unknown_leaves_are_refused():

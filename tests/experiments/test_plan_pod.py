@@ -228,12 +228,12 @@ def test_a_team_on_four_chips(tiny):
 def test_useful_flops_are_those_of_real_nodes():
     """D=4 F=6 Q=2 K=1 H=2 V=8, one layer: by hand, on 2 chips that share the heads."""
     cfg = decoder.Config(8, 4, 6, 1, 2, 1, 2)
-    weights, mesh = ModelSize(cfg), meshes.make_mesh(meshes.MeshConfig(1, 1, 2), jax.devices()[:2])
+    weights = ModelSize(cfg)
     shape = compile_ahead.Shape(parts=((8, 2), (4, 3)), prompt=3, response=2, micro=4, micro_group=2)
     stage = compile_ahead.Stage("", 0, 0, 0, 0, True, flops=1000.0, bytes=500.0)
     dense, pair, head = 2 * (2 * 4 * 4 + 2 * 4 * 2 + 3 * 4 * 6), 4 * 2 * 2, 2 * 4 * 8
     found = ratios(
-        weights, ((3, 2), (1, 1), (1, 3)), shape, mesh, 100.0, dict.fromkeys(("prefill", "decode", "accumulate"), stage)
+        weights, ((3, 2), (1, 1), (1, 3)), shape, 2, 2, 100.0, dict.fromkeys(("prefill", "decode", "accumulate"), stage)
     )
     prefill = 5 * (3 * dense + (1 + 2 + 3) * pair)
     decode = 10 * (dense + head + pair * (4 + 5) / 2)  # the first token sees 4 keys, the second 5
@@ -322,8 +322,10 @@ def test_what_cannot_fit_is_not_compiled(tiny, monkeypatch):
     monkeypatch.setattr(compile_ahead, "compile_stages", lambda *args: pytest.fail("compiled"))
     row = plan_pod.measure(tiny, "tiny", "v5e:2x2", "4,1,1", None, ())
     assert not row["fits"] and "--config.mesh.data=1 --config.mesh.fsdp=4" in row["advice"]
-    with pytest.raises(ConfigError, match="key/value heads"):
-        plan_pod.measure(tiny, "tiny", "v5e:2x2", "1,1,4", None, ())
+    backbone = dataclasses.replace(tiny.team.backbone, num_heads=6)
+    other = dataclasses.replace(tiny, team=dataclasses.replace(tiny.team, backbone=backbone))
+    with pytest.raises(ConfigError, match="6 query heads"):
+        plan_pod.measure(other, "tiny", "v5e:2x2", "1,1,4", None, ())
 
 
 @needs_libtpu
