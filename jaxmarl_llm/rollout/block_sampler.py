@@ -146,8 +146,9 @@ class BlockSampler:
         keys = request_keys([requests[n] for n in numbers], len(numbers), group=group)
         rows = tokens, length, keys, active, limit
         by_block = jax.tree.map(lambda x: x.reshape(len(blocks), size, *x.shape[1:]), rows)
-        *first, limit = sharding.put(by_block, NamedSharding(mesh, PartitionSpec("data", "fsdp")))
-        return PromptRows(*first, limit=limit)
+        where = NamedSharding(mesh, PartitionSpec("data", "fsdp"))
+        tokens, length, keys, active, limit = sharding.put(by_block, where)
+        return PromptRows(tokens, length, keys, active, limit=limit)
 
 
 def _placed(numbers: Sequence[int], requests: Sequence[GenerationRequest], owners: Sequence[int]) -> list[list[int]]:
