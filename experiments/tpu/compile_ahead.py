@@ -29,7 +29,7 @@ from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import Chip
 from jaxmarl_llm.costs.counts import ModelSize, Workload, turn_states
 from jaxmarl_llm.costs.meshes import largest_launch, most_of_a_block
-from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.distributed import heads, meshes, sharding
 from jaxmarl_llm.distributed.meshes import Layout
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.blocks import Blocks
@@ -156,9 +156,9 @@ def team_of(
     for weights in largest_first:
         c = weights.config
         name = f"a {costs.parameters(c) / 1e9:.1f}B model"
-        sharding.check_heads(mesh.shape["tensor"], name, c.num_heads, c.num_kv_heads)
+        heads.check_heads(mesh.shape["tensor"], name, c.num_heads, c.num_kv_heads)
         if layout is not None:
-            sharding.check_heads(layout.tensor, name, c.num_heads, c.num_heads, "config.mesh.rollout_tensor")
+            heads.check_heads(layout.tensor, name, c.num_heads, c.num_heads, "config.mesh.rollout_tensor")
         params = jax.eval_shape(make_policy(c).init, jax.random.key(0))
         shared, own = None, {"params": params}
         if weights.rank:

@@ -141,7 +141,7 @@ def qwen2_5_3b() -> Config:
 
 
 def qwen2_5_7b() -> Config:
-    return at_scale("Qwen/Qwen2.5-7B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=4))
+    return at_scale("Qwen/Qwen2.5-7B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=4, rollout_blocks=8))
 
 
 def qwen2_5_32b() -> Config:

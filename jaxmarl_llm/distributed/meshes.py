@@ -21,11 +21,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxmarl_llm.config import COUNT_LIMIT, one_of
+from jaxmarl_llm.distributed.heads import check_heads
 from jaxmarl_llm.distributed.sharding import (
     ATTENTION,
     AXES,
     check_divides,
-    check_heads,
     param_specs,
     place,
     put,

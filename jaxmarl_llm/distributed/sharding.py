@@ -138,77 +138,6 @@ def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
                 )
 
 
-def check_heads(parts: int, model: str, heads: int, kv_heads: int, key: str = "config.mesh.tensor") -> None:
-    """Raise ConfigError unless ``parts`` devices along tensor can cut the heads of a model.
-
-    They divide the query heads. They divide the key/value heads, or are a multiple of them (`lay_heads`).
-
-    model: name in the message. heads, kv_heads: numbers of query heads and of key/value heads. key: name of the
-    setting in the message.
-    """
-    if heads % parts:
-        raise ConfigError(f"{key}: {heads} query heads of {model} do not divide into {parts} parts")
-    if kv_heads % parts and parts % kv_heads:
-        raise ConfigError(
-            f"{key}: {kv_heads} key/value heads of {model} neither divide into {parts} parts nor can each be copied "
-            "equally often"
-        )
-
-
-def lay_heads(x: jax.Array) -> jax.Array:
-    """Lay keys or values out for attention, inside a compiled function.
-
-    Heads are copied where tensor has more parts than there are. Each part then has one head, and the query heads that
-    attend to it. Rows are split over attn_dp, too. On other meshes, and without one, the result is ``x`` itself.
-
-    x: keys or values [N ... K H].
-    """
-    parts, count = _parts(("tensor",)), x.shape[-2]
-    if parts <= count and _parts((ATTENTION,)) == 1:
-        return x
-    wide = jnp.repeat(x, parts // count, axis=-2) if parts > count else x
-    return cut_attention(wide)
-
-
-def cut_attention(tree: PyTree) -> PyTree:
-    """Constrain the rows and heads of keys and values to those of attention, inside a compiled function.
-
-    tree: arrays [N ... K H]; the compiler decides for an axis that does not divide. Of arrays with fewer axes rows are
-    constrained (`cut_rows`).
-    """
-    parts, rows = _parts(("tensor",)), _attention_rows()
-
-    def cut(x: jax.Array) -> jax.Array:
-        if x.ndim < 4:
-            return cut_rows(x)
-        first = UNCONSTRAINED if x.shape[0] % row_parts() else rows
-        heads = UNCONSTRAINED if x.shape[-2] % parts else "tensor"
-        place = PartitionSpec(first, *[UNCONSTRAINED] * (x.ndim - 3), heads, None)
-        return jax.lax.with_sharding_constraint(x, place)
-
-    return jax.tree.map(cut, tree) if meshed() else tree
-
-
-def cut_heads(x: jax.Array) -> jax.Array:
-    """Constrain queries, or the result of attention, as the projections beside attention have them.
-
-    On a mesh with attn_dp, inside a compiled function: attn_dp splits heads there. On other meshes, ``x`` itself.
-
-    x: [rows ... Q H].
-    """
-    if not meshed() or not _is_rollout() or ATTENTION in _row_axes.get():
-        return x
-    rows = UNCONSTRAINED if x.shape[0] % row_parts() else _row_axes.get()
-    place = PartitionSpec(rows, *[None] * (x.ndim - 3), (ATTENTION, "tensor"), None)
-    return jax.lax.with_sharding_constraint(x, place)
-
-
-def _attention_rows() -> tuple[str, ...]:
-    """The mesh axes that split rows within attention."""
-    own, there = _row_axes.get(), jax.sharding.get_abstract_mesh().axis_names
-    return (*own, ATTENTION) if ATTENTION in there and ATTENTION not in own else own
-
-
 def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
     """NamedSharding on ``mesh`` of every leaf of ``tree``. Raises ConfigError as `check_divides` does."""
     specs = param_specs(tree)
@@ -318,16 +247,28 @@ def settle(tree: T) -> T:
 
 def row_parts() -> int:
     """Number of parts into which rows are split; 1 without a mesh. Also valid inside compiled functions."""
-    return _parts(_attention_rows()) if meshed() else 1
+    return parts_along(attention_rows()) if meshed() else 1
 
 
 def tensor_parts() -> int:
     """Number of parts into which heads, units and vocabulary are split; 1 without a mesh. Also valid when compiled."""
-    return _parts((ATTENTION, "tensor"))
+    return parts_along((ATTENTION, "tensor"))
 
 
-def _parts(axes: Sequence[str]) -> int:
+def parts_along(axes: Sequence[str]) -> int:
+    """Number of devices along ``axes`` of the mesh; 1 for an axis that the mesh lacks. Also valid when compiled."""
     return math.prod(jax.sharding.get_abstract_mesh().shape.get(a, 1) for a in axes) if meshed() else 1
+
+
+def row_axes() -> tuple[str, ...]:
+    """The mesh axes that split rows outside of attention, inside a compiled function."""
+    return _row_axes.get()
+
+
+def attention_rows() -> tuple[str, ...]:
+    """The mesh axes that split rows within attention, inside a compiled function."""
+    own, there = _row_axes.get(), jax.sharding.get_abstract_mesh().axis_names
+    return (*own, ATTENTION) if ATTENTION in there and ATTENTION not in own else own
 
 
 @contextlib.contextmanager
@@ -336,7 +277,7 @@ def many_tokens() -> Iterator[None]:
 
     For prompts. Their activations are larger than the parameters, and a decoded token's are smaller.
     """
-    token = _row_axes.set(_attention_rows() if meshed() else _row_axes.get())
+    token = _row_axes.set(attention_rows() if meshed() else _row_axes.get())
     try:
         yield
     finally:
@@ -402,29 +343,6 @@ def by_device(function: Callable[..., PyTree], everywhere: PyTree, *tables: PyTr
     return jax.tree.map(lambda x: x[:n], each(everywhere, *filled))
 
 
-def by_heads(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Run ``function(*arrays)`` on each device with its own rows and heads, inside a compiled function.
-
-    Its code sees no mesh, so its kernels need not be partitioned. Without a mesh, it is called as it is.
-
-    Args:
-        function: attention, or another function whose rows and heads do not meet. Its result has the axes of the first
-            array.
-        arrays: [N ... heads H], or with fewer axes: [N ...] without heads, or a number. N is a multiple of `row_parts`.
-            The numbers of heads are multiples of the tensor axis.
-    """
-    if not meshed():
-        return function(*arrays)
-    own = _attention_rows()
-
-    def cut(x: jax.Array) -> PartitionSpec:
-        heads = (*[None] * (x.ndim - 3), "tensor", None) if x.ndim > 3 else ()
-        return PartitionSpec(own, *heads) if x.ndim else PartitionSpec()
-
-    specs = tuple(cut(x) for x in arrays)
-    return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)
-
-
 def constrain(tree: PyTree) -> PyTree:
     """Constrain parameters, gradients or optimizer states to the sharding rules, inside a compiled function.
 
@@ -435,7 +353,7 @@ def constrain(tree: PyTree) -> PyTree:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, param_specs(tree))
 
 
-def _is_rollout() -> bool:
+def is_rollout() -> bool:
     """Whether the mesh is one of generation, where parameters are gathered along fsdp already."""
     return ATTENTION in jax.sharding.get_abstract_mesh().axis_names
 
@@ -465,7 +383,7 @@ def gather(tree: PyTree) -> PyTree:
     """
     if not meshed():
         return tree
-    if _is_rollout():
+    if is_rollout():
         if ATTENTION not in _row_axes.get():
             return tree
         # Without the first constraint XLA gathers the layers of all steps of a scan at each of them.

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jaxmarl_llm.distributed.sharding import by_device, cut_attention, cut_rows, meshed
+from jaxmarl_llm.distributed.heads import cut_attention
+from jaxmarl_llm.distributed.sharding import by_device, cut_rows, meshed
 from jaxmarl_llm.generation.decoding import (
     LOOP_STATE,
     Decoding,

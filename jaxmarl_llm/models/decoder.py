@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.distributed.heads import by_heads, cut_heads, lay_heads
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.decoding import join, split
 from jaxmarl_llm.kernels.attention.causal import causal_attention
@@ -249,9 +250,9 @@ class Attention(nn.Module):
                 y = Norm(cfg, name=f"{name}_norm")(y)
             return y if name == "v" else rotate(y, angles, rope_magnitude(cfg))
 
-        k, v = (sharding.lay_heads(heads(name, cfg.num_kv_heads)) for name in ("k", "v"))
-        out, kept = attend(sharding.cut_heads(heads("q", cfg.num_heads)), k, v)
-        out = sharding.cut_heads(out).reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim)
+        k, v = (lay_heads(heads(name, cfg.num_kv_heads)) for name in ("k", "v"))
+        out, kept = attend(cut_heads(heads("q", cfg.num_heads)), k, v)
+        out = cut_heads(out).reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim)
         return Linear(cfg, cfg.hidden_size, name="o_proj")(out), kept
 
 
@@ -296,7 +297,7 @@ def attend_by_heads(attention: Callable[..., jax.Array], *arrays: jax.Array, on_
     if len(arrays[0]) % sharding.row_parts():
         return attention(*arrays, impl="xla")
     impl = on_mesh if sharding.meshed() else "auto"
-    return sharding.by_heads(functools.partial(attention, impl=impl), *arrays)
+    return by_heads(functools.partial(attention, impl=impl), *arrays)
 
 
 def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.distributed import heads, sharding
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh, use_mesh
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.decoder import Config, make_policy
@@ -152,10 +152,10 @@ def test_what_does_not_divide_is_named():
     with pytest.raises(ConfigError, match=r"parameter mlp/down_proj/kernel .*: 60 does not .* fsdp"):
         sharding.shardings(mesh_of("1x8x1"), {"mlp": {"down_proj": {"kernel": jnp.zeros((1, 128, 60))}}})
     with pytest.raises(ConfigError, match=r"config\.mesh\.tensor: 3 key/value heads of solver neither .* 8 parts"):
-        sharding.check_heads(8, "solver", 24, 3)
+        heads.check_heads(8, "solver", 24, 3)
     with pytest.raises(ConfigError, match=r"config\.mesh\.tensor: 12 query heads of solver"):
-        sharding.check_heads(8, "solver", 12, 8)
-    sharding.check_heads(8, "solver", 8, 2)  # each is copied four times
+        heads.check_heads(8, "solver", 12, 8)
+    heads.check_heads(8, "solver", 8, 2)  # each is copied four times
 
 
 def test_collisions_and_unknown_leaves_are_refused():
