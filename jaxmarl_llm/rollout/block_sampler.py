@@ -6,6 +6,7 @@ model with many requests has several blocks. All models are of one architecture.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -144,11 +145,17 @@ class BlockSampler:
         length = np.array([len(requests[n].prompt_ids) for n in numbers], np.int32)
         limit = np.array([limits[n] for n in numbers], np.int32) if len(set(limits)) > 1 else None
         keys = request_keys([requests[n] for n in numbers], len(numbers), group=group)
-        rows = tokens, length, keys, active, limit
+        rows = tokens, length, active, limit
         by_block = jax.tree.map(lambda x: x.reshape(len(blocks), size, *x.shape[1:]), rows)
         where = NamedSharding(mesh, PartitionSpec("data", "fsdp"))
-        tokens, length, keys, active, limit = sharding.put(by_block, where)
-        return PromptRows(tokens, length, keys, active, limit=limit)
+        tokens, length, active, limit = sharding.put(by_block, where)
+        return PromptRows(tokens, length, _by_block(keys, len(blocks), where), active, limit=limit)
+
+
+@functools.partial(jax.jit, static_argnames=("blocks", "where"))
+def _by_block(keys: jax.Array, blocks: int, where: NamedSharding) -> jax.Array:
+    """Keys [blocks N G], which all processes have made, from keys [blocks * N G]."""
+    return jax.lax.with_sharding_constraint(keys.reshape(blocks, -1, keys.shape[1]), where)
 
 
 def _placed(numbers: Sequence[int], requests: Sequence[GenerationRequest], owners: Sequence[int]) -> list[list[int]]:
