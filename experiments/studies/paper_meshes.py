@@ -28,7 +28,10 @@ flags.DEFINE_string("into", "docs/paper_runs.md", "Page whose table of meshes is
 RUNS = (*(f"magrpo:{name}" for name in PAPER_RUNS), "joyagents_r1:qwen2_5_3b")
 MACHINES = ("h100:1", "h100:8", "v5e:8", "v5e:256")
 BEGIN, END = "<!-- meshes -->", "<!-- /meshes -->"
-HEAD = "| runs | machine | mesh, data x fsdp x tensor | other settings | GB, generating | GB, updating | of | seconds |"
+HEAD = (
+    "| runs | machine | mesh, data x fsdp x tensor (blocks x parts) | other settings | GB, generating | GB, updating | "
+    "of | seconds |"
+)
 
 
 class Row(NamedTuple):
@@ -93,10 +96,11 @@ def row(run: str, machine: str) -> Row:
 def line(names: Sequence[str], found: Row) -> str:
     """A line of the table for runs of equal cost."""
     best, gb = found.proposal, lambda x: f"{x / 1e9:.1f}"
+    by, own = " x ".join, best.layout != (1, best.mesh[2])
     cells = [
         ", ".join(f"`{name}`" for name in names),
         f"{found.machine.size} x {found.machine.name}",
-        " x ".join(map(str, best.mesh)),
+        by(map(str, best.mesh)) + (f" ({by(map(str, best.layout))})" if own else ""),
         ", ".join(f"`{key}={str(value).lower()}`" for key, value in found.changes.items()),
         gb(best.memory.generating),
         gb(best.memory.updating),

@@ -88,10 +88,9 @@ class Proposal(NamedTuple):
     @property
     def settings(self) -> dict[str, int]:
         """Fields of `distributed.meshes.MeshConfig`, without those that keep their default."""
-        sizes = dict(zip(("data", "fsdp", "tensor"), self.mesh))
-        if self.layout != (1, self.mesh[2]):
-            sizes |= {"rollout_blocks": self.layout[0], "rollout_tensor": self.layout[1]}
-        return sizes
+        sizes, (blocks, parts) = dict(zip(("data", "fsdp", "tensor"), self.mesh)), self.layout
+        sizes |= {"rollout_blocks": blocks} if blocks > 1 else {}
+        return sizes | ({"rollout_tensor": parts} if parts != self.mesh[2] else {})
 
     @property
     def flags(self) -> str:

@@ -250,8 +250,9 @@ class Attention(nn.Module):
                 y = Norm(cfg, name=f"{name}_norm")(y)
             return y if name == "v" else rotate(y, angles, rope_magnitude(cfg))
 
+        q = cut_heads(heads("q", cfg.num_heads))
         k, v = (lay_heads(heads(name, cfg.num_kv_heads)) for name in ("k", "v"))
-        out, kept = attend(cut_heads(heads("q", cfg.num_heads)), k, v)
+        out, kept = attend(q, k, v)
         out = cut_heads(out).reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim)
         return Linear(cfg, cfg.hidden_size, name="o_proj")(out), kept
 
