@@ -25,8 +25,8 @@ def ratios(
     """Useful by compiled FLOPs of the programs in ``stages``, and bytes of a decoded token: all, and the least.
 
     weights: the model that was compiled. parts: (real rows, samples of each) of the launch. shape: what was
-    compiled, a `compile_ahead.Shape`. tensor: devices along tensor during generation. cache: bytes of a chip's part of
-    the cache. All figures are of one chip.
+    compiled, a `compile_ahead.Shape`. tensor: devices that cut weights during generation. cache: bytes of a chip's part
+    of the cache. All figures are of one chip.
     """
     useful = {
         "prefill": prefill_flops(weights, sum(n for n, _ in parts), shape.prompt) / chips,

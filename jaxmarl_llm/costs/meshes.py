@@ -290,10 +290,8 @@ def proposals(
     found = []
     for mesh in _meshes(step.arch, chips):
         most = {micro_rows(n, step.nodes, mesh[0] * mesh[1]) for n in rows}
-        playing = {
-            layout: _rollout_seconds(step, chip, least, chips, layout)
-            for layout in _layouts(step, mesh)[: None if layouts else 1]
-        }
+        own = _layouts(step, mesh) if layouts else [(1, mesh[2])]
+        playing = {layout: _rollout_seconds(step, chip, least, chips, layout) for layout in own}
         for remat, n in itertools.product(remats, sorted(most)):
             learning = _seconds(step, chip, mesh, n, remat)
             tried = []

@@ -46,7 +46,7 @@ class MeshConfig:
     one after another. "split" divides the devices into equal parts, one part a model. Each part has these axes, and the
     models generate and learn at the same time. "split" needs separate models and host environments.
 
-    Generation may have a layout of its own (`rollout_layout`). Then weights are moved to it once a rollout.
+    Generation may have a layout of its own (`rollout_layout`). Then each rollout moves the weights to it.
     rollout_tensor: devices that cut weights while completions are sampled. rollout_blocks: blocks of devices, each of
     which samples for one model at a time, so that as many models sample at once.
     """

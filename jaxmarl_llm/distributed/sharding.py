@@ -277,11 +277,8 @@ def many_tokens() -> Iterator[None]:
 
     For prompts. Their activations are larger than the parameters, and a decoded token's are smaller.
     """
-    token = _row_axes.set(attention_rows() if meshed() else _row_axes.get())
-    try:
+    with _rows_along(attention_rows() if meshed() else row_axes()):
         yield
-    finally:
-        _row_axes.reset(token)
 
 
 @contextlib.contextmanager
@@ -290,7 +287,14 @@ def rows_within_data() -> Iterator[None]:
 
     For functions that `jax.vmap` maps over the data axis (`generation.blocks`).
     """
-    token = _row_axes.set(("fsdp",))
+    with _rows_along(("fsdp",)):
+        yield
+
+
+@contextlib.contextmanager
+def _rows_along(axes: tuple[str, ...]) -> Iterator[None]:
+    """Context manager: rows are split over ``axes`` outside of attention."""
+    token = _row_axes.set(axes)
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
-"""Generation in the layout of `meshes.Layout`: with devices along tensor of its own, and with several models at once.
+"""Samplers for host rollouts whose generation cuts the devices otherwise than training (`meshes.Layout`).
 
-With blocks, a turn of a host rollout is one launch for all models. Each block of devices samples for one model. A
-model with many requests has several blocks. All models are of one architecture.
+Without blocks, models sample one after another as in `launches`, on the mesh of the layout. With blocks, a turn of a
+host rollout is one launch for all models. Each block of devices samples for one model. A model with many requests has
+several blocks. All models are of one architecture.
 """
 
 from __future__ import annotations
