@@ -14,6 +14,7 @@ from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.config import replace_path
 from jaxmarl_llm.configs.magrpo import PAPER_RUNS
 from jaxmarl_llm.data import code_tasks
+from jaxmarl_llm.distributed.meshes import MeshConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.runs import loop, preflight
 from tests.envs.test_coding_rewards import needs_sandbox
@@ -114,7 +115,7 @@ def tiny(spec, data):
         episodes=1,
         max_logprob_diff=0.0,
     )
-    mesh = dataclasses.replace(cfg.mesh, data=1, fsdp=1, tensor=1)
+    mesh = MeshConfig(data=1, fsdp=1, tensor=1)
     cfg = dataclasses.replace(cfg, steps=2, batch=1, team=team, env=env, run=run, mesh=mesh)
     if cfg.env.name == "assistant":  # no demonstration fits in 4 tokens; a node of 8 samples compiles for minutes
         cfg = dataclasses.replace(cfg, sft=dataclasses.replace(cfg.sft, steps=0), group=2)
