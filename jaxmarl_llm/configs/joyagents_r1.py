@@ -136,7 +136,7 @@ def mixed() -> Config:
 
 
 def qwen2_5_3b() -> Config:
-    mesh = MeshConfig(data=-1, fsdp=32, tensor=2, rollout_tensor=8, rollout_blocks=8)
+    mesh = MeshConfig(data=-1, fsdp=16, tensor=4, rollout_tensor=8, rollout_blocks=8)
     return at_scale("Qwen/Qwen2.5-3B-Instruct", mesh)
 
 
@@ -145,11 +145,13 @@ def qwen2_5_7b() -> Config:
 
 
 def qwen2_5_32b() -> Config:
-    return at_scale("Qwen/Qwen2.5-32B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=8))
+    return at_scale("Qwen/Qwen2.5-32B-Instruct", MeshConfig(data=-1, fsdp=32, tensor=8, rollout_blocks=8))
 
 
 def at_scale(path: str, mesh: MeshConfig) -> Config:
-    """A configuration at scale. The ``tensor`` axis is the number of key/value heads.
+    """A configuration at scale. The ``tensor`` axis is four or eight devices: a batch then fills an update's rows.
+
+    Qwen2.5-3B has two key/value heads, so two devices have a copy of each.
 
     From the paper: a master and four specialists on Qwen2.5 of 3B or 7B, and a first stage of supervised fine-tuning.
     Also from it: K = 5, and the memory's thresholds and weights. Not from the paper, because no source states them: G,
