@@ -114,7 +114,7 @@ class HostDriver:
                     micro_tokens=cfg.micro_tokens,
                     smallest=smallest,
                     values=None if target is None else target.of_nodes(),
-                    trees=host_env and m.policy.hidden_tree is not None and not sharding.meshed(),
+                    trees=host_env and m.policy.hidden_tree is not None,
                     parts=sharding.row_parts(),
                     imitation=None if imitation is None else np.asarray(imitation),
                 )

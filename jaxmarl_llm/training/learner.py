@@ -43,12 +43,15 @@ class NodeTargets(struct.PyTreeNode):
 
 
 class Forest(struct.PyTreeNode):
-    """Sequences with shared prefixes, each token once, depth first: the layout of kernels/attention/tree."""
+    """Sequences with shared prefixes, each token once, depth first: the layout of kernels/attention/tree.
 
-    tokens: Int[Array, " T"]
-    position: Int[Array, " T"]  # of the token in its sequence
-    end: Int[Array, " T"]  # index behind the last token of the token's subtree; 0 is padding
-    predictor: Int[Array, "N G R"]  # index of the token that predicts each completion token of the batch
+    There are as many forests F as devices that share the rows. Forest f has the completions f N/F to (f + 1) N/F.
+    """
+
+    tokens: Int[Array, "F T"]
+    position: Int[Array, "F T"]  # of the token in its sequence
+    end: Int[Array, "F T"]  # index behind the last token of the token's subtree; 0 is padding
+    predictor: Int[Array, "N G R"]  # index in its forest of the token that predicts each completion token of the batch
 
 
 class Batch(struct.PyTreeNode):
@@ -180,8 +183,10 @@ def _hidden_states(policy: Policy, variables: Params, batch: Batch) -> Float[jax
         return policy.hidden(variables, batch.tokens, batch.length, batch.completions)
     forest = batch.forest
     assert policy.hidden_tree is not None  # `packing` makes forests for such policies alone
-    hidden = policy.hidden_tree(variables, forest.tokens[None], forest.position[None], forest.end[None])
-    return hidden[0][forest.predictor]
+    hidden = policy.hidden_tree(variables, forest.tokens, forest.position, forest.end)  # [F T D]
+    own = forest.predictor.reshape(len(hidden), -1, *forest.predictor.shape[1:])  # [F N/F G R]
+    found = jax.vmap(lambda tokens, at: tokens[at])(hidden, own)
+    return found.reshape(*forest.predictor.shape, -1)
 
 
 def _scores(setup: _Setup, variables: Params, batch: Batch, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:

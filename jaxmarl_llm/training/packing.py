@@ -25,6 +25,7 @@ from jaxmarl_llm.types import Nodes, Steps, Tree
 # more for each token.
 GAIN = 1.3
 ROW = 2048  # tokens of a forest, if no sequence has more: every token attends over all of its row
+HALVES = 5  # sizes of forests that are tried for several devices, each half of the one before
 
 _step_episodes = jax.jit(step_episodes, static_argnames=("num_steps",))
 
@@ -54,12 +55,14 @@ def pack(
     ``smallest``: smallest bucket of prompt and of completion length. Nodes of one bucket of trained steps, prompt
     length and completion length share a micro-batch.
     ``values``: targets of all nodes of the tree; those of nodes with a trained step become a part of the batches.
-    ``parts``: devices that share the rows of a micro-batch.
+    ``parts``: devices that share the rows of a micro-batch. Each has a forest of its own, or as many rows as another.
     ``imitation``: [C R], weights of tokens that experts wrote. Steps with such a token are in the batches too.
 
-    ``trees``: use forests where these have fewer than 1 / 1.3 of the tokens. Each completion is then a group of its
-    own; a loss of unit "group", as dpo, compares the samples of a node, and keeps groups. A forest of more than
-    ``micro_tokens`` or 2048 tokens is split between sequences. Tokens that both parts share are then in both.
+    ``trees``: use forests where these have fewer than 1 / 1.3 of the tokens. A device counts as many tokens as the one
+    with most of them. Each completion is then a group of its own; a loss of unit "group", as dpo, compares the samples
+    of a node, and keeps groups. A forest of more than ``micro_tokens`` or 2048 tokens is split between sequences.
+    Tokens that both parts share are then in both. For several devices smaller forests are tried too, so that each
+    device has one.
     """
     nodes, steps = jax.tree.map(np.asarray, (tree.nodes, tree.steps))
     trained = trained & steps.loss_mask.any(-1)
@@ -69,20 +72,28 @@ def pack(
     if not trained.any():
         return []
     samples = _Samples.select(tree, advantages, trained, loss, values, imitation)
+    groups = _plan_groups(samples, micro_tokens, smallest, parts)
     if trees and loss.unit != "group":
-        packed = pack_sequences(samples.sequences(), min(micro_tokens, ROW))
-        if samples.group_tokens() > GAIN * sum(len(one.tokens) for one in packed):
-            return [samples.forest(one, smallest) for one in packed]
+        forests, tokens = share_sequences(samples.sequences(), min(micro_tokens, ROW), parts)
+        if sum(samples.waited(part, size // parts) * parts for part, size, _ in groups) > GAIN * tokens:
+            return [samples.forests(some, parts, smallest) for some in forests]
+    return [samples.groups(*group) for group in groups]
+
+
+def _plan_groups(
+    samples: _Samples, micro_tokens: int, smallest: tuple[int, int], parts: int
+) -> list[tuple[list[int], int, tuple[int, int, int]]]:
+    """Nodes, rows and shape (G, P, R) of each micro-batch of groups. Arguments as in `pack`."""
     shapes: dict[tuple[int, int, int], list[int]] = {}
     for n, members in samples.of_node.items():
         shapes.setdefault(samples.shape(n, members, smallest), []).append(n)
-    batches = []
+    groups = []
     for (g, p, r), nodes in sorted(shapes.items()):
         while nodes:
             size = micro_rows(micro_tokens // (p + g * r), len(nodes), parts) * parts
             part, nodes = nodes[:size], nodes[size:]
-            batches.append(samples.groups(part, size, (g, p, r)))
-    return batches
+            groups.append((part, size, (g, p, r)))
+    return groups
 
 
 def micro_rows(most: int, nodes: float, parts: int) -> int:
@@ -174,10 +185,10 @@ class _Samples(NamedTuple):
         batch = Batch(tokens, length, completions, weights, advantages, behaviour, values=values, rows=rows)
         return batch if self.imitation is None else batch.replace(imitation=imitation)
 
-    def group_tokens(self) -> int:
-        """Tokens that the groups send through the trunk, without padding."""
-        prompts = sum(int(self.nodes.length[n]) for n in self.of_node)
-        return prompts + int((self.steps.length[self.rows] - 1).sum())
+    def waited(self, part: list[int], rows: int) -> int:
+        """Tokens, without padding, of the device with most of them; each device has ``rows`` of the nodes ``part``."""
+        sent = [int(self.nodes.length[n] + (self.steps.length[self.rows[self.of_node[n]]] - 1).sum()) for n in part]
+        return max(sum(sent[k : k + rows]) for k in range(0, len(sent), rows))
 
     def sequences(self) -> list[tuple[int, np.ndarray]]:
         """(task, prompt and completion) of each trained step, without the completion's last token.
@@ -191,32 +202,47 @@ class _Samples(NamedTuple):
             out.append((int(nodes.task[n]), ids))
         return out
 
-    def forest(self, packed: PackedSequences, smallest: tuple[int, int]) -> Batch:
-        """One micro-batch of the sequences in ``packed``, whose numbers are positions in `sequences`."""
-        steps, own = self.steps, np.array([number for number, _ in packed.paths])
-        rows = self.rows[own]
-        n, t, r = bucket(len(own), 4), bucket(len(packed.tokens), smallest[0]), self._response(rows, smallest[1])
-        at = np.zeros((n, 1, r), np.int32)
-        for k, (size, (_, path)) in enumerate(zip(steps.length[rows], packed.paths)):
+    def forests(self, some: Sequence[PackedSequences], parts: int, smallest: tuple[int, int]) -> Batch:
+        """One micro-batch of the sequences in ``some``, whose numbers are positions in `sequences`.
+
+        ``some``: one forest for each of the first devices. ``parts``: number of devices. The others have padding alone.
+        """
+        steps, own = self.steps, np.array([number for one in some for number, _ in one.paths])
+        rows, most = self.rows[own], bucket(max(len(one.paths) for one in some), 4)
+        t, r = bucket(max(len(one.tokens) for one in some), smallest[0]), self._response(rows, smallest[1])
+        place = np.array([f * most + k for f, one in enumerate(some) for k in range(len(one.paths))])
+
+        def lay(x: np.ndarray) -> np.ndarray:  # [K ...] of the sequences -> [N ...]
+            out = np.zeros((parts * most, *x.shape[1:]), x.dtype)
+            out[place] = x
+            return out
+
+        at = np.zeros((len(own), 1, r), np.int32)
+        paths = [path for one in some for _, path in one.paths]
+        for k, (size, path) in enumerate(zip(steps.length[rows], paths, strict=True)):
             at[k, 0, :size] = path[len(path) - size :]
         values = None
         if self.values is not None:  # on the first completion of each node
             node = steps.node[self.rows]
             first = np.isin(own, np.unique(node, return_index=True)[1])
-            values = jax.tree.map(lambda x: _pad(x[node[own]], n), self.values)
-            values = values.replace(weight=np.where(_pad(first, n), values.weight, 0).astype(np.float32))
-        grid = lambda x: _pad(x[:, None, :r], n)
-        fill = lambda x: np.array(x + [0] * (t - len(x)), np.int32)
+            values = jax.tree.map(lambda x: lay(x[node[own]]), self.values)
+            values = values.replace(weight=np.where(lay(first), values.weight, 0).astype(np.float32))
+        grid = lambda x: lay(x[:, None, :r])
         return Batch(
-            tokens=np.zeros((n, 0), np.int32),
-            length=np.zeros((n,), np.int32),
+            tokens=np.zeros((parts * most, 0), np.int32),
+            length=np.zeros((parts * most,), np.int32),
             completions=grid(steps.tokens[rows]),
             weights=grid(self.weights[own].astype(np.float32)),
             advantages=grid(self.advantages[own].astype(np.float32)),
             sampler_logprobs=grid(steps.logprobs[rows]),
             values=values,
-            forest=Forest(fill(packed.tokens), fill(packed.position), fill(packed.end), at),
-            rows=_pad(rows[:, None].astype(np.int32), n),
+            forest=Forest(
+                _table([one.tokens for one in some], parts, t),
+                _table([one.position for one in some], parts, t),
+                _table([one.end for one in some], parts, t),
+                predictor=lay(at),
+            ),
+            rows=lay(rows[:, None].astype(np.int32)),
             imitation=None if self.imitation is None else grid(self.imitation[own]),
         )
 
@@ -224,6 +250,14 @@ class _Samples(NamedTuple):
 def _pad(x: np.ndarray, size: int) -> np.ndarray:
     """``x`` and zeros, ``size`` rows in all."""
     return np.concatenate([x, np.zeros((size - len(x), *x.shape[1:]), x.dtype)])
+
+
+def _table(rows: Sequence[list[int]], height: int, width: int) -> np.ndarray:
+    """``rows`` of different lengths as one table [height width], filled with zeros."""
+    out = np.zeros((height, width), np.int32)
+    for row, values in zip(out, rows, strict=False):
+        row[: len(values)] = values
+    return out
 
 
 class PackedSequences:
@@ -249,6 +283,14 @@ class PackedSequences:
         self.end += [0] * (len(ids) - shared)
         self.paths.append((number, np.concatenate([path[:shared], np.arange(here, len(self.tokens))])))
 
+    def join(self, other: PackedSequences) -> None:
+        """Append the closed ``other``, which shares no token with the sequences here."""
+        here = len(self.tokens)
+        self.tokens += other.tokens
+        self.position += other.position
+        self.end += [here + i for i in other.end]
+        self.paths += [(number, here + path) for number, path in other.paths]
+
     def close(self) -> None:
         """End the subtrees of the last sequence. No sequence can be added afterwards."""
         self._close(self.paths[-1][1])
@@ -258,18 +300,22 @@ class PackedSequences:
             self.end[i] = len(self.tokens)
 
 
-def pack_sequences(sequences: Sequence[tuple[int, np.ndarray]], max_tokens: int) -> list[PackedSequences]:
+def pack_sequences(
+    sequences: Sequence[tuple[int, np.ndarray]], max_tokens: int, *, apart: bool = False
+) -> list[PackedSequences]:
     """Pack ``sequences`` (task, ids) into forests. Only sequences of one task share their beginnings.
 
-    ``max_tokens``: largest number of tokens of a forest, unless a single sequence has more.
+    ``max_tokens``: largest number of tokens of a forest, unless a single sequence has more. ``apart``: whether each
+    task begins a forest.
     """
     order = sorted(range(len(sequences)), key=lambda i: (sequences[i][0], sequences[i][1].tolist()))
     out: list[PackedSequences] = []
     before: tuple[int, np.ndarray] | None = None
     for i in order:
         task, ids = sequences[i]
-        shared = common(before[1], ids) if before is not None and before[0] == task else 0
-        if not out or len(out[-1].tokens) + len(ids) - shared > max_tokens:
+        new = before is None or before[0] != task
+        shared = 0 if before is None or new else common(before[1], ids)
+        if not out or (apart and new) or len(out[-1].tokens) + len(ids) - shared > max_tokens:
             out.append(PackedSequences())
             shared = 0
         out[-1].add(i, ids, shared)
@@ -277,3 +323,41 @@ def pack_sequences(sequences: Sequence[tuple[int, np.ndarray]], max_tokens: int)
     for packed in out:
         packed.close()
     return out
+
+
+def share_sequences(
+    sequences: Sequence[tuple[int, np.ndarray]], most: int, parts: int
+) -> tuple[list[list[PackedSequences]], int]:
+    """Pack ``sequences`` (task, ids) into forests for ``parts`` devices.
+
+    ``most``: largest number of tokens of a forest, unless a single sequence has more.
+
+    Returns the forests of each micro-batch, at most one for each device, and the tokens of all micro-batches. There a
+    device counts as many tokens as the one with the largest forest, because it waits for that one.
+    """
+    if parts == 1:
+        forests = pack_sequences(sequences, most)
+        return [[one] for one in forests], sum(len(one.tokens) for one in forests)
+    limits = [most >> k for k in range(HALVES)]
+    shares = (_balance(pack_sequences(sequences, limit, apart=True), most, parts) for limit in limits)
+    return min(shares, key=lambda shared: shared[1])
+
+
+def _balance(pieces: list[PackedSequences], most: int, parts: int) -> tuple[list[list[PackedSequences]], int]:
+    """Join ``pieces`` into forests of about the same size, see `share_sequences`.
+
+    The largest piece comes first, each one into the smallest forest. There are as few micro-batches as ``most`` allows.
+    """
+    pieces = sorted(pieces, key=lambda one: -len(one.tokens))
+    sizes, count = [0], 0
+    while count == 0 or (max(sizes) > max(most, len(pieces[0].tokens)) and count * parts < len(pieces)):
+        count += 1
+        sizes = [0] * (count * parts)
+        forests = [PackedSequences() for _ in sizes]
+        for piece in pieces:
+            smallest = sizes.index(min(sizes))
+            sizes[smallest] += len(piece.tokens)
+            forests[smallest].join(piece)
+    forests = sorted((one for one in forests if one.tokens), key=lambda one: -len(one.tokens))
+    batches = [forests[k : k + parts] for k in range(0, len(forests), parts)]
+    return batches, sum(parts * len(some[0].tokens) for some in batches)

@@ -114,18 +114,23 @@ def step(recipe, state, folder, number):
 
 @functools.cache
 def stepped(recipe, name, folder):
-    made = recipe.make(config(recipe, name))
+    return step_of(recipe.make(config(recipe, name)), folder / f"{recipe.__name__}-{name}", pay=toys.paid)
+
+
+def step_of(made, folder, pay=lambda tree: tree):
+    """The first step of a recipe. ``pay``: changes the tree of the rollout."""
     trees, original = [], made.env_runner.play
 
     def spy(*args, **kwargs):
         played = original(*args, **kwargs)
         trees.append(played.tree)
-        return played._replace(tree=toys.paid(played.tree))
+        return played._replace(tree=pay(played.tree))
 
     made.env_runner.play = spy
     start = made.init(0)
     before = jax.device_get(start.params)
-    state, metrics = step(made, start, folder / f"{recipe.__name__}-{name}", 0)
+    state, metrics = step(made, start, folder, 0)
+    made.env_runner.close()
     return Stepped(made, trees[0], before, state.replace(step=jnp.int32(1)), metrics)
 
 

@@ -126,10 +126,12 @@ def test_batches_hold_the_trained_steps(name, micro_tokens):
         assert batch.tokens.shape[1] == 0 and (batch.weights.sum((1, 2)) > 0).any()
         for row in np.flatnonzero(batch.weights.any((1, 2))):
             size = int((batch.weights[row, 0] > 0).sum())
-            seen = [j for j in range(len(f.end)) if j <= f.predictor[row, 0, size - 1] < f.end[j]]
+            end = f.end[0]
+            seen = [j for j in range(len(end)) if j <= f.predictor[row, 0, size - 1] < end[j]]
             words = batch.completions[row, 0, :size].tolist()
-            context = f.tokens[seen].tolist()
-            assert context[len(context) - size + 1 :] == words[:-1] and f.position[seen].tolist() == [*range(len(seen))]
+            context = f.tokens[0, seen].tolist()
+            assert context[len(context) - size + 1 :] == words[:-1]
+            assert f.position[0, seen].tolist() == [*range(len(seen))]
             for t in range(size):
                 assert f.predictor[row, 0, t] == seen[len(seen) - size + t]
             step = batch.rows[row, 0]
