@@ -42,7 +42,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from jaxmarl_llm import config as config_lib
@@ -114,15 +114,25 @@ def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
     """Build the config dataclass of a config file. Usable from a notebook.
 
     ``spec``: ``NAME[:variant]`` or ``FILE.py[:variant]``. ``overrides``: pairs (dotted key without ``config.``, text
-    of the value).
+    of the value). Another ``env.name`` leaves out the ``env.args`` of the file, whatever the order of the pairs.
     """
     mapping = _read(spec)
     cls = _config_class(spec, mapping.get("recipe"))
-    for path, text in overrides:
+    for path, text in sorted(overrides, key=lambda pair: pair[0] != "env.name"):
         if path == "recipe":
             raise ConfigError("config.recipe: fixed by the config file; choose another file with --config")
+        before = mapping.get("env") or {}
         mapping = config_lib.override(cls, mapping, path, text)
+        if path == "env.name" and before.get("name") != text and before.get("args"):
+            _warn_of_args(before.get("name", ""), text, ", ".join(before["args"]))
+            mapping = {**mapping, "env": {**mapping["env"], "args": {}}}
     return config_lib.from_dict(cls, mapping)
+
+
+@functools.cache
+def _warn_of_args(old: str, new: str, names: str) -> None:
+    """One line on stderr, once a process: arguments ``names`` of ``old`` are left out, because ``new`` takes its place."""
+    logging.warning("config.env.args: %s of environment %r left out, because config.env.name is %r", names, old, new)
 
 
 def _parse(

@@ -2,7 +2,10 @@
 
 tiny        `duet`, two random models of 0.1 M parameters write strings that must fit together; CPU, about a minute.
             Crossed joint actions and standardised advantages, as in the authors' later library
-sparse      the same, but a pair of strings earns nothing unless it is nearly perfect (2.75 of 3.0), 0.4 % of pairs at
+task        a task of your own, --config.env.name=MODULE:FUNCTION: 100 steps of a random model of 0.1 M parameters for each
+            role, CPU. Every reward component has the weight 1 (--config.reward.NAME=WEIGHT); the environment runs in
+            this process
+sparse      the same as `tiny`, but a pair of strings earns nothing unless it is nearly perfect (2.75 of 3.0), 0.4 % of pairs at
             first: every string is tried with all of the partner's, which one model alone cannot do
 paper       the task of `tiny` by the paper: aligned joint actions, no std
 maze        `maze`, two agents who each see half of a 3x3 maze and must agree on every move; CPU, minutes
@@ -25,6 +28,7 @@ humaneval_expert, coophumaneval_expert, mbpp_expert
             the same with a second turn after the edits of an expert model: --config.env.args.expert, .expert_model
 
     jaxmarl-llm train --config=magrpo:tiny --workdir=runs/magrpo
+    jaxmarl-llm train --config=magrpo:task --config.env.name=capitals:make --workdir=runs/capitals
 """
 
 import dataclasses
@@ -40,7 +44,7 @@ from jaxmarl_llm.distributed.meshes import MeshConfig
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.recipes.magrpo import Config
-from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.config import OTHERS, SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
 
 WRITING = {"words": 1.0, "ratio": 1.0, "unique": 1.0, "transitions": 1.0, "jaccard": 1.0}
@@ -94,7 +98,7 @@ PAPER_RUNS = {
     if not form or len(record.epochs) > 1
 }
 VARIANTS = (
-    *("tiny", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text"),
+    *("tiny", "task", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text"),
     *("smollm2", "qwen3_1_7b", *PAPER_RUNS),
 )
 DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
@@ -108,6 +112,18 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 
 def tiny() -> Config:
     return dataclasses.replace(paper(), tree_mode="tree", joint="cross", credit=Credit(group="node", normalise="std"))
+
+
+def task() -> Config:
+    return Config(
+        steps=100,
+        batch=4,
+        team=TeamConfig(max_new_tokens=16, remat=False),
+        env=EnvConfig("duet", workers=0, eval_tasks=64),  # a stand-in for --config.env.name
+        reward={OTHERS: 1.0},
+        optimizer=Optimizer(learning_rate=1e-3),
+        run=RunConfig(eval_every=20, checkpoint_every=50, max_epochs=0.0),
+    )
 
 
 def sparse() -> Config:

@@ -144,6 +144,7 @@ ON_HOST = "its data set is sampled once and kept on disk"
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     env_runner, team = phases.open_env_runner(cfg, env)
+    cfg = phases.with_weights(cfg, env_runner)
     name = env_runner.env.name
     for role in [r for r in ROLES if r not in env_runner.env.roles]:
         raise ConfigError(f"config.env: environment {name!r} has no role {role!r}; MALT needs {', '.join(ROLES)}")

@@ -21,7 +21,7 @@ from jaxmarl_llm.runs.alarms import Alarms
 from jaxmarl_llm.runs.best import FOLDER, BestStep
 from jaxmarl_llm.runs.files import RunFiles, check_shared, one_writer, without_shared
 from jaxmarl_llm.runs.health import Health
-from jaxmarl_llm.runs.phases import Recipe
+from jaxmarl_llm.runs.phases import Recipe, with_weights
 from jaxmarl_llm.runs.recorder import CHANGEABLE, Recorder
 from jaxmarl_llm.runs.trial import try_tasks
 from jaxmarl_llm.runs.versions import commit_of, versions
@@ -70,7 +70,7 @@ def fit(
     writes report.png and episodes.md. Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the
     step in progress and end with SystemExit (`distributed.signals`).
     """
-    folder = Workdir(workdir)
+    folder, cfg = Workdir(workdir), with_weights(cfg, recipe.env_runner)
     with (
         processes.watchdog(cfg.run.deadlines),
         signals.listening(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from absl import logging
 from jaxmarl_llm.agents import memory, snapshots
 from jaxmarl_llm.agents.team import init_params, make_team
 from jaxmarl_llm.credit.assign import Credit, find_rule, standard_rule, try_rule
-from jaxmarl_llm.credit.rules import CreditRule, Sizes
+from jaxmarl_llm.credit.rules import CreditRule, RewardWeights, Sizes
 from jaxmarl_llm.distributed import meshes
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.contract import Environment, check_step
@@ -33,7 +33,7 @@ from jaxmarl_llm.rollout.menus import check_menus
 from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.runs.ahead import Programs, no_programs, programs_of
 from jaxmarl_llm.telemetry.logger import Logger
-from jaxmarl_llm.training.config import BaseConfig
+from jaxmarl_llm.training.config import OTHERS, BaseConfig, weights_of
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate
 from jaxmarl_llm.training.finite import check_parameters
@@ -42,8 +42,10 @@ from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.optimizers import Optimizer, to_memory
 from jaxmarl_llm.training.step_metrics import diagnose
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
-from jaxmarl_llm.training.train_step import Algorithm, Driver, StepResult, TrainStep, find_update
+from jaxmarl_llm.training.train_step import Algorithm, Driver, RewardSchedule, StepResult, TrainStep, find_update
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState
+
+ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
 # (training step, number of the step, number in its phase from 0, memories before and after, result)
 Recorder = Callable[[TrainStep, int, int, PyTree, PyTree, StepResult], None]
@@ -217,7 +219,8 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
             ``cfg.team``.
     """
     env_runner = make_env_runner(cfg.env, env, seed=cfg.seed)
-    _check_paid("config.reward", cfg.reward, env_runner)
+    hint = f"""; --config.reward="{{'{OTHERS}': 1.0}}" pays each of them"""
+    _check_paid("config.reward", {*cfg.reward} - {OTHERS}, env_runner, hint)
     if cfg.team.batch_models and not env_runner.array:
         raise ConfigError(f"config.team.batch_models: expected false with the host environment {cfg.env.name!r}")
     team = make_team(cfg.team, env_runner.env.roles)
@@ -234,13 +237,36 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
     return env_runner, team
 
 
-def _check_paid(path: str, weights: Iterable[str], env_runner: EnvRunner) -> None:
-    """Raise ConfigError for a weight of a component that the environment does not pay."""
+def _check_paid(path: str, weights: Iterable[str], env_runner: EnvRunner, hint: str = "") -> None:
+    """Raise ConfigError for a weight of a component that the environment does not pay. ``hint``: end of the message."""
     env = env_runner.env
     if unknown := sorted(set(weights) - set(env.components)):
         raise ConfigError(
-            f"{path}: environment {env.name!r} pays no {unknown[0]!r}; it pays {', '.join(env.components)}"
+            f"{path}: environment {env.name!r} pays no {unknown[0]!r}; it pays {', '.join(env.components)}{hint}"
         )
+
+
+def with_weights(cfg: ConfigT, env_runner: EnvRunner) -> ConfigT:
+    """Return a configuration whose weights name every component, in place of the entry ``others``.
+
+    Args:
+        cfg: The configuration; it is returned as it is without such an entry.
+        env_runner: Runner of the environment, whose components are read.
+    """
+    if OTHERS not in cfg.reward:
+        return cfg
+    return replace(cfg, reward=weights_of(cfg.reward, env_runner.env.components))
+
+
+def _weighted(plan: Plan, algorithm: Algorithm, components: tuple[str, ...]) -> tuple[Plan, Algorithm]:
+    """The plan and the algorithm with weights of ``components`` in place of the entry ``others``."""
+    given = algorithm.reward
+    if callable(given):
+        paid: RewardWeights | RewardSchedule = lambda step: weights_of(dict(given(step)), components)
+    else:
+        paid = weights_of(dict(given), components)
+    weights = weights_of(dict(plan.reward), components)
+    return plan._replace(reward=tuple(sorted(weights.items()))), replace(algorithm, reward=paid)
 
 
 def make_phases(
@@ -368,6 +394,9 @@ def make_recipe(
         critic_optimizer: Of critics that play no role; None: ``cfg.optimizer``.
     """
     env_runner, team = open_env_runner(cfg, env)
+    if OTHERS in cfg.reward:
+        cfg = with_weights(cfg, env_runner)
+        plan, algorithm = _weighted(plan, algorithm, env_runner.env.components)
     if cfg.credit.normalise == "std" and cfg.credit.baseline != "mean":
         logging.warning(
             "config.credit.baseline=%s has no effect with credit.normalise=std: standardised advantages have mean 0",

@@ -87,7 +87,7 @@ class CriticAdvantage:
         out = _advantages(
             tree,
             value,
-            dict(cfg.reward),
+            dict(step.cfg.reward),
             roles=len(team.roles),
             max_turns=step.env_runner.env.max_turns,
             discount=cfg.credit.discount,

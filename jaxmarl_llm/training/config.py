@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxmarl_llm.agents.snapshots import Past
 from jaxmarl_llm.agents.team import TeamConfig
@@ -18,6 +19,21 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
+
+OTHERS = "others"  # key of ``reward``: the weight of every component without a weight of its own
+
+
+def weights_of(reward: Mapping[str, Any], components: Iterable[str]) -> dict[str, Any]:
+    """Weights by component, with the entry ``others`` written out.
+
+    Args:
+        reward: Component -> weight, and possibly ``others`` -> weight of every component that is not named.
+        components: Names of all components that the environment pays.
+    """
+    named = {name: weight for name, weight in reward.items() if name != OTHERS}
+    if OTHERS not in reward:
+        return named
+    return named | {name: reward[OTHERS] for name in components if name not in named}
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,7 @@ class BaseConfig:
     env: EnvConfig = EnvConfig()
     sampling: Sampling = Sampling()
     engine: EngineConfig = EngineConfig()  # external engines that sample the completions of a host environment
-    # component -> weight; an absent component is logged and not paid
+    # component -> weight; an absent component is logged and not paid; the key others: all that are not named
     reward: dict[str, float] = field(default_factory=lambda: {"accuracy": 1.0, "format": 1.0, "efficiency": -1.0})
     credit: Credit = Credit()
     loss: Loss = Loss()
