@@ -43,7 +43,8 @@ class TextTask(HostTask):
             also name a role that acted at an earlier turn, and then shows its text.
         reward: (task, texts) -> a number for all roles, {role: number}, {component: number} for all roles, or {role:
             {component: number}}. It may take a third argument: the rounds, each {role: text}. A number is the component
-            ``reward``. It has to grade any text, the empty text included.
+            ``reward``. It has to grade any text, the empty text included. A dictionary by role has every role: 0.0, or
+            no components, pays a role nothing, and None makes the joint action invalid.
         held_out: Data of the evaluation, like ``data``. Without it a quarter of the tasks is held out, by a hash of the
             prompts of the first turn.
         instructions: Text of a system message, for all roles or role -> text.
@@ -226,6 +227,11 @@ class _Play:
         said = tuple((role, texts.get(role, "")) for role in self.roles)
         try:
             by_role = self.pay(_State(row.fields, (said,)))
+            if absent := [role for role in self.roles if role not in by_role]:
+                raise ConfigError(
+                    f"reward: returned {', '.join(map(repr, by_role))} and no {absent[0]!r}; expected every role, and "
+                    "0.0 for a role that is paid nothing"
+                )
             numbers = [value for values in by_role.values() for value in values.values()]
             if all(value is None for value in numbers):
                 raise ConfigError(f"reward: returned {'None' if numbers else 'no number'}; expected {PAID}")

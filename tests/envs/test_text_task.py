@@ -226,6 +226,16 @@ def test_anything_else_is_refused_with_what_would_be_right(result):
         paid(result, ROLES)
 
 
+@pytest.mark.parametrize(
+    "result",
+    [{"left": 1.0, "right": 0.0}, {"left": {"a": 1.0}, "right": {}}, {"left": {"a": 1.0}, "right": {"b": 0.0}}],
+)
+def test_a_role_may_be_paid_nothing_and_components_may_differ_by_role(result):
+    task = TextTask(ROWS, {"left": "{q}", "right": "{q}"}, lambda task, texts: result)
+    ((_, rewards, _),) = play(task, {"left": "", "right": ""})
+    assert rewards == paid(result, ROLES) and set(rewards) == set(ROLES)
+
+
 def raises(task, texts):
     return task["anwser"]
 
@@ -240,6 +250,18 @@ BAD = {
     "no function": (lambda: TextTask(ROWS, PROMPTS, 3), "reward: expected a function of"),
     "raises": (lambda: TextTask(ROWS, PROMPTS, raises), r"row \d+: reward raised KeyError: 'anwser'; it has to gra"),
     "none": (lambda: TextTask(ROWS, PROMPTS, lambda task, texts: None), r"row \d+: reward: returned None; expected a "),
+    "a role less": (
+        lambda: TextTask(ROWS, LATER, lambda task, texts: {"first": 1.0}),
+        r"row \d+: reward: returned 'first' and no 'second'; expected every role, and 0.0 for a role that is paid not",
+    ),
+    "a role less, by component": (
+        lambda: TextTask(ROWS, LATER, lambda task, texts: {"second": {"a": 1.0}}, turns=["first", "second"]),
+        "reward: returned 'second' and no 'first'",
+    ),
+    "a role less, in rounds": (
+        lambda: TextTask(ROWS, LATER, lambda task, texts: {"first": 1.0}, reply=lambda task, rounds: "", rounds=2),
+        "reward: returned 'first' and no 'second'",
+    ),
     "type": (lambda: TextTask(ROWS, PROMPTS, lambda task, texts: "1"), r"row \d+: reward: 'reward' is '1' \(str\)"),
     "list": (lambda: TextTask(ROWS, PROMPTS, lambda task, texts: [1.0]), r"row \d+: reward: 'reward' is \[1.0\] \(lis"),
     "no roles": (lambda: TextTask(ROWS, {}, exact), "prompts: expected {role: prompt} with at least one role"),
