@@ -131,7 +131,7 @@ def load(spec: str, overrides: Sequence[tuple[str, str]] = ()) -> Any:
 
 @functools.cache
 def _warn_of_args(old: str, new: str, names: str) -> None:
-    """One line on stderr, once a process: arguments ``names`` of ``old`` are left out, because ``new`` takes its place."""
+    """Warn once a process that the arguments ``names`` of environment ``old`` are left out for environment ``new``."""
     logging.warning("config.env.args: %s of environment %r left out, because config.env.name is %r", names, old, new)
 
 

@@ -1,8 +1,8 @@
 """GRPO (arXiv 2402.03300). Variants:
 
 tiny   one random model of 0.1 M parameters answers `dispatch_solo` queries; CPU, under a minute
-task   a task of your own, --config.env.name=MODULE:FUNCTION: 100 steps of a random model of 0.1 M parameters, CPU. Every
-       reward component has the weight 1 (--config.reward.NAME=WEIGHT); the environment runs in this process
+task   a task of your own, --config.env.name=MODULE:FUNCTION: 100 steps of a random model of 0.1 M parameters; CPU.
+       Every reward component has the weight 1 (--config.reward.NAME=WEIGHT). The environment runs in this process
 
     jaxmarl-llm train --config=grpo:tiny --workdir=runs/grpo
     jaxmarl-llm train --config=grpo:task --config.env.name=capitals:make --workdir=runs/capitals

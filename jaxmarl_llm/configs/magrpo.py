@@ -2,10 +2,10 @@
 
 tiny        `duet`, two random models of 0.1 M parameters write strings that must fit together; CPU, about a minute.
             Crossed joint actions and standardised advantages, as in the authors' later library
-task        a task of your own, --config.env.name=MODULE:FUNCTION: 100 steps of a random model of 0.1 M parameters for each
-            role, CPU. Every reward component has the weight 1 (--config.reward.NAME=WEIGHT); the environment runs in
-            this process
-sparse      the same as `tiny`, but a pair of strings earns nothing unless it is nearly perfect (2.75 of 3.0), 0.4 % of pairs at
+task        a task of your own, --config.env.name=MODULE:FUNCTION: 100 steps of a random model of 0.1 M parameters for
+            each role; CPU. Every reward component has the weight 1 (--config.reward.NAME=WEIGHT). The environment runs
+            in this process
+sparse      `tiny`, but a pair of strings earns nothing unless it is nearly perfect (2.75 of 3.0), 0.4 % of pairs at
             first: every string is tried with all of the partner's, which one model alone cannot do
 paper       the task of `tiny` by the paper: aligned joint actions, no std
 maze        `maze`, two agents who each see half of a 3x3 maze and must agree on every move; CPU, minutes

@@ -9,7 +9,7 @@ folder for each data set, with the upstream file names:
     taubench_retail/{users,orders,products,tasks_<split>}.json  MIT sierra-research/tau-bench
     scitldr/SciTLDR-A/{train,dev,test}.jsonl        Apache-2.0      allenai/scitldr, abstracts only
 
-A name with a slash, such as ``openai/gsm8k``, is an id on the Hugging Face hub and is read by ``datasets``. Wrong data
+A name with a slash, such as ``openai/gsm8k``, is an id on the Hugging Face hub (`data.hub_sets`). Wrong data
 raises ConfigError with one line that names file, line and field. No row is skipped silently. Data sets without an
 upstream train split (BFCL, HotpotQA) are split 80/20 by a hash of the question. So a question never changes its split,
 and is in one split alone. Upstream splits keep their rows, except rows of train or dev whose text is also in test.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxmarl_llm import json_files
-from jaxmarl_llm.data import remote
+from jaxmarl_llm.data import hub_sets, remote
 from jaxmarl_llm.errors import ConfigError
 
 Task = dict[str, Any]
@@ -35,8 +35,6 @@ Tasks = list[tuple[str, Task]]
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CATEGORIES = ("simple_python", "multiple", "parallel", "parallel_multiple")  # of BFCL files, if present
-HUB_CONFIGS = {"openai/gsm8k": "main", "hotpotqa/hotpot_qa": "distractor"}
-HUB_SPLITS = {("OpenMLRL/arXiv_abstract", "test"): "val"}  # no test split upstream
 
 
 def load(
@@ -343,21 +341,16 @@ _CONTENT = {  # the field that makes a task itself
 
 def _from_hub(name: str, split: str) -> tuple[Tasks, str]:
     """Tasks of a data set on the Hugging Face hub, and the source. Raises ConfigError."""
-    try:
-        import datasets  # an optional extra: most runs read local files
-    except ImportError:
-        raise ConfigError(f"dataset {name!r} is a hub id and needs the extra: pip install 'jaxmarl_llm[hf]'") from None
-    try:
-        rows = datasets.load_dataset(name, HUB_CONFIGS.get(name), split=HUB_SPLITS.get((name, split), split))
-    except Exception as error:  # a wrong name, a wrong split and a lost connection have different classes
-        why = next(iter(str(error).split("\n")), "")
-        raise ConfigError(f"hub {name}, split {split}: cannot be had ({type(error).__name__}: {why})") from None
-    parse = _HUB_ROWS.get(name)
+    of = hub_sets.parse(name)
+    if of is None or of.split is not None:
+        raise ConfigError(f"dataset {name!r}: expected a hub id OWNER/NAME or OWNER/NAME:CONFIG")
+    rows, source = hub_sets.rows(of, split)
+    parse = _HUB_ROWS.get(of.repo)
     tasks = []
-    for i, row in enumerate(rows):
-        where, id = f"{name}, row {i + 1}", str(row.get("id") or f"{name}-{split}-{i}")
+    for i, (where, row) in enumerate(rows):
+        id = str(row.get("id") or f"{of.repo}-{split}-{i}")
         tasks.append((where, parse(where, row, id) if parse else dict(row) | {"id": id}))
-    return tasks, f"hub {name} ({rows.info.version})"
+    return tasks, source
 
 
 _HUB_ROWS: dict[str, Callable[[str, Mapping[str, Any], str], Task]] = {

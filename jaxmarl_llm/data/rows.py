@@ -1,4 +1,4 @@
-"""Rows of a user's own data: a JSONL file, an iterable of mappings, or a `datasets` set of Hugging Face."""
+"""Rows of a user's own data: a JSONL file, an iterable of mappings, or a data set of Hugging Face."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmarl_llm.data import hub_sets
 from jaxmarl_llm.errors import ConfigError
 
 
@@ -26,24 +27,36 @@ def read_rows(source: Any, count: int | None = None, name: str = "data") -> list
     """Rows of ``source``.
 
     Args:
-        source: Path of a JSONL file (one object a line; blank lines are skipped), or an iterable of mappings.
+        source: Path of a JSONL file (one object a line; blank lines are skipped), name of a data set of the hub as
+            `data.hub_sets` has it (without a split: ``train``), or an iterable of mappings.
         count: Rows at most; None: all.
         name: How messages call an iterable.
 
     Raises:
         ConfigError: A line or a row cannot be used; the message names the file, the line and the key.
     """
-    is_file = isinstance(source, (str, Path))
-    rows = list(itertools.islice(_of_file(source) if is_file else _of_rows(source, name), count))
+    is_named = isinstance(source, (str, Path))
+    rows = list(itertools.islice(_of_name(source) if is_named else _of_rows(source, name), count))
     if not rows:
-        raise ConfigError(f"{source if is_file else name}: no rows")
+        raise ConfigError(f"{source if is_named else name}: no rows")
     return rows
+
+
+def _of_name(source: str | Path) -> Iterator[Row]:
+    """Rows of a file, or of a data set of the hub."""
+    hub_set = None if isinstance(source, Path) or Path(source).exists() else hub_sets.parse(source)
+    if hub_set is None:
+        return _of_file(source)
+    found, _ = hub_sets.rows(hub_set, hub_set.split or "train")
+    return (Row(where, dict(fields)) for where, fields in found)
 
 
 def _of_file(source: str | Path) -> Iterator[Row]:
     path = Path(source)
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; expected a JSONL file, one object a line")
+        raise ConfigError(
+            f"{path}: no such file; expected a JSONL file, one object a line, or {hub_sets.FORMS} of a hub"
+        )
     try:
         with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""The door of an own task: `--config=magrpo:task --config.env.name=capitals:make`, and `jaxmarl-llm envs capitals:make`."""
+"""The door of an own task: `--config=magrpo:task --config.env.name=capitals:make`, and the commands around it."""
 
 from __future__ import annotations
 
