@@ -1,8 +1,8 @@
 """Data sets of the Hugging Face hub by name, read by the package `datasets` (extra ``hf``).
 
 A name is ``OWNER/NAME``, ``OWNER/NAME:CONFIG`` or ``OWNER/NAME:CONFIG:SPLIT``, for example ``openai/gsm8k:main:test``.
-An empty CONFIG is the one of the set, as in ``openai/gsm8k::test``. Files in the local cache of the hub come first, so a
-machine without a network reads what ``hf download --repo-type dataset OWNER/NAME`` has fetched.
+An empty CONFIG is the one of the set, as in ``openai/gsm8k::test``. Files in the local cache of the hub come first. So
+a machine without a network reads what ``hf download --repo-type dataset OWNER/NAME`` has fetched.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def read_rows(source: Any, count: int | None = None, name: str = "data") -> list
 
 def _of_name(source: str | Path) -> Iterator[Row]:
     """Rows of a file, or of a data set of the hub."""
-    hub_set = None if isinstance(source, Path) or Path(source).exists() else hub_sets.parse(source)
+    hub_set = None if isinstance(source, Path) else hub_sets.parse(source)
     if hub_set is None:
         return _of_file(source)
     found, _ = hub_sets.rows(hub_set, hub_set.split or "train")
