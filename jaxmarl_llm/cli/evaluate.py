@@ -1,15 +1,22 @@
 """Command that evaluates the newest checkpoint of a run on held-out tasks:
 
-    jaxmarl-llm evaluate --workdir=runs/demo [--out=FILE.json] [--mesh=1,1,1]
-    jaxmarl-llm evaluate --workdir=runs/pair --partner=runs/other --relay=2 --solo=runs/solo
+    jaxmarl-llm evaluate runs/demo [--out=FILE.json] [--mesh=1,1,1]
+    jaxmarl-llm evaluate runs/demo --env=more_capitals:make
+    jaxmarl-llm evaluate runs/pair --partner=runs/other --relay=2 --solo=runs/solo
 
 It prints success and the mean of each reward component, for episodes sampled as in training and for greedy episodes.
 ``--best`` takes the step that ``run.best`` kept in place of the newest.
+
+``--env`` names another environment: module:function of your own, or one of ours. Its roles are roles of the run, all or
+some of them, and each keeps its model and its memory. A reward component has the weight of the run, and 1 where the run
+has none.
+
 The configuration is that of the checkpoint, except for devices: ``--mesh`` selects devices of this machine. With
 ``--partner`` or ``--solo``, it also prints a table of mixed teams and of the gap to a single agent (`cli.partners`).
 ``--solo`` may name the run itself if its environment has a form for one agent.
 """
 
+import dataclasses
 import json
 import logging as python_logging
 from pathlib import Path
@@ -20,6 +27,9 @@ from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.cli.trained_run import open_run
 from jaxmarl_llm.errors import ConfigError
 
+flags.DEFINE_string(
+    "env", None, "Another environment, whose held-out tasks are played: module:function, or one of ours."
+)
 flags.DEFINE_string("partner", None, "Folder of another run with the same roles, whose models take some seats.")
 flags.DEFINE_integer("relay", 0, "First turns in which the partner plays the first seat.", lower_bound=0)
 flags.DEFINE_string("solo", None, "Folder of a run whose first model plays alone, the reference of the gap.")
@@ -55,6 +65,45 @@ def partner_figures(cfg, recipe, state, flag_values):
     return partners.figures(arms)
 
 
+def another_environment(cfg, recipe, state, name):
+    """Figures of the run's models on the held-out tasks of another environment, as ``recipe.evaluate`` names them.
+
+    cfg, recipe, state: results of `open_run`. name: of the environment, as in ``config.env.name``. Raises ConfigError
+    where the environment has a fault, or a role that the run lacks.
+    """
+    from jaxmarl_llm.distributed import meshes
+    from jaxmarl_llm.rollout.env_runner import make_env_runner
+    from jaxmarl_llm.training.config import OTHERS, weights_of
+    from jaxmarl_llm.training.evaluation import evaluate
+    from jaxmarl_llm.training.train_step import TrainStep
+
+    named = dataclasses.replace(cfg.env, name=name, args={})
+    try:
+        named.check("config.env")
+        runner = make_env_runner(named, seed=cfg.seed)
+    except ConfigError as error:
+        raise ConfigError(f"--env={name}: {error}") from None
+    try:
+        roles = {role.name: role for role in recipe.team.roles}
+        if strange := [role for role in runner.env.roles if role not in roles]:
+            raise ConfigError(
+                f"--env={name}: its role {strange[0]!r} is no role of the run, whose roles are {', '.join(roles)}"
+            )
+        steps = [phase.step for phase in recipe.phases if isinstance(phase.step, TrainStep)]
+        memory = steps[-1].algorithm.memory if steps else None
+        if memory is not None and (runner.array or recipe.env_runner.array):
+            raise ConfigError(f"--env={name}: the run has a memory, which only text environments may read elsewhere")
+        team = dataclasses.replace(recipe.team, roles=tuple(roles[role] for role in runner.env.roles), critics=())
+        runner.layout = recipe.env_runner.layout
+        paid = {component: weight for component, weight in cfg.reward.items() if component in runner.env.components}
+        weights = weights_of({**paid, OTHERS: 1.0}, runner.env.components)
+        with meshes.use_mesh(recipe.mesh):
+            there = dataclasses.replace(cfg, env=named, reward=weights)
+            return {"env": name, **evaluate(there, team, runner, state, memory)}
+    finally:
+        runner.close()
+
+
 def main(cfg, workdir, flag_values):
     """Evaluate the run in ``workdir`` and print the figures.
 
@@ -64,10 +113,15 @@ def main(cfg, workdir, flag_values):
     python_logging.getLogger().setLevel(python_logging.WARNING)
     if flag_values.out and not Path(flag_values.out).absolute().parent.is_dir():
         raise ConfigError(f"--out: {flag_values.out}: there is no folder {Path(flag_values.out).absolute().parent}")
+    for name in ("partner", "solo"):
+        if flag_values.env and flag_values[name].value:
+            raise ConfigError(f"--env: expected no --{name}: mixed teams play the environment of the run")
     cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh, best=flag_values.best)
     try:
         teams = partner_figures(cfg, recipe, state, flag_values)
-        figures = {"step": int(state.step), **recipe.evaluate(state)}
+        own = not flag_values.env
+        found = recipe.evaluate(state) if own else another_environment(cfg, recipe, state, flag_values.env)
+        figures = {"step": int(state.step), **found}
     finally:
         recipe.env_runner.close()
     for key, value in figures.items():

@@ -178,6 +178,7 @@ class Flags(dict):
 
     def __init__(self, **given):
         values = {
+            "env": None,
             "partner": None,
             "solo": None,
             "relay": 0,
