@@ -52,6 +52,7 @@ from jaxmarl_llm.errors import ConfigError, RunError
 FLAGS = flags.FLAGS
 HELP = ("-h", "-help", "--help", "--helpshort", "-?", "--?")
 OF_CONFIG = ("config", "list", "print_config")  # flags of commands that take a configuration
+OF_RUN = "Folder of a trained run, which is also taken as the argument RUN."
 OVERRIDE = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 
 flags.DEFINE_string("config", None, "Shipped configuration NAME[:variant], or a config file FILE.py[:variant].")
@@ -73,7 +74,7 @@ def run(
     ``ConfigError`` from ``main`` also ends with one line and exit code 2, a ``RunError`` with one line and exit code 1.
     An interrupt from the keyboard ends with one line and exit code 130. ``--help`` prints the docstring of main's
     module and the flags. ``takes_config``: False for a command whose configuration is that of a run. It refuses the
-    flags of a configuration, and its ``--help`` does not list them.
+    flags of a configuration, and its ``--help`` does not list them. The folder of the run may be its one argument.
     """
 
     def enter(built: Any) -> int | None:
@@ -157,6 +158,12 @@ def _parse(
         sys.exit(0)
     except flags.Error as error:
         raise ConfigError(str(error).removeprefix("ERROR:: ")) from None
+    if positional and not takes_config:
+        if FLAGS.workdir:
+            raise ConfigError(
+                f"RUN: {positional[0]!r} and --workdir={FLAGS.workdir} are given; expected one of the two"
+            )
+        FLAGS.workdir = positional.pop(0)
     if positional:
         raise ConfigError(f"unexpected argument {positional[0]!r}; flags begin with --")
     if not takes_config and (given := [name for name in OF_CONFIG if FLAGS[name].value] + ["config"] * bool(overrides)):
@@ -164,14 +171,19 @@ def _parse(
     wanted = [name for name in required if name != "workdir" or not FLAGS.print_config]
     for name in wanted + ["config"] * bool(overrides or FLAGS.print_config):
         if FLAGS[name].value in (None, ""):
-            raise ConfigError(f"--{name}: required but not given ({FLAGS[name].help})")
+            raise ConfigError(f"--{name}: required but not given ({_help_of(name, takes_config)})")
     cfg = load(FLAGS.config, overrides) if FLAGS.config else None
     if FLAGS.print_config:
         arguments.show("\n".join(f"{key} = {value!r}" for key, value in config_lib.flatten(cfg).items()))
         sys.exit(0)
-    if FLAGS.workdir:
+    if FLAGS.workdir and takes_config:
         _check_workdir(FLAGS.workdir)
     return cfg, FLAGS.workdir
+
+
+def _help_of(name: str, takes_config: bool) -> str:
+    """The help text of a flag. ``takes_config``: as in `run`; without it --workdir is a run that is there."""
+    return OF_RUN if name == "workdir" and not takes_config else str(FLAGS[name].help)
 
 
 def given_overrides() -> list[tuple[str, str]]:
@@ -193,7 +205,7 @@ def _usage(about: str, takes_config: bool) -> str:
         flag = FLAGS[name]
         shown = f"--[no]{name}" if flag.boolean else f"--{name}"
         default = "" if flag.default in (None, []) else f" (default: {flag.default})"
-        lines.append(f"  {shown}: {flag.help}{default}")
+        lines.append(f"  {shown}: {_help_of(name, takes_config)}{default}")
     return "\n".join([*lines, "  --helpfull: All flags, those of absl included."])
 
 

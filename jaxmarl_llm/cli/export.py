@@ -1,6 +1,6 @@
 """Command that exports the models of a run as Hugging Face directories:
 
-    jaxmarl-llm export --workdir=runs/smollm2 --export_to=exports/smollm2 [--models=master,math] [--adapters]
+    jaxmarl-llm export runs/smollm2 --export_to=exports/smollm2 [--models=master,math] [--adapters]
         [--push=OWNER/NAME] [--private]
 
 It writes one directory for each model, with adapters merged into their backbone, and team.json. That file gives the

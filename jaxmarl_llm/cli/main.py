@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 
+from jaxmarl_llm._version import __version__
 from jaxmarl_llm.cli import arguments, catalogue
 
 COMMANDS = {
@@ -36,10 +37,14 @@ def main() -> None:
         commands = [f"  {name:14} {what}" for name, what in COMMANDS.items()]
         more = ["  jaxmarl-llm COMMAND --help   flags and configuration keys of a command"]
         more += ["  jaxmarl-llm --list           shipped configurations"]
+        more += ["  jaxmarl-llm --version        version of the package"]
         arguments.show("\n".join(["usage: jaxmarl-llm COMMAND [flags]", "", *commands, "", *more]))
         return
     if given == "--list":
         arguments.show(catalogue.config_list())
+        return
+    if given == "--version":
+        arguments.show(f"jaxmarl_llm {__version__}")
         return
     if given not in COMMANDS:
         print(f"error: unknown command {given!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)

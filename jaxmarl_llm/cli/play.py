@@ -2,8 +2,10 @@
 
     jaxmarl-llm play capitals:make                            you are every role
     jaxmarl-llm play chain_text --role=solver --say=checker=ok  you are the solver, the checker always says ok
-    jaxmarl-llm play --workdir=runs/try --role=solver         you are the solver, trained models are the others
-    jaxmarl-llm play --workdir=runs/try --watch               the trained team plays alone
+    jaxmarl-llm play runs/try --role=solver                   you are the solver, trained models are the others
+    jaxmarl-llm play runs/try --watch                         the trained team plays alone
+
+The argument is a run where it is a folder or has a slash, else an environment. --workdir=RUN names a run, too.
 
 Before each completion the prompt is shown as that role sees it. After each joint action the rewards are shown by role
 and component. Write one line; `\\n` in it is a line break. The end of input (Ctrl-D) ends the game. `--task` is the
@@ -18,6 +20,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxmarl_llm.cli import arguments
@@ -34,8 +37,10 @@ class Ended(Exception):
 
 def main(given: Any) -> int:
     """Play one task. ``given``: the parsed arguments."""
+    if given.workdir is None and given.env is not None and _is_run(given.env):
+        given.env, given.workdir = None, given.env
     if (given.env is None) == (given.workdir is None):
-        raise ConfigError("expected an environment or --workdir=RUN, one of the two")
+        raise ConfigError("expected an environment, or a run as RUN or --workdir=RUN, one of the two")
     env, tasks, trained = _open_run(given) if given.workdir else _open_env(given.env, given.task)
     players = _players(env.roles, given, trained)
     try:
@@ -43,6 +48,13 @@ def main(given: Any) -> int:
     except Ended:
         print("\nended")
     return 0
+
+
+def _is_run(name: str) -> bool:
+    """Whether an argument is the folder of a run, and no environment."""
+    from jaxmarl_llm.envs.registry import MODULES
+
+    return name not in MODULES and ("/" in name or Path(name).is_dir())
 
 
 class Everything(Show):
@@ -153,7 +165,7 @@ def _open_run(given: Any) -> tuple[HostEnv, Sequence[Any], Player]:
 
 if __name__ == "__main__":
     parser = arguments.Parser("play", __doc__)
-    parser.add_argument("env", nargs="?", metavar="ENV", help="an environment; or --workdir")
+    parser.add_argument("env", nargs="?", metavar="ENV|RUN", help="an environment, or the folder of a trained run")
     parser.add_argument("--workdir", metavar="RUN", help="a trained run, whose models play the other roles")
     parser.add_argument("--best", action="store_true", help="the best step of the run instead of the newest")
     arguments.add_sampling(parser)

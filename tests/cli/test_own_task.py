@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from jaxmarl_llm.cli import config_flags
+from jaxmarl_llm.cli import config_flags, evaluate, play
 from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.errors import ConfigError
+from tests.cli.test_cli import command
+from tests.cli.tiny_runs import SHAPE, tiny_run
 
 NAME = [("env.name", "own_capitals:make")]
 
@@ -31,3 +40,136 @@ def test_another_environment_leaves_the_arguments_of_the_old_one_out(capitals, c
         assert config_flags.load("grpo:tiny", order).env.args == {"efficiency": 0.1}
     same = config_flags.load("grpo:tiny", [("env.name", "dispatch_solo"), given])
     assert same.env.args == {"efficiency": 0.1, "wrong_product": 0.25}
+
+
+# --------------------------------------------------------------------------------------------- evaluate --env=another
+
+OTHER = """
+from jaxmarl_llm import TextTask
+SAID = []
+
+def task(roles, pays):
+    rows = [{"country": c} for c in ("France", "Japan", "Peru")]
+    prompts = {"solver": "Capital of {country}?", "judge": "Is {country} fine?"}
+    def reward(task, texts):
+        SAID.append((task["country"], dict(texts)))
+        return pays
+    shown = {role: prompts.get(role, "{country}") for role in roles}
+    return TextTask({"train": rows[:1], "test": rows[1:]}, shown, reward)
+
+def own_roles(): return task(("solver", "judge"), {"accuracy": 0.5, "style": 2.0})
+def swapped(): return task(("judge", "solver"), {"accuracy": 0.5, "style": 2.0})
+def alone(): return task(("judge",), {"style": 2.0})
+def stranger(): return task(("judge", "critic"), {"style": 2.0})
+"""
+
+
+@pytest.fixture
+def elsewhere(capitals, tmp_path):
+    """A module of environments with the roles of `own_capitals`, and an untrained run on it."""
+    (tmp_path / "own_other.py").write_text(OTHER)
+    yield tiny_run(capitals, reward={"accuracy": 3.0, "length": 1.0})
+    sys.modules.pop("own_other", None)
+
+
+def said(run, name):
+    """Figures of the run on an environment, and who wrote what of each held-out country: first sampled, then greedy."""
+    sys.modules.pop("own_other", None)
+    figures = evaluate.another_environment(*run, f"own_other:{name}")
+    return figures, [(country, texts) for country, texts in sys.modules["own_other"].SAID if country != "France"]
+
+
+def test_a_team_plays_another_environment_and_each_role_keeps_its_model(elsewhere):
+    figures, texts = said(elsewhere, "own_roles")
+    assert figures["env"] == "own_other:own_roles"
+    assert [country for country, _ in texts] == ["Japan", "Peru"] * 2
+    for suffix in ("", "_greedy"):  # accuracy has the weight of the run, and style has none there
+        assert figures[f"eval/accuracy{suffix}"] == 0.5 and figures[f"eval/return{suffix}"] == 3.0 * 0.5 + 2.0
+    greedy = dict(texts[2:])
+    _, other = said(elsewhere, "swapped")
+    assert dict(other[2:]) == greedy
+    assert len({text[role] for text in greedy.values() for role in text}) > 1
+    figures, lone = said(elsewhere, "alone")
+    assert {country: text["judge"] for country, text in lone[2:]} == {c: t["judge"] for c, t in greedy.items()}
+    assert figures["eval/return_greedy"] == 2.0
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("own_other:stranger", "its role 'critic' is no role of the run, whose roles are solver, judge"),
+        ("own_other:nothing", "config.env.name: module 'own_other' has no attribute 'nothing'"),
+        ("duett", "config.env.name: no environment 'duett'; did you mean 'duet'"),
+    ],
+)
+def test_an_environment_that_the_team_cannot_play_is_one_line(elsewhere, name, message):
+    with pytest.raises(ConfigError, match=f"^--env={name}: {message}") as error:
+        evaluate.another_environment(*elsewhere, name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_memory_of_an_array_environment_is_not_read_elsewhere(elsewhere):
+    run = tiny_run("dispatch", recipe="joyagents_r1", batch=2, team={"max_new_tokens": 7, "backbone": SHAPE})
+    judge = [dataclasses.replace(role, name=name) for role, name in zip(run[1].team.roles, ("solver", "judge"))]
+    run[1].team = dataclasses.replace(run[1].team, roles=tuple(judge))
+    with pytest.raises(ConfigError, match="the run has a memory, which only text environments may read elsewhere"):
+        evaluate.another_environment(*run, "own_other:alone")
+
+
+def test_the_command_evaluates_another_environment(elsewhere, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(evaluate, "open_run", lambda *_, **__: elsewhere)
+    given = {"env": "own_other:own_roles", "out": str(tmp_path / "out.json"), "mesh": ["1"] * 3, "best": False}
+    with pytest.raises(ConfigError, match=r"^--env: expected no --partner: mixed teams play"):
+        evaluate.main(None, "run", Given(given, partner="runs/other"))
+    evaluate.main(None, "run", Given(given))
+    assert "eval/return                  3.5000" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["env"] == given["env"]
+
+
+class Given(dict):
+    """What absl gives: ``flags.relay``, and ``flags["relay"].value``."""
+
+    def __init__(self, given, **more):
+        values = {"partner": None, "solo": None, "relay": 0, **given, **more}
+        super().__init__({name: SimpleNamespace(value=value) for name, value in values.items()})
+        self.__dict__.update(values)
+
+
+# ------------------------------------------------------------------------------------------------ RUN as an argument
+
+
+def test_the_run_is_an_argument_of_evaluate_and_export(tmp_path):
+    (tmp_path / "run").mkdir()
+    for words, says in {
+        "export nowhere --export_to=x": "error: --workdir: nowhere holds no checkpoints; train first",
+        "evaluate run --workdir=run": "error: RUN: 'run' and --workdir=run are given; expected one of the two",
+        "evaluate": "error: --workdir: required but not given (Folder of a trained run, which is also",
+    }.items():
+        done = command("jaxmarl_llm", *words.split(), folder=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith(says), done.stderr
+    assert not (tmp_path / "nowhere").exists()  # a mistyped name makes no folder
+
+
+def test_help_of_evaluate_does_not_speak_of_resuming(tmp_path):
+    shown = command("jaxmarl_llm", "evaluate", "--help", folder=tmp_path).stdout
+    assert "--workdir: Folder of a trained run, which is also taken as the argument RUN." in shown
+    assert "Resumed" not in shown
+    assert "Resumed when it has any." in command("jaxmarl_llm", "train", "--help", folder=tmp_path).stdout
+
+
+def test_the_version_is_shown(tmp_path):
+    from jaxmarl_llm import __version__
+
+    done = command("jaxmarl_llm", "--version", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"jaxmarl_llm {__version__}\n")
+
+
+def test_play_takes_a_run_or_an_environment_as_its_argument(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "chain"):
+        (tmp_path / name).mkdir()
+    assert play._is_run("run") and play._is_run("runs/nowhere")
+    assert not play._is_run("chain") and not play._is_run("capitals:make") and not play._is_run("nothing")
+    asked = argparse.Namespace(env="runs/none", workdir=None, greedy=False, temperature=None, best=False)
+    with pytest.raises(ConfigError, match=r"^--workdir: runs/none holds no checkpoints"):
+        play.main(asked)

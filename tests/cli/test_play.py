@@ -82,7 +82,7 @@ def test_bad_input_is_one_line(capitals, changes, says):
 
 def test_an_environment_or_a_run_is_asked_for(capitals):
     for wrong in (given(), given(capitals, workdir="x")):
-        with pytest.raises(ConfigError, match="expected an environment or --workdir=RUN, one of the two"):
+        with pytest.raises(ConfigError, match="expected an environment, or a run as RUN or --workdir=RUN, one"):
             play.main(wrong)
 
 
