@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxmarl_llm.cli import config_flags, evaluate, play
+from jaxmarl_llm.cli import config_flags, envs, evaluate, play
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from tests.cli.test_cli import command
@@ -40,6 +40,89 @@ def test_another_environment_leaves_the_arguments_of_the_old_one_out(capitals, c
         assert config_flags.load("grpo:tiny", order).env.args == {"efficiency": 0.1}
     same = config_flags.load("grpo:tiny", [("env.name", "dispatch_solo"), given])
     assert same.env.args == {"efficiency": 0.1, "wrong_product": 0.25}
+
+
+# -------------------------------------------------------------------------------------------- envs module:function
+
+SHOWN = """\"""A module of tasks.\"""
+from jaxmarl_llm.envs import HostTask, TextTask
+from jaxmarl_llm.envs.registry import EnvConfig
+
+ROWS = {"train": [{"q": "1"}, {"q": "2"}], "test": [{"q": "3"}]}
+PROMPTS = {"draft": "Draft {q}", "editor": "Edit {q}: {draft}"}
+
+def turns():
+    \"""A task in turns.\"""
+    def reward(task, texts, rounds):
+        return {"draft": len(texts["draft"]) / 8, "editor": {"right": texts["editor"] == "B1", "rounds": len(rounds)}}
+    said = {"draft": "A{q}", "editor": "B{q}"}
+    more = {"demonstrations": said, "reply": lambda task, rounds: "Again.", "rounds": 2}
+    return TextTask(ROWS, PROMPTS, reward, turns=["draft", "editor"], **more)
+
+def unpaid():
+    return TextTask(ROWS, PROMPTS, lambda task, texts: {"draft": 1.0, "editor": None}, turns=["draft", "editor"])
+
+def raises():
+    made = turns()
+    env = made.make()
+    def step(seed, state, actions):
+        if not any(action.text for action in actions.values()):
+            raise ValueError("no text")
+        return env.step(seed, state, actions)
+    return HostTask(lambda: env._replace(step=step), made.tasks, made.held_out)
+
+def array():
+    return EnvConfig("matrix", {"tasks": 24}, eval_tasks=6).environment()
+"""
+
+
+@pytest.fixture
+def show(tmp_path, monkeypatch, capsys):
+    """A function from the name of an environment to what `envs` prints."""
+    (tmp_path / "own_shown.py").write_text(SHOWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def shown(name):
+        envs.main(argparse.Namespace(name=f"own_shown:{name}"))
+        return capsys.readouterr().out
+
+    yield shown
+    sys.modules.pop("own_shown", None)
+
+
+def test_an_own_task_shows_its_tasks_prompts_and_rewards_of_a_trial(show):
+    printed = show("turns")
+    assert printed.startswith("A task in turns.\n\nhost environment; roles: draft, editor; at most 4 turns\n")
+    assert "\ntasks: 2 of training, 1 held out\n" in printed
+    assert (
+        "--- draft reads\n[user] Draft 1\n--- editor reads\n[user] Edit 1: A1\n" in printed and "Again" not in printed
+    )
+    assert printed.endswith(
+        "paid on this task, by role and component:\n"
+        "draft wrote 'A1': reward 0.25\neditor wrote 'B1': right 1.0, rounds 2.0\n"
+    )
+
+
+def test_an_invalid_reward_and_an_error_of_the_trial_are_shown(show):
+    printed = show("unpaid")
+    assert "draft wrote '': reward 1.0\neditor wrote '': reward None\na reward of None makes the" in printed
+    printed = show("raises")
+    assert "--- editor reads\nnothing: it does not act in the trial" in printed
+    assert printed.endswith(": nothing\nthe trial raised ValueError: no text; such joint actions are invalid\n")
+
+
+def test_a_function_without_a_docstring_shows_that_of_its_module(show):
+    assert show("unpaid").startswith("A module of tasks.\n\nhost environment")
+
+
+def test_an_own_array_environment_shows_how_many_tasks_it_has(show):
+    printed = show("array")
+    assert "\ntasks: 24 of training, 6 held out\n" in printed and "first prompt" not in printed
+
+
+def test_help_of_envs_names_the_form_of_an_own_task(tmp_path):
+    shown = command("jaxmarl_llm", "envs", "--help", folder=tmp_path).stdout
+    assert "jaxmarl-llm envs module:function " in shown and "package.module, or module:function" in shown
 
 
 # --------------------------------------------------------------------------------------------- evaluate --env=another
