@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import random
 
@@ -12,7 +13,7 @@ from jaxmarl_llm.envs import TextTask
 from jaxmarl_llm.envs.adapters.exact_match import exact_match
 from jaxmarl_llm.envs.adapters.pettingzoo import pettingzoo_task, show_tokens
 from jaxmarl_llm.envs.adapters.textarena import textarena_task
-from jaxmarl_llm.envs.adapters.trl import TRLRewards
+from jaxmarl_llm.envs.adapters.trl import TRLRewards, conversation
 from jaxmarl_llm.envs.contract import check
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, Message
@@ -60,6 +61,74 @@ def test_conversations_and_the_role_that_is_graded():
     message = lambda role, content: [[{"role": role, "content": content}]]
     assert seen[0] == (message("user", "Q 1"), message("assistant", "x"), {"answer": ["1"]})
     assert seen[1] == (["say 1"], ["y"], {"answer": ["1"]})
+
+
+CHATS = [
+    {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"say {i}"}], "answer": str(i)}
+    for i in range(12)
+]
+
+
+def last_word(prompts, completions, answer, **kwargs):
+    return [float(p[-1]["content"].endswith(c[0]["content"])) for p, c in zip(prompts, completions, strict=True)]
+
+
+def test_a_prompt_that_is_a_list_of_messages_stays_one():
+    rewards = TRLRewards([last_word])
+    assert rewards(CHATS[4], {"solver": "4"}) == {"last_word": 1.0}
+    assert TRLRewards([last_word], prompt=lambda task: task["prompt"], chat=True)(CHATS[4], {"solver": "5"}) == {
+        "last_word": 0.0
+    }
+    task = TextTask(CHATS, {"solver": conversation()}, rewards)
+    env = pickle.loads(pickle.dumps(task.make))()
+    state = env.reset(0, task.tasks[0])
+    shown = env.observe(state)["solver"]
+    assert shown == (Message("system", "Be brief."), Message("user", f"say {task.tasks[0]['answer']}"))
+    assert env.step(0, state, acts(solver=task.tasks[0]["answer"]))[1] == {"solver": {"last_word": 1.0}}
+    with pytest.raises(ConfigError, match=r"row 0: prompts\['solver'\]: .*column 'answer': expected a list of {'role'"):
+        TextTask(CHATS, {"solver": conversation("answer")}, rewards)
+
+
+async def judged(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [float(len(c)) for c in completions]
+
+
+class Late:
+    __name__ = "late"
+
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(60)
+
+
+def test_an_asynchronous_reward_function_has_a_time_limit():
+    rewards = TRLRewards([judged, mentions])
+    assert rewards(ROWS[3], {"solver": "313"}) == {"judged": 3.0, "mentions": 1.0}
+    check(TextTask(ROWS, {"solver": "{prompt}"}, rewards, components=rewards.components), "judged")
+    with pytest.raises(TimeoutError, match=r"reward 'late': no result within 0.05 s"):
+        TRLRewards([Late()], seconds=0.05)(ROWS[3], {"solver": "3"})
+
+
+def test_arguments_of_trl_that_a_function_requires():
+    def logs(completions, log_extra, log_metric, **kwargs):
+        log_extra("length", [1])
+        log_metric("length", 1.0)
+        return [1.0]
+
+    def optional(completions, completion_ids=None, trainer_state=None, log_extra=None, **kwargs):
+        return [float(completion_ids is trainer_state is log_extra is None)]
+
+    def ids(completions, completion_ids, **kwargs):
+        return [0.0]
+
+    def state(completions, *, trainer_state, **kwargs):
+        return [0.0]
+
+    assert TRLRewards([logs, optional])(ROWS[0], {"solver": ""}) == {"logs": 1.0, "optional": 1.0}
+    for function, name in ((ids, "completion_ids"), (state, "trainer_state")):
+        with pytest.raises(ConfigError, match=f"requires '{name}', .*; expected a default, as {name}=None") as error:
+            TRLRewards([function])
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("result", [[], [1.0, 2.0], 1.0, "1", {"a": 1}, ["x"]])
