@@ -27,8 +27,8 @@ def read_rows(source: Any, count: int | None = None, name: str = "data") -> list
     """Rows of ``source``.
 
     Args:
-        source: Path of a JSONL file (one object a line; blank lines are skipped), name of a data set of the hub as
-            `data.hub_sets` has it (without a split: ``train``), or an iterable of mappings.
+        source: Path of a JSONL file, an iterable of mappings, or the name of a hub data set (`data.hub_sets`). A file
+            has one object a line, and blank lines are skipped. A name without a split means ``train``.
         count: Rows at most; None: all.
         name: How messages call an iterable.
 

@@ -37,8 +37,8 @@ class TextTask(HostTask):
     """A host environment over text, made of data, prompts and a reward.
 
     Args:
-        data: Path of a JSONL file, name of a hub data set as ``openai/gsm8k:main:train`` (`data.hub_sets`), an iterable
-            of mappings, a `datasets` set, or {"train": ..., "test": ...} of these.
+        data: Path of a JSONL file, an iterable of mappings, a `datasets` set, or {"train": ..., "test": ...} of these.
+            Also the name of a hub data set, as ``openai/gsm8k:main:train`` (`data.hub_sets`).
         prompts: Role -> its prompt, in the order of roles. A prompt is a template such as ``"What is {question}?"``, or
             a function of (task) or (task, texts). The function returns text or a tuple of `Message`. A template may
             also name a role that acted at an earlier turn, and then shows its text.
