@@ -163,7 +163,7 @@ def _parse(
             raise ConfigError(
                 f"RUN: {positional[0]!r} and --workdir={FLAGS.workdir} are given; expected one of the two"
             )
-        FLAGS.workdir = positional.pop(0)
+        FLAGS["workdir"].value = positional.pop(0)
     if positional:
         raise ConfigError(f"unexpected argument {positional[0]!r}; flags begin with --")
     if not takes_config and (given := [name for name in OF_CONFIG if FLAGS[name].value] + ["config"] * bool(overrides)):
