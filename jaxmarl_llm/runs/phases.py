@@ -258,15 +258,19 @@ def with_weights(cfg: ConfigT, env_runner: EnvRunner) -> ConfigT:
     return replace(cfg, reward=weights_of(cfg.reward, env_runner.env.components))
 
 
-def _weighted(plan: Plan, algorithm: Algorithm, components: tuple[str, ...]) -> tuple[Plan, Algorithm]:
-    """The plan and the algorithm with weights of ``components`` in place of the entry ``others``."""
-    given = algorithm.reward
+def _weighted(
+    cfg: BaseConfig, plan: Plan, algorithm: Algorithm, env_runner: EnvRunner
+) -> tuple[BaseConfig, Plan, Algorithm]:
+    """The same three with weights of all components in place of the entry ``others``."""
+    if OTHERS not in cfg.reward:
+        return cfg, plan, algorithm
+    given, components = algorithm.reward, env_runner.env.components
     if callable(given):
         paid: RewardWeights | RewardSchedule = lambda step: weights_of(dict(given(step)), components)
     else:
         paid = weights_of(dict(given), components)
-    weights = weights_of(dict(plan.reward), components)
-    return plan._replace(reward=tuple(sorted(weights.items()))), replace(algorithm, reward=paid)
+    weights = tuple(sorted(weights_of(dict(plan.reward), components).items()))
+    return with_weights(cfg, env_runner), plan._replace(reward=weights), replace(algorithm, reward=paid)
 
 
 def make_phases(
@@ -394,9 +398,7 @@ def make_recipe(
         critic_optimizer: Of critics that play no role; None: ``cfg.optimizer``.
     """
     env_runner, team = open_env_runner(cfg, env)
-    if OTHERS in cfg.reward:
-        cfg = with_weights(cfg, env_runner)
-        plan, algorithm = _weighted(plan, algorithm, env_runner.env.components)
+    cfg, plan, algorithm = _weighted(cfg, plan, algorithm, env_runner)
     if cfg.credit.normalise == "std" and cfg.credit.baseline != "mean":
         logging.warning(
             "config.credit.baseline=%s has no effect with credit.normalise=std: standardised advantages have mean 0",
