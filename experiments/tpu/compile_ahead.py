@@ -348,7 +348,9 @@ def compile_text(lowered: Any) -> tuple[Any, str]:
 
 def needs(message: str) -> int | None:
     """Bytes of memory that the compiler wanted, from its complaint that there are not as many."""
-    match = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
+    match = re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message) or re.search(
+        r"memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM", message
+    )
     return int(float(match.group(1)) * UNITS[match.group(2)]) if match else None
 
 

@@ -67,6 +67,11 @@ def test_configurations_at_scale_need_no_files(spec):
 def test_what_the_compiler_says_of_too_little_memory_is_read():
     said = "XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 32.50G of 15.75G hbm."
     assert compile_ahead.needs(said) == int(32.5 * 2**30)
+    said = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (44.57G) exceeds available HBM (31.24G). HLO module: jit_rollout."
+    )
+    assert compile_ahead.needs(said) == int(44.57 * 2**30)
     assert compile_ahead.needs("INTERNAL: something else") is None
 
 
