@@ -60,7 +60,8 @@ def test_configurations_at_scale_need_no_files(spec):
     bare, _, work, _ = plan_pod.prepare(cfg)
     assert bare.team.backbone.path is None and bare.env.max_prompt == cfg.env.max_prompt
     assert work.models[0].config == architecture(cfg.team.backbone)
-    assert work.models[0].config.num_kv_heads % cfg.mesh.tensor == 0
+    heads, parts = work.models[0].config.num_kv_heads, cfg.mesh.tensor
+    assert heads % parts == 0 or parts % heads == 0  # each head on one device, or copied equally often
     assert shape_only(bare) == bare
 
 
