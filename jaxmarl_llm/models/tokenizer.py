@@ -26,6 +26,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Message, Prompt
 from jaxmarl_llm.models import tokenizer_files
 from jaxmarl_llm.models.chat_template import ChatTemplate
+from jaxmarl_llm.models.token_pieces import byte_level
 
 
 class Text(NamedTuple):
@@ -78,6 +79,17 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, without the control tokens that mark turns."""
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Bytes of UTF-8 that a token adds to `decode`. ``token``: its id.
+
+        Empty for a token that `decode` leaves out. None where the bytes depend on neighbours.
+        """
+        return None
+
+    def token_name(self, token: int) -> str:
+        """Name of a token for readers. ``token``: its id."""
+        return f"<{token}>"
 
     def save(self, directory: Path) -> None:  # noqa: B027
         """Write the files from which transformers reads the tokenizer, where there are any."""
@@ -203,6 +215,13 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode(errors="replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if 0 <= token < 256 else b""
+
+    def token_name(self, token: int) -> str:
+        names = {"pad": self.PAD, "eos": self.EOS, "sep": self.SEP, **self.ROLES}
+        return next((f"<{name}>" for name, number in names.items() if number == token), super().token_name(token))
+
     def save(self, directory: Path) -> None:
         tokenizer_files.save_bytes(directory, {"pad": self.PAD, "eos": self.EOS, "sep": self.SEP, **self.ROLES})
 
@@ -263,7 +282,10 @@ class HFTokenizer(Tokenizer):
                 raise ConfigError(f"tokenizer {path}: its chat template does not know enable_thinking")
             self._template_args["enable_thinking"] = enable_thinking
         self._backend = self.hf.backend_tokenizer
-        self._added = {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+        added = self._backend.get_added_tokens_decoder()
+        self._added = {t.content: i for i, t in added.items()}
+        self._left_out = frozenset(i for i, t in added.items() if t.special)  # of decoded text
+        self._byte_level = type(self._backend.decoder).__name__ == "ByteLevel"
         self._control = frozenset(self._added.values())
         self._added_pattern = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or "$^")
         self._plain = _without_added_tokens(self._backend)
@@ -288,6 +310,14 @@ class HFTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        if token in self._left_out or (text := self._backend.id_to_token(token)) is None:
+            return b""
+        return byte_level(text) if self._byte_level else None
+
+    def token_name(self, token: int) -> str:
+        return self._backend.id_to_token(token) or super().token_name(token)
 
     def save(self, directory: Path) -> None:
         self.hf.save_pretrained(str(directory))

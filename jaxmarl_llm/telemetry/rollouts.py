@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import io
+import itertools
 import os
 import re
 import types
@@ -28,15 +29,24 @@ from jaxmarl_llm import json_files
 from jaxmarl_llm.config import ROW_LIMIT, at_least, positive
 from jaxmarl_llm.errors import ConfigError
 
-SCHEMA = 2  # changes when a column is added, renamed or given another meaning
+SCHEMA = 3  # changes when a column is added, renamed or given another meaning
 # Columns that a later schema than the first one added. Rows of older files have the column's default.
-ADDED: Mapping[str, int] = {"learner_logprobs": 2}
+ADDED: Mapping[str, int] = {
+    "learner_logprobs": 2,
+    "messages": 3,
+    "cut_tokens": 3,
+    "unseen": 3,
+    "token_chars": 3,
+    "token_names": 3,
+    "completion": 3,
+}
 FOLDER = "rollouts"
 FULL = "full.json"  # in the folder: the first step that found no room
 NAME = re.compile(r"step-(\d{8,18})\.jsonl\.zst")
 LEVEL = 3  # of compression
 MAX_TEXT = 2**30  # bytes of a file when it is decompressed
 WINDOW = 2**23  # largest window of a file that is read, in bytes
+UNREADABLE = "\ufffd"  # what a tokenizer writes for bytes that are no character
 SOURCES = ("policy", "frozen", "scripted", "expert", "menu")  # as `types` numbers them
 # Values of ``Completion.why``, in the order in which they are decided.
 OPPONENT, EXPERT, NO_RETURN, GROUP_NOT_SELECTED = "opponent", "expert", "no_return", "group_not_selected"
@@ -107,7 +117,10 @@ class Task(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A decision point: one prompt of one role."""
+    """A decision point: one prompt of one role.
+
+    A message is three texts: its speaker as of the chat template, the role that said it or "", and what it says.
+    """
 
     node: int
     task: int
@@ -119,6 +132,9 @@ class Node(NamedTuple):
     prompt: str
     memory_slots: tuple[int, ...]
     memory_similarity: tuple[float | None, ...]
+    messages: tuple[tuple[str, ...], ...] = ()
+    cut_tokens: int = 0
+    unseen: tuple[int, ...] = ()
 
 
 class Completion(NamedTuple):
@@ -140,6 +156,20 @@ class Completion(NamedTuple):
     trained: bool
     why: str
     learner_logprobs: tuple[float | None, ...] = ()
+    token_chars: tuple[int, ...] = ()
+    token_names: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """What each token adds to ``text``. Empty where the file does not tell."""
+        ends = tuple(itertools.accumulate(self.token_chars))
+        return tuple(self.text[end - size : end] for end, size in zip(ends, self.token_chars))
+
+    @property
+    def shown_tokens(self) -> tuple[str, ...]:
+        """For each token, its piece, or its name where the piece cannot be read. Empty as of `pieces`."""
+        names = iter(self.token_names)
+        return tuple(piece if piece.strip(UNREADABLE) else next(names) for piece in self.pieces)
 
 
 class Transition(NamedTuple):
@@ -171,7 +201,10 @@ class Group(NamedTuple):
 
 
 class MemoryEvent(NamedTuple):
-    """A slot of a role's memory that a prompt read, or that the step wrote or emptied."""
+    """A slot of a role's memory that a prompt read, or that the step wrote or emptied.
+
+    ``completion`` is the one that an entry was written from.
+    """
 
     event: str
     role: str
@@ -181,6 +214,7 @@ class MemoryEvent(NamedTuple):
     text: str
     weight: float | None
     reward: float | None
+    completion: int = -1
 
 
 class Failure(NamedTuple):
@@ -446,11 +480,14 @@ def _check_row(header: Header, row: Any, where: str) -> None:
         known("model", row.model, header.models)
         if len(row.memory_slots) != len(row.memory_similarity):
             raise ConfigError(f"{where}: keys 'memory_slots' and 'memory_similarity': expected lists of one length")
+        if {len(message) for message in row.messages} - {3}:
+            raise ConfigError(f"{where}: key 'messages': expected three texts each: speaker, role and text")
     if isinstance(row, Completion):
         if len(row.token_ids) != len(row.logprobs):
             raise ConfigError(f"{where}: keys 'token_ids' and 'logprobs': expected lists of one length")
         if row.learner_logprobs and len(row.token_ids) != len(row.learner_logprobs):
             raise ConfigError(f"{where}: key 'learner_logprobs': expected an empty list, or a number for each token")
+        _check_pieces(row, where)
         known("source", row.source, SOURCES)
     if isinstance(row, Transition):
         sizes = {len(values) for values in row.rewards.values()} - {len(header.roles)}
@@ -458,6 +495,16 @@ def _check_row(header: Header, row: Any, where: str) -> None:
             raise ConfigError(f"{where}: key 'rewards': expected a list for each component, a number for each role")
         if row.parent >= row.transition:
             raise ConfigError(f"{where}: key 'parent': expected an earlier transition, found {row.parent}")
+
+
+def _check_pieces(row: Completion, where: str) -> None:
+    """Raise ConfigError where the pieces of the tokens are not those of the text."""
+    if not row.token_chars and not row.token_names:
+        return
+    if len(row.token_chars) != len(row.token_ids) or min(row.token_chars) < 0 or sum(row.token_chars) != len(row.text):
+        raise ConfigError(f"{where}: key 'token_chars': expected the characters of 'text' that each token adds")
+    if len(row.token_names) != sum(not piece.strip(UNREADABLE) for piece in row.pieces):
+        raise ConfigError(f"{where}: key 'token_names': expected a name for each token without readable characters")
 
 
 def _check_references(rollout: Rollout) -> None:
@@ -476,6 +523,8 @@ def _check_references(rollout: Rollout) -> None:
     for node in rollout.nodes:
         need("task", node.task, node)
         need("transition", node.parent, node, none=True)
+        for number in node.unseen:
+            need("step", number, node)
     for step in rollout.steps:
         need("node", step.node, step)
         need("group", step.group, step, none=True)
@@ -486,6 +535,7 @@ def _check_references(rollout: Rollout) -> None:
             need("step", number, move, none=True)
     for event in rollout.memory:
         need("node", event.node, event, none=True)
+        need("step", event.completion, event, none=True)
 
 
 def _column(values: Sequence[Any], hint: Any) -> np.ndarray:
@@ -501,4 +551,6 @@ def _column(values: Sequence[Any], hint: Any) -> np.ndarray:
 
 def _dtype(hint: Any) -> Any:
     """The dtype of values of type ``hint``: null is NaN."""
+    if typing.get_origin(hint) is tuple:
+        return np.object_
     return {int: np.int64, bool: np.bool_, str: np.object_}.get(hint, np.float64)

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxmarl_llm.agents.memory import decode_text
+from jaxmarl_llm.models.token_pieces import pieces
 from jaxmarl_llm.rollout.failures import one_line
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts_writer import shortest
+from jaxmarl_llm.training.rollout_prompts import PromptReader
+from jaxmarl_llm.training.rollout_sources import sources
 from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import EXPERT, FROZEN, PyTree, Team
 
@@ -74,19 +77,19 @@ def rows(
     kept_moves = np.flatnonzero(moves.played & (moves.task < tasks))
     indices = [int(index) for index in result.tasks[:tasks]]
     yield from (rollouts.Task(task, index) for task, index in enumerate(indices))
-    yield from _nodes(step.players, result, kept_nodes)
+    yield from _nodes(step, result, kept_nodes)
     yield from _completions(step, result, rl_step, kept_steps, logprobs)
     yield from _transitions(result, kept_moves)
     yield from _groups(step.team, result, kept_steps)
-    yield from _memory(step.team, result, kept_nodes, before, after)
+    yield from _memory(step, result, kept_nodes, kept_steps, before, after)
     for failure in result.played.failures:
         if failure.task in indices:
             message = one_line(failure.message)
             yield rollouts.Failure(failure.task, failure.call, failure.turn, tuple(failure.roles), message)
 
 
-def _nodes(team: Team, result: StepResult, kept: np.ndarray) -> Iterator[rollouts.Node]:
-    nodes = result.tree.nodes
+def _nodes(step: TrainStep, result: StepResult, kept: np.ndarray) -> Iterator[rollouts.Node]:
+    nodes, team, reader = result.tree.nodes, step.players, PromptReader(step, result)
     for n in kept:
         model, ids = team.models[nodes.model[n]], nodes.tokens[n, : nodes.length[n]].tolist()
         there = nodes.retrieved.slots[n] >= 0
@@ -101,6 +104,9 @@ def _nodes(team: Team, result: StepResult, kept: np.ndarray) -> Iterator[rollout
             prompt=model.tokenizer.decode(ids),
             memory_slots=tuple(nodes.retrieved.slots[n][there].tolist()),
             memory_similarity=shortest(nodes.retrieved.similarity[n][there]),
+            messages=reader.messages(int(n)),
+            cut_tokens=reader.cut_tokens(int(n)),
+            unseen=reader.unseen(int(n)),
         )
 
 
@@ -116,12 +122,14 @@ def _completions(
     for k, s in enumerate(kept.tolist()):
         n, length, valid = steps.node[s], steps.length[s], bool(credited.valid[s])
         ids = steps.tokens[s, :length].tolist()
+        tokenizer = step.players.models[nodes.model[n]].tokenizer
+        cut = pieces(tokenizer, ids)
         why = _why(int(steps.source[s]), valid, bool(selected[s]), bool(learns[nodes.role[n]]), bool(result.trained[s]))
         yield rollouts.Completion(
             step=int(s),
             node=int(n),
             token_ids=tuple(ids),
-            text=step.players.models[nodes.model[n]].tokenizer.decode(ids),
+            text=tokenizer.decode(ids),
             logprobs=shortest(steps.logprobs[s, :length]),
             truncated=bool(steps.truncated[s]),
             source=rollouts.SOURCES[steps.source[s]],
@@ -134,6 +142,8 @@ def _completions(
             trained=why == rollouts.TRAINED,
             why=why,
             learner_logprobs=shortest(logprobs[s][:length]) if s in logprobs else (),
+            token_chars=cut.chars,
+            token_names=cut.names,
         )
 
 
@@ -191,25 +201,35 @@ def _groups(team: Team, result: StepResult, kept: np.ndarray) -> Iterator[rollou
 
 
 def _memory(
-    team: Team, result: StepResult, kept: np.ndarray, before: Mapping[str, Any], after: Mapping[str, Any]
+    step: TrainStep,
+    result: StepResult,
+    kept_nodes: np.ndarray,
+    kept_steps: np.ndarray,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
 ) -> Iterator[rollouts.MemoryEvent]:
     """What the kept prompts read, and what the whole step wrote."""
-    nodes = result.tree.nodes
+    nodes, team = result.tree.nodes, step.team
     decoders = {role.name: team.model_of(i).tokenizer.decode for i, role in enumerate(team.roles)}
-    for n in kept:
+    for n in kept_nodes:
         role = team.roles[nodes.role[n]].name
         near = nodes.retrieved
         for slot, similarity in zip(near.slots[n], shortest(near.similarity[n])):
             if slot >= 0 and role in before:
-                yield _event("read", role, before[role], int(slot), decoders[role], int(n), similarity)
-    for role, decode in decoders.items():
+                read = _event("read", role, before[role], int(slot), decoders[role])
+                yield read._replace(node=int(n), similarity=similarity)
+    for index, (role, decode) in enumerate(decoders.items()):
         if role not in after:
             continue
         old, new = before[role], after[role]
         same = [(x == y).reshape(len(x), -1).all(1) for x, y in _contents(old, new)]
-        written = new.used & ~(old.used & np.logical_and.reduce(same))
-        for slot in np.flatnonzero(written):
-            yield _event("written", role, new, int(slot), decode)
+        written = np.flatnonzero(new.used & ~(old.used & np.logical_and.reduce(same)))
+        of = sources(step, result, index, new, written)
+        for slot in written.tolist():
+            event = "refreshed" if _alike(step, old, new, slot) else "written"
+            completion = of.get(slot, -1)
+            kept = completion if completion in kept_steps else -1
+            yield _event(event, role, new, slot, decode)._replace(completion=kept)
         for slot in np.flatnonzero(old.used & ~new.used):
             yield _event("removed", role, old, int(slot), decode)
 
@@ -219,16 +239,14 @@ def _contents(old: Any, new: Any) -> Sequence[tuple[np.ndarray, np.ndarray]]:
     return [(getattr(old, name), getattr(new, name)) for name in ("key", "ids", "length", "text")]
 
 
-def _event(
-    event: str,
-    role: str,
-    store: Any,
-    slot: int,
-    decode: Callable[[Sequence[int]], str],
-    node: int = -1,
-    similarity: float | None = None,
-) -> rollouts.MemoryEvent:
-    """An event of one slot; the entry is as ``store`` has it."""
+def _alike(step: TrainStep, old: Any, new: Any, slot: int) -> bool:
+    """Whether the prompt of the new entry of a slot is so near to that of the old one that it refreshed the entry."""
+    config = step.algorithm.memory
+    return config is not None and bool(old.used[slot] and old.key[slot] @ new.key[slot] >= config.refresh_similarity)
+
+
+def _event(event: str, role: str, store: Any, slot: int, decode: Callable[[Sequence[int]], str]) -> rollouts.MemoryEvent:
+    """An event of one slot without a prompt; the entry is as ``store`` has it."""
     text = decode_text(store.text[slot]) or decode(store.ids[slot, : store.length[slot]].tolist())
     (weight,), (reward,) = shortest(store.weight[slot : slot + 1]), shortest(store.reward[slot : slot + 1])
-    return rollouts.MemoryEvent(event, role, slot, node, similarity, text, weight, reward)
+    return rollouts.MemoryEvent(event, role, slot, -1, None, text, weight, reward)

@@ -177,7 +177,10 @@ def test_every_completion_is_there_once_with_its_text_and_log_probs(straight, ho
             node = next(n for n in rollout.nodes if n.node == row.node)
             assert node.model == step.players.models[tree.nodes.model[row.node]].name
             tokenizer = next(m for m in step.players.models if m.name == node.model).tokenizer
-            assert row.text == tokenizer.decode(row.token_ids)
+            assert row.text == tokenizer.decode(row.token_ids) == "".join(row.pieces)
+            assert len(row.pieces) == len(row.token_ids) and all(row.shown_tokens)
+            if row.token_ids[-1] in tokenizer.stop_ids:
+                assert (row.pieces[-1], row.shown_tokens[-1]) == ("", "<eos>")
             assert np.array_equal(np.float32(row.logprobs), tree.steps.logprobs[row.step, :length])
             assert row.version == number - 1 and len(row.token_ids) > 0
         for row in rollout.nodes:
@@ -307,24 +310,40 @@ def test_why_a_completion_is_trained_or_not(straight, host):
 
 def test_memory_events_take_the_memory_of_before_to_that_of_after(straight):
     workdir, _, calls = straight
-    count = 0
+    count, seen = 0, set()
     for rollout, (_, _, _, before, after, result) in zip(rollouts.read(workdir), calls, strict=True):
         for role in rollout.header.roles:
             events = [e for e in rollout.memory if e.role == role and e.event != "read"]
             slots = {j for j in range(MEMORY.capacity) if before[role].used[j]}
-            slots |= {e.slot for e in events if e.event == "written"}
+            slots |= {e.slot for e in events if e.event in ("written", "refreshed")}
             slots -= {e.slot for e in events if e.event == "removed"}
             assert slots == set(np.flatnonzero(after[role].used))
             for event in events:
-                if event.event == "written":
+                assert event.event in ("written", "refreshed", "removed")
+                alike = before[role].used[event.slot] and np.dot(
+                    before[role].key[event.slot], after[role].key[event.slot]
+                ) >= np.float32(MEMORY.refresh_similarity)
+                assert (event.event == "refreshed") == (alike and event.event != "removed")
+                if event.event != "removed":
                     count += 1
+                    seen.add(event.event)
+                    source = next(row for row in rollout.steps if row.step == event.completion)
+                    node = next(row for row in rollout.nodes if row.node == source.node)
+                    assert node.role == role and event.text.endswith(source.text)
+                    assert node.prompt.endswith(event.text.removesuffix(source.text))
                     assert event.weight == pytest.approx(float(after[role].weight[event.slot])) and event.text
         reads = [e for e in rollout.memory if e.event == "read"]
         read = result.tree.nodes.retrieved.slots
         assert len(reads) == (read[result.tree.nodes.valid] >= 0).sum()
         assert [e.slot for e in reads] == [slot for n in rollout.nodes for slot in n.memory_slots]
         assert all(read[e.node, 0] == e.slot and before[e.role].used[e.slot] for e in reads)
-    assert count > 2 and reads
+    assert count > 2 and reads and seen == {"written", "refreshed"}
+
+
+def test_prompts_of_a_host_environment_are_messages(straight, host):
+    for row in (node for rollout in rollouts.read(host[0]) for node in rollout.nodes):
+        assert row.messages == (("raw", "", row.prompt),) and row.cut_tokens == 0 and row.unseen == ()
+    assert {node.messages for rollout in rollouts.read(straight[0]) for node in rollout.nodes} == {()}
 
 
 def test_failures_of_a_host_environment(host):
@@ -409,22 +428,28 @@ def example(step=1, texts=("a", "ß\ud800\n")):
         rollouts.SCHEMA, step, step, "f" * 64, "grpo", 0, "toy", "flat(2)", ("a", "b"), ("m", "n"), ("pay",),
         {"pay": 1.0}, ("m",), 4, 1, {}, {},
     )  # fmt: skip
-    node = rollouts.Node(0, 0, 0, "a", "m", -1, (1, 2), "hi", (3,), (0.5,))
+    messages = (("system", "", "h"), ("user", "b", "i"))
+    node = rollouts.Node(0, 0, 0, "a", "m", -1, (1, 2), "hi", (3,), (0.5,), messages, 1)
     said = rollouts.Completion(
-        0, 0, (5, 6), texts[0], (-1.5, None), False, "policy", 0, 1.0, 0.5, 0, True, True, True, "trained"
-    )
+        0, 0, (5, 6), texts[0], (-1.5, None), False, "policy", 0, 1.0, 0.5, 0, True, True, True, "trained",
+        (), (len(texts[0]), 0), ("<eos>",),
+    )  # fmt: skip
     rows = [
         rollouts.Task(0, 7),
         node,
-        node._replace(node=1, parent=0, turn=1, role="b", memory_slots=(), memory_similarity=()),
+        node._replace(node=1, parent=0, turn=1, role="b", memory_slots=(), memory_similarity=(), unseen=(0,)),
         said,
-        said._replace(step=1, text=texts[1], returns=None, advantage=None, group=-1, valid=False, why="no_return"),
+        said._replace(
+            step=1, text=texts[1], returns=None, advantage=None, group=-1, valid=False, why="no_return",
+            token_chars=(0, len(texts[1])), token_names=("\\xc3",),
+        ),
         said._replace(step=2, node=1),
         rollouts.Transition(0, 0, 0, -1, (0, -1), {"pay": (1.0, 0.1)}, False, True),
         rollouts.Transition(1, 0, 0, -1, (1, -1), {"pay": (None, None)}, True, False),
         rollouts.Transition(2, 0, 1, 0, (2, -1), {"pay": (0.0, 0.0)}, True, True),
         rollouts.Group(0, 0, "a", 0, 1, 1.0, 0.0, 1.0, 1.0, True),
         rollouts.MemoryEvent("read", "a", 3, 0, 0.5, "entry", 1.0, 0.2),
+        rollouts.MemoryEvent("refreshed", "a", 3, -1, None, "entry", 1.0, 0.2, 0),
         rollouts.Failure(7, "step", 0, ("a",), "no reward"),
     ]
     return header, rows
@@ -468,6 +493,19 @@ def test_files_of_the_first_schema_are_read(tmp_path):
     rewritten(copy, put(0, schema=2))
     with pytest.raises(ConfigError, match="key 'learner_logprobs' is missing"):
         rollouts.read_file(copy)
+
+
+def test_a_file_of_the_second_schema_is_read(tmp_path):
+    path = stored(tmp_path)
+    new = ("messages", "cut_tokens", "unseen", "token_chars", "token_names", "completion")
+    old = lambda rows: [{key: value for key, value in row.items() if key not in new} for row in rows]
+    rewritten(path, lambda rows: [{**row, "schema": 2} if row["kind"] == "header" else row for row in old(rows)])
+    read = rollouts.read_file(path)
+    assert read.header.schema == 2 and [row.pieces for row in read.steps] == [()] * 3
+    assert {row.messages for row in read.nodes} == {()} and {row.completion for row in read.memory} == {-1}
+    rewritten(path, put(0, schema=3))
+    with pytest.raises(ConfigError, match="key 'messages' is missing"):
+        rollouts.read_file(path)
 
 
 def test_half_of_a_surrogate_pair_ends_no_run(tmp_path):
@@ -531,8 +569,8 @@ def put(line, **values):
 
 
 WRONG = {
-    "a newer schema": (put(0, schema=3), "schema 3 is newer than 2"),
-    "a schema of no version": (put(0, schema=0), "key 'schema': expected 1 to 2, found 0"),
+    "a newer schema": (put(0, schema=4), "schema 4 is newer than 3"),
+    "a schema of no version": (put(0, schema=0), "key 'schema': expected 1 to 3, found 0"),
     "a schema of text": (put(0, schema="1"), "key 'schema': expected an integer, found \"1\""),
     "no header": (lambda rows: rows[1:], "expected the header"),
     "an empty object": (lambda rows: [{}], "expected the header"),
@@ -549,6 +587,14 @@ WRONG = {
         put(4, learner_logprobs=[-1.0]),
         "key 'learner_logprobs': expected an empty",
     ),
+    "pieces of another length": (put(4, token_chars=[2, 0]), "key 'token_chars': expected the characters"),
+    "pieces of other tokens": (put(4, token_chars=[1]), "key 'token_chars': expected the characters"),
+    "a piece below nothing": (put(4, token_chars=[2, -1]), "key 'token_chars': expected the characters"),
+    "names without pieces": (put(4, token_chars=[]), "key 'token_chars': expected the characters"),
+    "a name too many": (put(4, token_names=["<eos>", "<eos>"]), "key 'token_names': expected a name for each"),
+    "a message of two texts": (put(2, messages=[["user", "b"]]), "key 'messages': expected three texts"),
+    "a lost completion of an entry": (put(12, completion=9), "memory refreshed: there is no step 9"),
+    "a lost completion before a prompt": (put(3, unseen=[9]), "node 1: there is no step 9"),
     "an unknown role": (put(2, role="c"), "key 'role': expected one of"),
     "an unknown model": (put(2, model="c"), "key 'model': expected one of"),
     "rewards of one role": (put(7, rewards={"pay": [1.0]}), "key 'rewards'"),
@@ -605,6 +651,7 @@ def test_columns_of_numpy_and_pandas(tmp_path, monkeypatch):
     rollout = rollouts.read_file(stored(tmp_path))
     columns = rollout.to_numpy()
     assert columns["step"]["token_ids"][0].tolist() == [5, 6] and np.isnan(columns["step"]["returns"][1])
+    assert columns["node"]["messages"][0].tolist() == [["system", "", "h"], ["user", "b", "i"]]
     assert columns["step"]["valid"].dtype == bool and columns["node"]["role"].tolist() == ["a", "b"]
     assert columns["transition"]["rewards/pay"].shape == (3, 2) and "rewards" not in columns["transition"]
     assert np.isnan(columns["step"]["logprobs"][0][1])

@@ -184,7 +184,7 @@ def bad(tmp_path_factory):
     (folder / "cut" / "rollouts" / file.name).write_bytes(file.read_bytes()[:-200])
     newer = written(folder / "newer", hostile_rows()) / "rollouts" / file.name
     raw = zstandard.ZstdDecompressor().decompressobj().decompress(newer.read_bytes())
-    newer.write_bytes(zstandard.compress(raw.replace(b'"schema":2', b'"schema":3')))
+    newer.write_bytes(zstandard.compress(raw.replace(b'"schema":3', b'"schema":4')))
     (written(folder / "metrics", hostile_rows()) / "metrics.jsonl").write_text("[]\n")
     return folder
 
