@@ -24,7 +24,7 @@ from jaxmarl_llm.viewer.data import Run
 # The scripts in the order of their use. They share one function scope.
 SCRIPTS = (
     *("core", "model", "brush", "charts", "runs", "tasks", "step", "layout", "draw", "tree", "group"),
-    *("tokens", "sample", "task"),
+    *("tokens", "transcript", "sample", "task"),
     *("memory", "compare", "search", "main"),
 )
 MARK = "<!-- data -->"

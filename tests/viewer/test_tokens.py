@@ -1,4 +1,4 @@
-"""Tints of tokens in Chromium: the switch, the legend, and colours that colour-blind readers can tell apart."""
+"""Tokens in Chromium: pieces of text, the switch of tints, the legend, and tints that every reader can tell apart."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ pytestmark = [
 GAPS = (-0.3, -1e-3, -1e-6, 0.0, 1e-6, 1e-3, 0.1, None)
 TOKENS = """[...document.querySelectorAll('#tokens span')].map((s) =>
     [getComputedStyle(s).backgroundColor, getComputedStyle(s).color, s.title, s.classList.contains('most')])"""
+# Pieces of a text: characters that are cut across tokens, white space, markup, and a token that the text leaves out.
+PIECES = ("the", " ", "", "\U0001f600", "\n", "\t<b>", "", "\u20ac\u202e", "", "\ufffd")
+NAMES = ("\\xf0\\x9f", "\\xe2", "<eos>", "\\xc3")
 PRESSED = "[...document.querySelectorAll('[data-tint]')].map((b) => [b.dataset.tint, b.ariaPressed, b.disabled])"
 # Machado, Oliveira and Fernandes (2009), severity 1: matrices on linear RGB.
 BLIND = {
@@ -40,7 +43,10 @@ def browser():
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """Completion 0 was trained and has differences, 1 was not trained, 2 was trained and the file has none."""
+    """Completion 0 was trained and has differences, 1 was not trained, 2 was trained and the file has none.
+
+    Completion 3 has pieces of text, and the others have ids alone.
+    """
     rows = tree_rows(1)
     for at, row in enumerate(rows):
         if isinstance(row, rollouts.Completion):
@@ -50,6 +56,11 @@ def file(tmp_path_factory):
                 row = row._replace(learner_logprobs=tuple(None if g is None else g - 0.5 for g in GAPS))
             if row.step == 1:
                 row = row._replace(trained=False, why="not_drawn")
+            if row.step == 3:
+                ids, logprobs = tuple(range(100, 100 + len(PIECES))), tuple(-0.5 * k for k in range(len(PIECES)))
+                row = row._replace(text="".join(PIECES), token_ids=ids, logprobs=logprobs)
+                row = row._replace(token_chars=tuple(map(len, PIECES)), token_names=NAMES)
+                assert row.pieces == PIECES
             rows[at] = row
     folder = written(tmp_path_factory.mktemp("run"), rows)
     write_page([open_run(folder)], folder / "view.html", 8)
@@ -114,7 +125,51 @@ def test_a_run_of_the_first_schema_is_opened(browser, tmp_path):
     browser.open(page, f"run=0&step=41&task={task}&node={one.node}&sample={one.step}&tint=gap")
     assert browser.js(PRESSED) == [["logprob", "true", False], ["gap", "false", True]]
     assert "The file has no log-probs" in browser.js("document.getElementById('nogap').innerText")
+    ids = browser.js("[...document.querySelectorAll('#tokens span')].map((s) => +s.textContent)")
+    assert ids == list(one.token_ids) and "ids are shown" in browser.js("document.getElementById('nopieces').innerText")
     assert browser.problems == []
+
+
+def test_pieces_of_the_text_are_tinted_and_ids_are_in_the_titles(browser, file):
+    browser.open(file, "run=0&step=31&task=0&node=0&sample=3")
+    shown = browser.js("[...document.querySelectorAll('#tokens span')].map((s) => [s.textContent, s.className])")
+    assert [text for text, _ in shown] == [
+        "the", "\u00b7", "\\xf0\\x9f", "\U0001f600", "\u21b5\n", "\u21e5<b>", "\\xe2", "\u20ac\\u202e", "<eos>", "\\xc3",
+    ]  # fmt: skip
+    assert [name == "name" for _, name in shown] == [not piece.strip("\ufffd") for piece in PIECES]
+    tokens = browser.js(TOKENS)
+    for k, (_, _, title, _) in enumerate(tokens):
+        assert f"id {100 + k}," in title and title.startswith(f"token {k}: ")
+    assert len({colour for colour, *_ in tokens}) == len(PIECES)
+    assert '"\\n"' in tokens[4][2] and "\\xe2" in tokens[6][2]
+    legend = browser.js("document.querySelector('#tokens + .legend').innerText")
+    assert "\u00b7 space" in legend and "bytes of a character" in legend
+    assert browser.js("document.getElementById('nopieces')") is None
+    assert browser.js("document.querySelectorAll('#tokens b').length") == 0
+    browser.key("[")
+    assert [
+        text for text, *_ in browser.js("[...document.querySelectorAll('#tokens span')].map((s) => [s.textContent])")
+    ] == [str(k) for k in range(len(GAPS))]
+    assert "ids are shown" in browser.js("document.getElementById('nopieces').innerText")
+    assert "space" not in browser.js("document.querySelector('#tokens + .legend').innerText")
+    assert browser.problems == []
+
+
+def test_long_completions_show_more_pieces_on_demand(browser, tmp_path):
+    rows = tree_rows(1)
+    words = tuple(f"w{k} " for k in range(900))
+    for at, row in enumerate(rows):
+        if isinstance(row, rollouts.Completion):
+            rows[at] = row._replace(
+                text="".join(words), token_ids=(7,) * 900, logprobs=(-1.0,) * 900, token_chars=tuple(map(len, words))
+            )
+    write_page([open_run(written(tmp_path, rows))], tmp_path / "view.html", 8)
+    browser.open(tmp_path / "view.html", "run=0&step=31&task=0&node=0&sample=0")
+    texts = "[...document.querySelectorAll('#tokens span')].map((s) => s.textContent.replace('\u00b7', ' '))"
+    assert browser.js(texts) == list(words[:400])
+    for _ in range(2):
+        browser.js("document.querySelector('#tokens button').click()")
+    assert browser.js(texts) == list(words) and browser.js("document.querySelector('#tokens button')") is None
 
 
 @pytest.mark.parametrize("dark", [False, True])

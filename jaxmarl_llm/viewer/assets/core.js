@@ -56,8 +56,9 @@ const cut = (text, most, tail) => {
 const many = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 // ------------------------------------------------------------------------------------------------------------ colours
-const ROLES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a800"]; // Okabe and Ito
-const BRIGHT = ["#4aa8e0", "#f0813a", "#33c79a", "#e0a0c4", "#f0b840", "#7cc8f2", "#a8a8a8", "#d4c830"]; // on dark
+// The first six are those of Okabe and Ito. Any two differ for every common kind of colour blindness.
+const ROLES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a3fc0", "#4d4d4d"];
+const BRIGHT = ["#5c79c8", "#dc903c", "#3abd80", "#bb8aaf", "#ffe44b", "#a8ffff", "#9853ff", "#d9ffab"]; // on dark
 const PALETTES = {
   light: {
     bg: "#fbfbf9",

@@ -1,4 +1,4 @@
-// View 6: what each role's memory read, wrote and removed, over the recorded steps.
+// View 6: what each role's memory read, wrote, refreshed and removed, over the recorded steps.
 async function memoryView(where) {
   const run = index.runs[where.run],
     mostSteps = 200,
@@ -34,6 +34,7 @@ async function memoryView(where) {
       "div",
       { class: "legend" },
       el("span", {}, "\u25a0 written"),
+      el("span", {}, "\u25c6 refreshed"),
       el("span", {}, "\u25cf read"),
       el("span", {}, "\u2715 removed"),
       "colour: reward, ",
@@ -140,6 +141,13 @@ function memoryChart(where, events, steps, span) {
             stroke: p.soft,
             "stroke-width": 0.6,
           })
+        : e.event === "refreshed"
+          ? sv("path", {
+              d: `M${x} ${y - r - 1}l${r + 1} ${r + 1}l${-r - 1} ${r + 1}l${-r - 1} ${-r - 1}z`,
+              fill: colour,
+              stroke: p.soft,
+              "stroke-width": 0.6,
+            })
         : e.event === "read"
           ? sv("circle", { cx: x, cy: y, r, fill: colour, stroke: p.soft, "stroke-width": 0.6 })
           : sv("path", {

@@ -44,6 +44,11 @@ class Step {
       this.memory.filter((e) => e.event === "read"),
       "node",
     );
+    // Entries that a completion wrote, by completion.
+    this.entries = by(
+      this.memory.filter((e) => e.completion >= 0),
+      "completion",
+    );
     this.most = Math.max(1e-12, ...chunked(this.steps.map((s) => Math.abs(s.advantage || 0))));
   }
   get roles() {

@@ -1,4 +1,4 @@
-// View 4: one completion: what its role saw and wrote, its tokens, and the arithmetic of its advantage.
+// View 4: one completion: what its role wrote, its tokens, and the arithmetic of its advantage.
 function arithmetic(step, s) {
   const group = step.group.get(s.group),
     d = step.deviation(s);
@@ -162,7 +162,7 @@ function samplePanel(where, step, node, s) {
                   completion: s,
                   group: step.group.get(s.group) || null,
                   transitions: step.movesWith.get(s.step) || [],
-                  memory: step.reads.get(node.node) || [],
+                  memory: [...(step.reads.get(node.node) || []), ...(step.entries.get(s.step) || [])],
                 },
                 null,
                 1,
@@ -180,74 +180,8 @@ function samplePanel(where, step, node, s) {
     el("h3", {}, `${node.role} wrote`),
     el("pre", { class: "text own", id: "wrote" }, plain(s.text) || "(no text)"),
     tokenStrip(where, s),
+    memoryOf(step, node, s),
     transcript(where, step, node, played),
-  );
-}
-function transcript(where, step, node, played) {
-  const reads = step.reads.get(node.node) || [];
-  return el(
-    "section",
-    {},
-    reads.length
-      ? [
-          el("h3", {}, `Read from the memory of ${node.role}`),
-          reads.map((e) =>
-            el(
-              "div",
-              {},
-              el("pre", { class: "text memory" }, plain(e.text)),
-              el(
-                "div",
-                { class: "small soft" },
-                `slot ${e.slot} \u00b7 similarity ${num(e.similarity)} \u00b7 weight ${num(e.weight)} ` +
-                  `\u00b7 reward when it was written ${num(e.reward)}`,
-              ),
-            ),
-          ),
-        ]
-      : null,
-    el(
-      "h3",
-      {},
-      `${node.role} saw`,
-      el("span", { class: "soft small" }, ` \u00b7 the prompt, ${many(node.prompt_tokens, "token")}`),
-    ),
-    el("pre", { class: "text", id: "saw" }, plain(node.prompt)),
-    el(
-      "h3",
-      {},
-      "Played before",
-      el("span", { class: "soft small" }, " \u00b7 the role knows of it only what its prompt shows"),
-    ),
-    played.length
-      ? el(
-          "ol",
-          { class: "turns" },
-          played.slice(-200).flatMap((m) =>
-            m.steps
-              .filter((x) => x >= 0)
-              .map((x) => {
-                const one = step.sample.get(x),
-                  n = step.node.get(one.node);
-                return el(
-                  "li",
-                  {},
-                  el(
-                    "a",
-                    {
-                      class: "who",
-                      style: `color:${roleColour(step.roles, n.role)}`,
-                      href: link({ ...where, node: n.node, sample: x }),
-                    },
-                    `${m.turn} \u00b7 ${n.role}`,
-                  ),
-                  el("pre", { class: "text" }, plain(one.text)),
-                  el("span", { class: "small num soft" }, signed(one.advantage, 2)),
-                );
-              }),
-          ),
-        )
-      : el("p", { class: "soft" }, "Nothing: this is the first turn."),
   );
 }
 async function copy(text, note) {

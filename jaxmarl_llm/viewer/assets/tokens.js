@@ -1,4 +1,5 @@
-// The tokens of a completion, tinted by log-prob, or by the difference of the update's log-prob to the sampler's.
+// The text of a completion, each token tinted by its log-prob, or by the difference of the update's log-prob to the
+// sampler's.
 // Dark text is readable on every tint, so that a tint is the same on a light and on a dark page.
 const PALE = [246, 246, 240],
   SURPRISE = [204, 76, 142],
@@ -25,7 +26,7 @@ const TINTS = {
       "log-prob 0 ",
       ramp(surprise(0), surprise(-5)),
       " \u22125 and less",
-      el("span", {}, "ids of tokens, under the distribution that they were sampled from"),
+      el("span", {}, "under the distribution that the tokens were sampled from"),
     ],
   },
   gap: {
@@ -99,30 +100,48 @@ function tokenStrip(where, s) {
               ? "The file has no log-probs of the update."
               : "It was not trained: no update computed log-probs.",
           ),
+      s.token_ids.length && !s.token_chars.length
+        ? el("span", { class: "soft", id: "nopieces" }, "The file has no text of tokens: ids are shown.")
+        : null,
     ),
     tokenBox(s, values(s), colour, (v) => most > 0 && Math.abs(v) === most),
-    el("div", { class: "legend" }, legend()),
+    el("div", { class: "legend" }, legend(), s.token_chars.length ? signs() : null),
   );
   return strip;
 }
+const signs = () => [
+  el("span", {}, "\u00b7 space, \u21b5 end of a line, \u21e5 tab"),
+  el("span", {}, "italic: the name of a token without text; \\xe2: bytes of a character that a later token completes"),
+];
+// What each token shows: its piece of the text, or its name; null where the file has no pieces. Lengths of pieces count
+// characters, and not units of UTF-16.
+function tokenTexts(s) {
+  if (!s.token_chars.length) return null;
+  const chars = Array.from(s.text);
+  let at = 0,
+    named = 0;
+  return s.token_chars.map((size) => {
+    const piece = chars.slice(at, (at += size)).join("");
+    return /[^\ufffd]/.test(piece) ? { text: piece, name: false } : { text: s.token_names[named++], name: true };
+  });
+}
+const WHITE = { " ": "\u00b7", "\t": "\u21e5", "\n": "\u21b5\n" };
+const visible = (text) => plain(text).replace(/[ \t\n]/g, (c) => WHITE[c]);
 // The first 400 tokens, and a button for more. marked(value): whether a token has a strong border.
 function tokenBox(s, values, colour, marked) {
-  const box = el("div", { class: "tokens mono", id: "tokens" }),
+  const texts = tokenTexts(s),
+    box = el("div", { class: `tokens mono${texts ? " pieces" : ""}`, id: "tokens" }),
     size = 400;
+  const shown = (i) => (texts ? (texts[i].name ? plain(texts[i].text) : visible(texts[i].text)) : s.token_ids[i]);
   const title = (i) =>
-    `token ${i}: id ${s.token_ids[i]}, log-prob ${num(s.logprobs[i], 4)}` +
+    `token ${i}: ${texts ? (texts[i].name ? plain(texts[i].text) : JSON.stringify(plain(texts[i].text))) + ", " : ""}` +
+    `id ${s.token_ids[i]}, log-prob ${num(s.logprobs[i], 4)}` +
     (s.gaps.length ? `, update \u2212 sampler ${signed(s.gaps[i])}` : "");
+  const style = (i) =>
+    [marked(values[i]) && "most", texts && texts[i].name && "name"].filter(Boolean).join(" ") || null;
   const more = (from) => {
-    s.token_ids.slice(from, from + size).forEach((id, k) => {
-      const value = values[from + k];
-      box.append(
-        el(
-          "span",
-          { class: marked(value) ? "most" : null, style: `background:${colour(value)}`, title: title(from + k) },
-          id,
-        ),
-      );
-    });
+    for (let i = from; i < Math.min(from + size, s.token_ids.length); i++)
+      box.append(el("span", { class: style(i), style: `background:${colour(values[i])}`, title: title(i) }, shown(i)));
     const left = s.token_ids.length - from - size;
     if (left > 0) {
       const next = () => {
