@@ -245,7 +245,9 @@ def _alike(step: TrainStep, old: Any, new: Any, slot: int) -> bool:
     return config is not None and bool(old.used[slot] and old.key[slot] @ new.key[slot] >= config.refresh_similarity)
 
 
-def _event(event: str, role: str, store: Any, slot: int, decode: Callable[[Sequence[int]], str]) -> rollouts.MemoryEvent:
+def _event(
+    event: str, role: str, store: Any, slot: int, decode: Callable[[Sequence[int]], str]
+) -> rollouts.MemoryEvent:
     """An event of one slot without a prompt; the entry is as ``store`` has it."""
     text = decode_text(store.text[slot]) or decode(store.ids[slot, : store.length[slot]].tolist())
     (weight,), (reward,) = shortest(store.weight[slot : slot + 1]), shortest(store.reward[slot : slot + 1])

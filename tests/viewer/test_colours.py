@@ -34,7 +34,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """One prompt with messages of eight roles, and completions below, at and above the mean; 3 and 4 are not trained."""
+    """A prompt with messages of eight roles. Completions are below, at and above the mean; 3 and 4 are not trained."""
     talk = tuple(("user", role, "hello") for role in ROLES)
     rows = [rollouts.Task(0, 0), rollouts.Node(0, 0, 0, ROLES[0], "m", -1, (1,), "p", (), (), talk)]
     rows.append(rollouts.Group(0, 0, ROLES[0], 0, 5, 1.0, 0.8, 0.0, 2.0, True))

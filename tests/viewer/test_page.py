@@ -163,7 +163,7 @@ def test_the_command(tmp_path):
 BAD = {
     "no run": (["none"], "is this the workdir of a run"),
     "truncated": (["cut"], "step-00000031.jsonl.zst: "),
-    "newer": (["newer"], "newer than 2"),
+    "newer": (["newer"], "newer than 3"),
     "small": (["run", "--max-mb=0.0001"], "--max-mb: step 31 of run needs"),
     "no size": (["run", "--max-mb=0"], "--max-mb: expected a number above 0"),
     "out": (["run", "--out=none/there.html"], "none/there.html: cannot be written (No such file or directory)"),

@@ -134,7 +134,8 @@ def test_pieces_of_the_text_are_tinted_and_ids_are_in_the_titles(browser, file):
     browser.open(file, "run=0&step=31&task=0&node=0&sample=3")
     shown = browser.js("[...document.querySelectorAll('#tokens span')].map((s) => [s.textContent, s.className])")
     assert [text for text, _ in shown] == [
-        "the", "\u00b7", "\\xf0\\x9f", "\U0001f600", "\u21b5\n", "\u21e5<b>", "\\xe2", "\u20ac\\u202e", "<eos>", "\\xc3",
+        "the", "\u00b7", "\\xf0\\x9f", "\U0001f600", "\u21b5\n",
+        "\u21e5<b>", "\\xe2", "\u20ac\\u202e", "<eos>", "\\xc3",
     ]  # fmt: skip
     assert [name == "name" for _, name in shown] == [not piece.strip("\ufffd") for piece in PIECES]
     tokens = browser.js(TOKENS)

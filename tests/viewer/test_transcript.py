@@ -20,8 +20,8 @@ LAST = "run=0&step=31&task=0&node=3&sample=4"
 SAW = """[...document.querySelectorAll('#saw li')].map((li) =>
     [li.dataset.speaker, li.querySelector('.who').innerText, li.querySelector('pre').textContent])"""
 QUOTED = "[...document.querySelectorAll('#saw b')].map((b) => [b.textContent, b.title])"
-BEFORE = """[...document.querySelectorAll('#before li')].map((li) =>
-    [+li.dataset.sample, li.className, li.querySelector('.who').innerText, getComputedStyle(li.querySelector('pre')).color])"""
+BEFORE = """[...document.querySelectorAll('#before li')].map((li) => [+li.dataset.sample, li.className,
+    li.querySelector('.who').innerText, getComputedStyle(li.querySelector('pre')).color])"""
 COLOUR = "getComputedStyle(document.querySelector('%s')).%s"
 
 
@@ -69,8 +69,9 @@ def file(tmp_path_factory):
 def test_messages_stand_with_their_speakers_in_the_colour_of_their_role(browser, file):
     browser.open(file, "run=0&step=31&task=0&node=2&sample=3")
     assert browser.js(SAW) == [["system", "system", "Plan."], ["planner", "planner\nassistant", "go left"]]
-    own = browser.js(COLOUR % ("#saw li:nth-child(2) .who", "borderLeftColor"))
-    assert own == browser.js(COLOUR % ("#before .who", "borderLeftColor")) != browser.js(COLOUR % ("#saw .who", "borderLeftColor"))
+    mark = lambda place: browser.js(COLOUR % (place, "borderLeftColor"))
+    own = mark("#saw li:nth-child(2) .who")
+    assert own == mark("#before .who") != mark("#saw .who")
     assert browser.js("document.getElementById('cut')") is None
     browser.open(file, "run=0&step=31&task=0&node=1&sample=1")
     assert browser.js(QUOTED) == [["go left", "planner wrote this: completion 0"]]
