@@ -4,6 +4,8 @@
     jaxmarl-llm view RUN [RUN...] --serve           serve the page on 127.0.0.1; new steps appear while a run trains
     jaxmarl-llm view RUN --text                     print the first task of the newest step that was written
     jaxmarl-llm view RUN --text --step=31 --task=2  print the third task of step 31
+    jaxmarl-llm view RUN --text --node=5            print a prompt: what its role saw, and its completions
+    jaxmarl-llm view RUN --text --sample=9          print a completion: its advantage step by step, and its tokens
 
 RUN is a workdir, or one file of its folder rollouts/. A tree shows every turn, the completions of each prompt with
 reward, return and advantage, and why a completion was trained or not.
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmarl_llm.cli import arguments
+from jaxmarl_llm.cli.view_sample import SampleView, printable
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts import Completion, Group, Node, Rollout, Transition
@@ -39,8 +42,10 @@ def main(given: Any) -> int:
             arguments.end(f"{flag} and {other} cannot be given together")
     if given.port is not None and not given.serve:
         arguments.end("--port belongs to --serve")
-    if not given.text and (given.step is not None or given.task is not None):
-        arguments.end("--step and --task belong to --text; a page has every step")
+    if not given.text and any(x is not None for x in (given.step, given.task, given.node, given.sample)):
+        arguments.end("--step, --task, --node and --sample belong to --text; a page has every step")
+    if given.task is not None and (given.node is not None or given.sample is not None):
+        arguments.end("--task: a --node or a --sample is of one task already")
     if given.text:
         if len(given.run) > 1:
             arguments.end(f"--text: expected one run, got {len(given.run)}")
@@ -71,13 +76,17 @@ def serve(server: Server) -> int:
 
 
 def text(given: Any) -> int:
-    """Print one task of one step. ``given``: the parsed arguments."""
+    """Print one task, prompt or completion of one step. ``given``: the parsed arguments."""
     rollout, task = chosen(given.run[0], given.step), given.task or 0
-    if task not in (there := [row.task for row in rollout.tasks]):
-        raise ConfigError(f"--task: expected one of {there}, which {rollout.path} has, got {task}")
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    if given.node is not None or given.sample is not None:
+        for part in SampleView(rollout, given.node, given.sample).parts():
+            console.print(part)
+        return 0
+    if task not in (there := [row.task for row in rollout.tasks]):
+        raise ConfigError(f"--task: expected one of {there}, which {rollout.path} has, got {task}")
     for part in TaskView(rollout, task, given.chars).parts():
         console.print(part, no_wrap=True, overflow="ellipsis")
     return 0
@@ -204,7 +213,7 @@ class TaskView:
 
     def cut(self, text: str, tail: bool = False) -> str:
         """``text`` in quotes, on one line, with at most ``chars`` characters. ``tail``: the last ones are shown."""
-        text = _printable(text)
+        text = printable(text)
         if len(text) > self.chars:
             text = f"…{text[-self.chars :]}" if tail else f"{text[: self.chars]}…"
         return f"“{text}”"
@@ -213,12 +222,7 @@ class TaskView:
         """A line that `rich` shows as it is."""
         from rich.text import Text
 
-        return Text(_printable(text), style=style, no_wrap=True, overflow="ellipsis")
-
-
-def _printable(text: str) -> str:
-    """``text`` with escapes for line ends and for everything else that may not reach a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _group(group: Group) -> str:
@@ -242,6 +246,8 @@ def parser() -> arguments.Parser:
     parser.add_argument("--text", action="store_true", help="print one task")
     parser.add_argument("--step", type=int, metavar="N", help="step, as in metrics.jsonl; default: the newest written")
     parser.add_argument("--task", type=int, metavar="K", help="position of the task in the step; default: 0")
+    parser.add_argument("--node", type=int, metavar="N", help="print a prompt: its number, as the tree shows it")
+    parser.add_argument("--sample", type=int, metavar="N", help="print a completion: its number, as the tree shows it")
     parser.add_argument("--chars", type=int, default=60, metavar="N", help="most characters of a text; default: 60")
     return parser
 

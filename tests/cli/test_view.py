@@ -65,7 +65,7 @@ def run(tmp_path):
 
 def shown(capsys, run, **more):
     given = {"run": [str(run)], "text": True, "serve": False, "out": None, "port": None, "step": None, "task": None}
-    given |= {"chars": 60, **more}
+    given |= {"node": None, "sample": None, "chars": 60, **more}
     assert view.main(argparse.Namespace(**given)) == 0
     return capsys.readouterr().out.splitlines()
 
