@@ -30,18 +30,20 @@ class PromptReader:
         self._hears = runner.task.hears if isinstance(runner, HostEnvRunner) else quotes
 
     def _prompt(self, node: int) -> Prompt:
-        """Messages of a prompt; none where they are not known."""
-        return self._records[self._first[node]].prompt if node in self._first else ()
+        """Messages of a prompt; none where they are not known. A raw message has the text of its ids."""
+        if node not in self._first:
+            return ()
+        decode = self._step.team.model_of(int(self._tree.nodes.role[node])).tokenizer.decode
+        text = lambda m: m.text if m.speaker != "raw" or m.ids is None else decode(m.ids)
+        return tuple(m._replace(text=text(m)) for m in self._records[self._first[node]].prompt)
 
     def messages(self, node: int) -> tuple[tuple[str, str, str], ...]:
-        """Speaker, owner or "", and text of each message of a prompt. A raw message has the text of its ids.
+        """Speaker, owner or "", and text of each message of a prompt.
 
         Args:
             node: Row of the table of nodes.
         """
-        decode = self._step.team.model_of(int(self._tree.nodes.role[node])).tokenizer.decode
-        text = lambda m: decode(m.ids) if m.speaker == "raw" and m.ids is not None else m.text
-        return tuple((m.speaker, m.owner or "", text(m)) for m in self._prompt(node))
+        return tuple((m.speaker, m.owner or "", m.text) for m in self._prompt(node))
 
     def cut_tokens(self, node: int) -> int:
         """Tokens that the limit of the prompt's length left out.

@@ -41,7 +41,7 @@ def test_a_completion_with_its_prompt_its_advantage_and_its_tokens(run, capsys):
     assert lines[0] == "step 31 \u00b7 task 0 \u00b7 turn 2 \u00b7 planner (m) \u00b7 node 3 \u00b7 completion 4"
     assert lines[1] == "planner saw 2 tokens, 5 more were cut from its middle"
     at = lambda text: next(k for k, line in enumerate(lines) if text in line)
-    assert [lines[k].split(maxsplit=1) for k in (2, 4)] == [["tool", "7 no, 17 no"], ["user", "say no."]]
+    assert [lines[k].split(maxsplit=1) for k in (2, 4)] == [["tool", "stay: 7 no, 17 no"], ["user", "say no. nothing"]]
     assert lines[5].split() == ["memory", "read", "slot", "3:", "an", "old", "entry"]
     before = [" ".join(line.split()) for line in lines[at("played before") + 1 : at("planner wrote")]]
     assert before == ["planner, not seen go left", "planner, not seen stay", "critic no"]

@@ -91,6 +91,7 @@ def test_characters_that_are_cut_across_tokens_of_a_bpe(bpe):
     assert "".join(found) == TEXT and names[-1] == "<|im_end|>"
     assert names[3:5] == ["\\xf0\\x9f\\x98", "\\xf0\\x9f"] and found.count("") == len(names)  # tokens of several bytes
     tool = bpe.hf.convert_tokens_to_ids("<tool>")
+    assert (bpe.token_bytes(tool), bpe.token_bytes(bpe.stop_ids[0])) == (b"<tool>", b"")
     assert cut(bpe, [tool, 10**6]) == (["<tool>", ""], ["<1000000>"])  # text shows it, so it has no name
 
 

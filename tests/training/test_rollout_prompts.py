@@ -104,4 +104,13 @@ def test_a_prompt_without_messages_has_none(played):
 def test_words_inside_of_words_are_no_quotation(played):
     team, rollout = played
     records = [Record(r.role, r.prompt, Action("o", (111,))) for r in rollout.records]  # "go on" has no word "o"
-    assert len(reader(team, rollout.tree, records).unseen(1)) == 1
+    found, moves = reader(team, rollout.tree, records), rollout.tree.transitions
+    assert len(found.unseen(1)) == 1
+    second = int(rollout.tree.nodes.parent[3])  # nor has "you are a" one: both turns before are unseen, the last first
+    assert found.unseen(3) == tuple(int(moves.steps[j].max()) for j in (second, moves.parent[second]))
+
+
+def test_tokens_of_a_raw_message_are_quoted_by_their_text(played):
+    team, rollout = played
+    records = [Record(r.role, r.prompt, Action("go", (103, 111))) for r in rollout.records]
+    assert reader(team, rollout.tree, records).unseen(1) == ()

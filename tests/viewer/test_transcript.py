@@ -25,13 +25,16 @@ BEFORE = """[...document.querySelectorAll('#before li')].map((li) => [+li.datase
 COLOUR = "getComputedStyle(document.querySelector('%s')).%s"
 
 
+SAY = ("user", "", "say no. nothing")  # a word that begins with a quotation is none
+
+
 def rows():
     """Turns: a planner, a critic and a planner at once, and a planner who is not told what the first planner wrote."""
     nodes = [
         (0, "planner", -1, (("system", "", "Plan."),), 0, ()),
         (1, "critic", 0, (("user", "", "Plan: go left"),), 0, ()),
         (1, "planner", 0, (("system", "", "Plan."), ("assistant", "planner", "go left")), 0, ()),
-        (2, "planner", 1, (("tool", "", "7 no, 17 no"), ("user", "", HOSTILE[0]), ("user", "", "say no.")), 5, (3, 0)),
+        (2, "planner", 1, (("tool", "", "stay: 7 no, 17 no"), ("user", "", HOSTILE[0]), SAY), 5, (3, 0)),
     ]
     out = [rollouts.Task(0, 70)]
     for n, (turn, role, parent, messages, cut, unseen) in enumerate(nodes):
@@ -89,7 +92,8 @@ def test_what_a_role_did_not_see_is_grey_and_named(browser, file):
     assert min(sizes) > 100  # grey, and not hidden
     assert "2 of 3 not seen by planner" in browser.js("document.querySelector('main').innerText")
     assert browser.js(QUOTED) == [["no", "critic wrote this: completion 1"]] * 2
-    assert browser.js("document.querySelector('#saw pre b').previousSibling.textContent") == "7 no, 17 "
+    assert browser.js("document.querySelector('#saw pre b').previousSibling.textContent") == "stay: 7 no, 17 "
+    assert browser.js("document.querySelectorAll('#saw pre b')[1].previousSibling.textContent") == "say "
     assert "5 tokens in the middle were cut" in browser.js("document.getElementById('cut').innerText")
     assert browser.js("document.querySelectorAll('#saw script').length") == 0
     assert browser.js(SAW)[1][2] == HOSTILE[0]
