@@ -10,7 +10,7 @@ import numpy as np
 from jaxmarl_llm.agents.memory import encode_text
 from jaxmarl_llm.training.train_step import StepResult, TrainStep
 
-TOLERANCE = 1e-4  # of a key: the memory and this module round differently
+TOLERANCE = 1e-5  # of the cosine of two equal keys: the memory and this module round differently
 
 
 def sources(step: TrainStep, result: StepResult, role: int, store: Any, slots: np.ndarray) -> dict[int, int]:
@@ -32,7 +32,7 @@ def sources(step: TrainStep, result: StepResult, role: int, store: Any, slots: n
         return found
     query = tree.nodes.retrieved.query[tree.steps.node[rows]][:, : store.key.shape[1]].astype(np.float32)
     keys = query / np.maximum(np.linalg.norm(query, axis=1, keepdims=True), 1e-30)
-    near = np.abs(keys[:, None] - store.key[slots]).max(2) < TOLERANCE  # [rows n]
+    near = keys @ np.asarray(store.key[slots], np.float32).T > 1 - TOLERANCE  # [rows n]
     asked = np.flatnonzero(near.any(1))
     if not len(asked):
         return found
