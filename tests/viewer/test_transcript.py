@@ -111,14 +111,12 @@ def test_entries_that_were_read_and_that_a_completion_wrote(browser, file):
     browser.open(file, "run=0&step=31&task=0&node=1&sample=1")
     assert browser.js(shown) == []
     browser.open(file, "run=0&view=memory")
-    marks = (
-        "[...document.querySelectorAll('.scroll svg g title')].map((t) => t.textContent.split(', ')[2].split(':')[0])"
-    )
-    assert sorted(browser.js(marks)) == ["read", "refreshed", "written", "written"]
-    assert (
-        len(set(browser.js("[...document.querySelectorAll('.scroll svg g > :first-child')].map((m) => m.tagName)")))
-        == 3
-    )
+    shapes = """[...document.querySelectorAll('.scroll svg g')].map((g) => [g.querySelector('title').textContent,
+        g.firstChild.tagName, g.firstChild.hasAttribute('fill')])"""
+    marks = browser.js(shapes)
+    assert len(marks) == 4
+    found = {title.split(", ")[2].split(":")[0]: shape for title, *shape in marks}
+    assert found == {"read": ["circle", True], "written": ["rect", True], "refreshed": ["path", True]}
     assert browser.problems == []
 
 

@@ -148,13 +148,13 @@ function memoryChart(where, events, steps, span) {
               stroke: p.soft,
               "stroke-width": 0.6,
             })
-        : e.event === "read"
-          ? sv("circle", { cx: x, cy: y, r, fill: colour, stroke: p.soft, "stroke-width": 0.6 })
-          : sv("path", {
-              d: `M${x - r} ${y - r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}`,
-              stroke: p.ink,
-              "stroke-width": 1.6,
-            });
+          : e.event === "read"
+            ? sv("circle", { cx: x, cy: y, r, fill: colour, stroke: p.soft, "stroke-width": 0.6 })
+            : sv("path", {
+                d: `M${x - r} ${y - r}l${2 * r} ${2 * r}m0 ${-2 * r}l${-2 * r} ${2 * r}`,
+                stroke: p.ink,
+                "stroke-width": 1.6,
+              });
     svg.append(
       sv(
         "g",
