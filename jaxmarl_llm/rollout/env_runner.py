@@ -6,7 +6,7 @@ import functools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jaxmarl_llm.envs.contract import (
 )
 from jaxmarl_llm.envs.protocols import wrap
 from jaxmarl_llm.envs.registry import EnvConfig
+from jaxmarl_llm.envs.splits import content_hash
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import bucket, coarse
 from jaxmarl_llm.generation.sampling import Sampling
@@ -43,7 +44,7 @@ from jaxmarl_llm.rollout.host import HostRollout, HostSettings, Recall, play
 from jaxmarl_llm.rollout.launches import SamplerFactory, here
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.rollout.recall import mean_embedding
-from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Role, Team, Tree
+from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Role, Team, TrainState, Tree
 
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
@@ -69,15 +70,38 @@ class Demonstrations(NamedTuple):
     completion_length: np.ndarray  # [n], or [n, G]
 
 
+class EvaluationWatcher(Protocol):
+    """Object that sees every evaluation of a run on its held-out tasks."""
+
+    def batch(self, state: TrainState, suffix: str, numbers: Sequence[int], played: RolloutResult) -> None:
+        """See a batch of held-out tasks.
+
+        Args:
+            state: State that is evaluated.
+            suffix: Of the metrics: "" as the policy samples, ``_greedy``.
+            numbers: Numbers of the tasks of the batch [n].
+            played: Rollout with one episode of each task.
+        """
+
+    def end(self, state: TrainState, rows: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """See the end of an evaluation.
+
+        Args:
+            state: State that was evaluated.
+            rows: Suffix -> component -> its sum over the episode of each task, a mean over roles [n]; NaN: unknown.
+        """
+
+
 class EnvRunner(ABC):
     """Plays tasks of one environment with one team; ``array`` tells the kind.
 
-    ``watcher``: called with every rollout, and whether its tasks were held out; None: nobody watches. ``layout``: how
-    devices are cut during generation; None: as in training.
+    ``watcher``: called with every rollout, and whether its tasks were held out; None: nobody watches. ``evaluations``:
+    sees every evaluation; None: nothing does. ``layout``: how devices are cut during generation; None: as in training.
     """
 
     layout: Layout | None = None
     watcher: Callable[[RolloutResult, bool], None] | None = None
+    evaluations: EvaluationWatcher | None = None
     dropped = 0.0  # share of the demonstrations that were left out
 
     array: bool
@@ -124,6 +148,15 @@ class EnvRunner(ABC):
 
         Raises:
             ConfigError: The environment lacks what the plan asks for.
+        """
+
+    @abstractmethod
+    def contents(self, numbers: Sequence[int], held_out: bool) -> list[str]:
+        """Hash of the content of some tasks [n], see `splits.content_hash`.
+
+        Args:
+            numbers: Numbers of the tasks [n].
+            held_out: Whether ``numbers`` count the held-out tasks.
         """
 
     def _watched(self, played: RolloutResult, held_out: bool) -> RolloutResult:
@@ -178,6 +211,10 @@ class ArrayEnvRunner(EnvRunner):
     def held_out_size(self) -> int:
         """Number of held-out tasks."""
         return len(jax.tree.leaves(self.held_out)[0])
+
+    def contents(self, numbers, held_out):
+        columns = [np.asarray(x) for x in jax.tree.leaves(self.held_out if held_out else self.tasks)]
+        return [content_hash([column[i] for column in columns]) for i in numbers]
 
     def _arguments(
         self,
@@ -417,6 +454,10 @@ class HostEnvRunner(EnvRunner):
     def held_out_size(self) -> int:
         """Number of held-out tasks."""
         return len(self.held_out)
+
+    def contents(self, numbers, held_out):
+        source = self.held_out if held_out else self.tasks
+        return [content_hash(source[i]) for i in numbers]
 
     def demonstrations(self, team, n, seed, context, *, min_fitting=0.0):
         rng = np.random.default_rng([seed, 7])

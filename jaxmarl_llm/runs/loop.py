@@ -22,12 +22,13 @@ from jaxmarl_llm.runs.best import FOLDER, BestStep
 from jaxmarl_llm.runs.files import RunFiles, check_shared, one_writer, without_shared
 from jaxmarl_llm.runs.health import Health
 from jaxmarl_llm.runs.phases import Recipe, with_weights
-from jaxmarl_llm.runs.recorder import CHANGEABLE, Recorder
+from jaxmarl_llm.runs.recorder import CHANGEABLE, EvaluationRecorder, Recorder
 from jaxmarl_llm.runs.trial import try_tasks
 from jaxmarl_llm.runs.versions import commit_of, versions
 from jaxmarl_llm.storage.checkpoint import Checkpointer
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.storage.workdir import Workdir
+from jaxmarl_llm.telemetry.evaluations_file import EvaluationsFile
 from jaxmarl_llm.telemetry.forecast import Schedule
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.telemetry.report import episodes_markdown, report
@@ -66,9 +67,9 @@ def fit(
     the checkpoint. break_lock: take the workdir from another run that holds its lock (`storage.lock`). callbacks:
     functions that are called after every step, in this order, in every process (`Callback`). Returns the last state.
 
-    Writes metrics.jsonl, TensorBoard events, checkpoints/, rollouts/, config.json and versions.json. At the end it
-    writes report.png and episodes.md. Failures of a host environment go to failures.jsonl. SIGTERM and Ctrl-C save the
-    step in progress and end with SystemExit (`distributed.signals`).
+    Writes metrics.jsonl, evaluations.jsonl, TensorBoard events, checkpoints/, rollouts/, config.json and versions.json.
+    At the end it writes report.png and episodes.md. Failures of a host environment go to failures.jsonl. SIGTERM and
+    Ctrl-C save the step in progress and end with SystemExit (`distributed.signals`).
     """
     folder, cfg = Workdir(workdir), with_weights(cfg, recipe.env_runner)
     with (
@@ -113,9 +114,9 @@ def _fit(
                 try_tasks(recipe.env_runner, recipe.team, health, required=cfg.run.max_invalid < 1)
         with deadlines.stage("save"):
             state, resumed, backbone, best = _resume(cfg, recipe, saver, allow_config_change)
+        made_with = {**versions(), "commit": commit_of(Path.cwd()) if primary else None}
         if primary:
             (folder.local / "config.json").write_text(json.dumps(to_dict(cfg), indent=1))
-            made_with = {**versions(), "commit": commit_of(Path.cwd())}
             (folder.local / "versions.json").write_text(json.dumps(made_with, indent=1))
         logger = Logger(
             folder.local,
@@ -136,13 +137,13 @@ def _fit(
             if passes is not None:
                 logger.print(passes)
             health.watch(recipe.env_runner, int(state.step))
-            recipe.recorder = _recorder(cfg, folder.local, resumed, logger, primary)
+            _record(cfg, recipe, folder.local if primary else None, resumed, logger, made_with["commit"])
             state, code = _train(cfg, recipe, files, logger, health, best, state, backbone, callbacks)
             with deadlines.stage("save"):
                 _finish(recipe, files, logger, best, int(state.step), code)
             health.close()
     finally:
-        recipe.env_runner.watcher = recipe.recorder = None
+        recipe.env_runner.watcher = recipe.env_runner.evaluations = recipe.recorder = None
         if primary:  # also after a failure: the last lines of the metrics show the reason
             with deadlines.stage("save"):
                 folder.push()
@@ -153,12 +154,20 @@ def _fit(
     return state
 
 
-def _recorder(cfg: BaseConfig, workdir: Path, resumed: int | None, logger: Logger, primary: bool) -> Recorder | None:
-    """What writes rollouts into ``workdir``; None where the configuration asks for none. Arguments as in `_fit`."""
-    if not cfg.run.rollouts.every:
-        return None
-    seen = logger.log_completions
-    return Recorder(cfg, RolloutsFolder(workdir, cfg.run.rollouts, resumed, logger.print, seen) if primary else None)
+def _record(
+    cfg: BaseConfig, recipe: Recipe, workdir: Path | None, resumed: int | None, logger: Logger, commit: str | None
+) -> None:
+    """Record rollouts and evaluations of ``recipe`` in ``workdir`` from now on.
+
+    workdir: None in processes other than the first. resumed: as `_resume` returns it. commit: of versions.json.
+    """
+    folder, table, runner = None, None, recipe.env_runner
+    if workdir is not None:
+        folder = RolloutsFolder(workdir, cfg.run.rollouts, resumed, logger.print, logger.log_completions)
+        table = EvaluationsFile(workdir, runner.contents(range(runner.held_out_size), True), resumed)
+    if cfg.run.rollouts.every:
+        recipe.recorder = Recorder(cfg, folder, commit)
+    runner.evaluations = EvaluationRecorder(cfg, recipe.team, runner, folder, table, commit)
 
 
 def _resume(

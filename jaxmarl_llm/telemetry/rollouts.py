@@ -1,8 +1,9 @@
 """Rollouts of a run as files: ``rollouts/step-00000012.jsonl.zst`` in the workdir, one file for each recorded RL step.
 
-The first line of a file is a `Header`. Each other line is one row of a table: a task, a node, a completion, a
-transition, a group, a memory event or a failure. docs/rollouts.md has the columns. A file is whole or absent. A number
-that was NaN or infinite is null. Files hold no time stamp, so a resumed run writes the same bytes again.
+``rollouts/eval-00000050.jsonl.zst`` has held-out tasks, as the evaluation after step 50 played them. The first line of
+a file is a `Header`. Each other line is one row of a table: a task, a node, a completion, a transition, a group, a
+memory event or a failure. docs/rollouts.md has the columns. A file is whole or absent. A number that was NaN or
+infinite is null. Files hold no time stamp, so a resumed run writes the same bytes again.
 
 Without JAX, so that a reader starts fast.
 """
@@ -39,10 +40,15 @@ ADDED: Mapping[str, int] = {
     "token_chars": 3,
     "token_names": 3,
     "completion": 3,
+    "split": 3,
+    "commit": 3,
+    "content": 3,
 }
+TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
+PREFIX: Mapping[str, str] = {TRAIN: "step", HELD_OUT: "eval"}  # of the name of a file, by split
 FOLDER = "rollouts"
 FULL = "full.json"  # in the folder: the first step that found no room
-NAME = re.compile(r"step-(\d{8,18})\.jsonl\.zst")
+NAMES = {split: re.compile(rf"{prefix}-(\d{{8,18}})\.jsonl\.zst") for split, prefix in PREFIX.items()}
 LEVEL = 3  # of compression
 MAX_TEXT = 2**30  # bytes of a file when it is decompressed
 WINDOW = 2**23  # largest window of a file that is read, in bytes
@@ -51,19 +57,22 @@ SOURCES = ("policy", "frozen", "scripted", "expert", "menu")  # as `types` numbe
 # Values of ``Completion.why``, in the order in which they are decided.
 OPPONENT, EXPERT, NO_RETURN, GROUP_NOT_SELECTED = "opponent", "expert", "no_return", "group_not_selected"
 ROLE_NOT_TRAINABLE, NOT_DRAWN, TRAINED = "role_not_trainable", "not_drawn", "trained"
+# Of every completion of an evaluation, `HELD_OUT` is the value.
 
 
 @dataclass(frozen=True)
 class RolloutsConfig:
     """Rollouts that are written to the folder rollouts/ of the workdir."""
 
-    every: int = 10  # RL steps between two that are written, from the first one on; 0: none is written
+    every: int = 10  # RL steps between two that are written, from the first one on; 0: no RL step is written
     tasks: int = 4  # tasks of such a step that are written, the first ones
+    eval_tasks: int = 8  # held-out tasks that are written at each evaluation, the first ones; 0: none
     max_mb: float = 64.0  # MB of the folder; when the next file does not fit, no more are written
 
     def check(self, path: str) -> None:
         at_least(f"{path}.every", self.every, 0)
         at_least(f"{path}.tasks", self.tasks, 1, ROW_LIMIT)
+        at_least(f"{path}.eval_tasks", self.eval_tasks, 0, ROW_LIMIT)
         positive(f"{path}.max_mb", self.max_mb)
 
 
@@ -72,8 +81,8 @@ class Header(NamedTuple):
 
     Attributes:
         schema: Version of the schema.
-        step: Number of the step, as in metrics.jsonl.
-        rl_step: Number among the RL steps, from 1.
+        step: Number of the step, as in metrics.jsonl. Of an evaluation: steps that were complete.
+        rl_step: Number among the RL steps, from 1. Of an evaluation: RL steps that were complete.
         fingerprint: SHA-256 of the configuration, without settings that change no result.
         recipe: Name of the recipe.
         seed: Seed of the run.
@@ -84,10 +93,12 @@ class Header(NamedTuple):
         components: Names of the reward components.
         weights: Weight of each paid component in this step.
         updated: Models that the step updated.
-        batch: Tasks of the step.
-        tasks: Tasks of the step that are in the file, the first ones.
+        batch: Tasks of the step, or of the evaluation.
+        tasks: Tasks of these that are in the file, the first ones.
         rows: Number of rows by kind.
         columns: Names of the columns by kind.
+        split: ``train``, or ``held_out`` for an evaluation.
+        commit: Git commit of the folder that the run was started in, as in versions.json; None: unknown.
     """
 
     schema: int
@@ -107,13 +118,16 @@ class Header(NamedTuple):
     tasks: int
     rows: dict[str, int]
     columns: dict[str, tuple[str, ...]]
+    split: str = TRAIN
+    commit: str | None = None
 
 
 class Task(NamedTuple):
-    """A task: position in the batch, and number among the training tasks."""
+    """A task: position in the batch, number among the tasks of the split, and a hash of its content."""
 
     task: int
     number: int
+    content: str = ""
 
 
 class Node(NamedTuple):
@@ -299,11 +313,12 @@ class Rollout(NamedTuple):
         return frames
 
 
-def files(path: str | os.PathLike) -> dict[int, Path]:
+def files(path: str | os.PathLike, split: str = TRAIN) -> dict[int, Path]:
     """Find the files of a run.
 
     Args:
         path: Workdir of a run, its folder rollouts/, or one file.
+        split: ``train``: RL steps; ``held_out``: evaluations. One file is of its own split.
 
     Returns:
         Number of each step in order, and its file.
@@ -311,27 +326,44 @@ def files(path: str | os.PathLike) -> dict[int, Path]:
     Raises:
         ConfigError: There is no file of rollouts.
     """
+    place, found = Path(path), by_split(path)
+    if place.is_file():
+        (found[split],) = (own for own in found.values() if own)
+    if not found[split]:
+        setting = {TRAIN: "every", HELD_OUT: "eval_tasks"}[split]
+        wanted = f"is this the workdir of a run with config.run.rollouts.{setting} above 0?"
+        raise ConfigError(f"{place / FOLDER}: no files {PREFIX[split]}-N.jsonl.zst; {wanted}")
+    return found[split]
+
+
+def by_split(path: str | os.PathLike) -> dict[str, dict[int, Path]]:
+    """Find the files of a run by split, in the order of `SPLITS`; a split may have none.
+
+    Args:
+        path: Workdir of a run, its folder rollouts/, or one file. A file of another name counts as a training step.
+    """
     place = Path(path)
     if place.is_file():
-        matched = NAME.fullmatch(place.name)
-        return {int(matched[1]) if matched else 0: place}
-    found = files_in(place / FOLDER) or files_in(place)
-    if not found:
-        wanted = "is this the workdir of a run with config.run.rollouts.every above 0?"
-        raise ConfigError(f"{place / FOLDER}: no files step-N.jsonl.zst; {wanted}")
-    return found
+        named = {split: m for split, name in NAMES.items() if (m := name.fullmatch(place.name))}
+        return {
+            split: {int(named[split][1]) if named else 0: place} if split in (named or (TRAIN,)) else {}
+            for split in SPLITS
+        }
+    inside = {split: files_in(place / FOLDER, split) for split in SPLITS}
+    return inside if any(inside.values()) else {split: files_in(place, split) for split in SPLITS}
 
 
-def read(path: str | os.PathLike) -> Iterator[Rollout]:
+def read(path: str | os.PathLike, split: str = TRAIN) -> Iterator[Rollout]:
     """Read the rollouts of a run, one step after the other. One step is in memory at a time.
 
     Args:
         path: Workdir of a run, its folder rollouts/, or one file.
+        split: ``train``: RL steps; ``held_out``: held-out tasks, one evaluation after the other.
 
     Raises:
         ConfigError: There is no file, or a file is truncated, damaged, or of a newer schema.
     """
-    found = files(path)  # now, and not at the first step
+    found = files(path, split)  # now, and not at the first step
     return map(read_file, found.values())
 
 
@@ -348,11 +380,11 @@ def read_file(path: str | os.PathLike) -> Rollout:
         raise ConfigError(f"{place}: damaged or not compressed by zstd ({json_files.reason(error)})") from None
 
 
-def files_in(folder: Path) -> dict[int, Path]:
-    """Number and path of each file in ``folder``, in order; none where there is no folder."""
+def files_in(folder: Path, split: str = TRAIN) -> dict[int, Path]:
+    """Number and path of each file of a ``split`` in ``folder``, in order; none where there is no folder."""
     if not folder.is_dir():
         return {}
-    found = {int(m[1]): folder / m[0] for name in os.listdir(folder) if (m := NAME.fullmatch(name))}
+    found = {int(m[1]): folder / m[0] for name in os.listdir(folder) if (m := NAMES[split].fullmatch(name))}
     return dict(sorted(found.items()))
 
 
@@ -395,13 +427,16 @@ def _header(row: Mapping[str, Any], where: str) -> Header:
         raise ConfigError(
             f"{where}: schema {json_files.shown(schema)} is newer than {SCHEMA}, which this version reads"
         )
-    header = _typed(Header, row, where, SCHEMA)
+    header = _typed(Header, row, where, max(1, schema) if type(schema) is int else SCHEMA)
     if header.schema < 1:
         raise ConfigError(f"{where}: key 'schema': expected 1 to {SCHEMA}, found {header.schema}")
     if set(header.rows) != set(KINDS) or min(header.rows.values()) < 0:
         raise ConfigError(f"{where}: key 'rows': expected a count of {', '.join(KINDS)}")
     if not header.roles or len(set(header.roles)) < len(header.roles):
         raise ConfigError(f"{where}: key 'roles': expected different names")
+    if header.split not in SPLITS:
+        found = json_files.shown(header.split)
+        raise ConfigError(f"{where}: key 'split': expected {' or '.join(SPLITS)}, found {found}")
     return header
 
 

@@ -20,7 +20,10 @@ from jaxmarl_llm.telemetry.rollouts import (
     KIND_OF,
     KINDS,
     LEVEL,
+    PREFIX,
     SCHEMA,
+    SPLITS,
+    TRAIN,
     Header,
     RolloutsConfig,
     Row,
@@ -33,7 +36,7 @@ class RolloutsFolder:
 
     workdir: Folder of the run. cfg: Settings. resume_step: Step of the checkpoint that was restored; files of later
     steps, which will run again, are deleted. None starts anew and renames an old folder to ``rollouts.old``. say:
-    Prints a line. seen: Is called with the number and the rows of every step that was written.
+    Prints a line. seen: Is called with the number and the rows of every training step that was written.
 
     A file that cannot be written is one line and never stops training.
     """
@@ -52,7 +55,7 @@ class RolloutsFolder:
             old = self.folder.with_name(f"{FOLDER}.old")
             shutil.rmtree(old, ignore_errors=True)
             os.replace(self.folder, old)
-        for number, path in files_in(self.folder).items():
+        for number, path in ((n, p) for split in SPLITS for n, p in files_in(self.folder, split).items()):
             if resume_step is not None and number > resume_step:
                 path.unlink()
         self.full = self._was_full(resume_step)
@@ -79,7 +82,7 @@ class RolloutsFolder:
         rows = list(rows)
         try:
             self._write(header, rows)
-            if not self.full:
+            if not self.full and header.split == TRAIN:
                 self._seen(header.step, rows)
         except OSError as error:
             if not self._failed:
@@ -88,14 +91,15 @@ class RolloutsFolder:
 
     def _write(self, header: Header, rows: Iterable[Row]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step-{header.step:08}.jsonl.zst"
+        path = self.folder / f"{PREFIX[header.split]}-{header.step:08}.jsonl.zst"
         partial = path.with_name(f".{path.name}.part")
         try:
             with open(partial, "wb") as file:
                 file.write(encode(header, rows))
                 file.flush()
                 os.fsync(file.fileno())
-            used = sum(p.stat().st_size for p in files_in(self.folder).values() if p != path)
+            there = (p for split in SPLITS for p in files_in(self.folder, split).values())
+            used = sum(p.stat().st_size for p in there if p != path)
             if used + partial.stat().st_size <= self._cfg.max_mb * 1e6:
                 os.replace(partial, path)
                 return
@@ -106,7 +110,8 @@ class RolloutsFolder:
         mark.write_text(json.dumps({"step": header.step, "max_mb": self._cfg.max_mb}))
         os.replace(mark, self.folder / FULL)
         limit = f"config.run.rollouts.max_mb={self._cfg.max_mb:g}"
-        self._say(f"{self.folder} is full ({limit}): no rollouts are written from step {header.step} on")
+        what = f"step {header.step}" if header.split == TRAIN else f"the evaluation after step {header.step}"
+        self._say(f"{self.folder} is full ({limit}): no rollouts are written from {what} on")
 
 
 def encode(header: Header, rows: Iterable[Row]) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,15 +109,19 @@ def evaluate(
         pays one. Return and success again with ``@part`` for the parts that an `ArrayTask` names.
     """
     parts = env_runner.task.parts if isinstance(env_runner, ArrayEnvRunner) else {}
-    out: dict[str, float] = {}
+    watcher, every, out = env_runner.evaluations, dict[str, dict[str, np.ndarray]](), dict[str, float]()
     for suffix, sampling in (samplings or eval_samplings(cfg)).items():
-        rows = by_task(cfg, team, env_runner, state, sampling=sampling, memory_config=memory_config)
+        seen = None if watcher is None else functools.partial(watcher.batch, state, suffix)
+        rows = by_task(cfg, team, env_runner, state, sampling=sampling, memory_config=memory_config, seen=seen)
+        every[suffix] = rows
         out |= {f"eval/{name}{suffix}": _mean(values) for name, values in rows.items()}
         out |= _scores(rows, cfg.reward, suffix)
         for part, mine in parts.items():
             out |= _scores(
                 {name: values[np.asarray(mine)] for name, values in rows.items()}, cfg.reward, f"{suffix}@{part}"
             )
+    if watcher is not None:
+        watcher.end(state, every)
     return out
 
 
@@ -144,6 +149,7 @@ def by_task(
     memory_config: MemoryConfig | None = None,
     assignment: np.ndarray | None = None,
     numbers: np.ndarray | None = None,
+    seen: Callable[[Sequence[int], RolloutResult], None] | None = None,
 ) -> dict[str, np.ndarray]:
     """Each component's mean over roles, summed over the episode, of held-out tasks [n]; NaN where it is unknown.
 
@@ -156,11 +162,16 @@ def by_task(
         memory_config: settings of the memory that is read; None: none is read.
         assignment: [A] or [M A], as in `held_out`.
         numbers: numbers of the held-out tasks [n]; None: all.
+        seen: called with the numbers of the tasks of each batch, and with its rollout; None: nothing is called.
     """
     out: dict[str, list[float]] = {}
-    sampling = sampling or cfg.sampling
+    sampling, done = sampling or cfg.sampling, 0
     rollouts = held_out(cfg, team, env_runner, state, single(), sampling, memory_config, assignment, numbers)
     for tasks, played in rollouts:
+        if seen is not None:
+            batch = range(done, done + tasks)
+            seen(batch if numbers is None else numbers[done : done + tasks].tolist(), played)
+        done += tasks
         moves = played.tree.transitions
         for name, values in moves.rewards.items():
             out.setdefault(name, []).extend(_by_task(moves, values, tasks))

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +28,7 @@ from jaxmarl_llm.rollout.plans import product
 from jaxmarl_llm.runs import loop, phases, recorder
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry import rollouts
+from jaxmarl_llm.telemetry.evaluations_file import read_evaluations
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, encode, shortest
@@ -41,7 +43,7 @@ TEAM = {"max_new_tokens": 2, "remat": False, "backbone": {"hidden_size": 16, "nu
 STAGE_0 = 40  # enough that completions are moves, whose rewards differ
 RUN = {
     "checkpoint_every": STAGE_0 + 2,
-    "eval_every": 0,
+    "eval_every": 2,
     "eval_greedy": False,
     "log_every": 100,
     "tensorboard": False,
@@ -58,6 +60,7 @@ ARRAY = {
     "sft": {"steps": STAGE_0, "batch": 16, "samples": 64, "optimizer": {"learning_rate": 0.05}},
     "run": {**RUN, "rollouts": {"every": 1, "tasks": 3}},
 }
+EVALUATED: dict = {}  # workdir -> batches of its evaluations
 MEMORY = MemoryConfig(capacity=4, retrieve=1, warmup=2, min_similarity=-1.0, z=0.5)
 
 
@@ -92,6 +95,16 @@ def without_a_figure():
         yield
 
 
+class SeenEvaluations(recorder.EvaluationRecorder):
+    """Keeps the batches that it is called with."""
+
+    batches: ClassVar[list] = []
+
+    def batch(self, *given):
+        self.batches.append(given)
+        super().batch(*given)
+
+
 class Seen(recorder.Recorder):
     """Keeps what it is called with."""
 
@@ -105,8 +118,12 @@ class Seen(recorder.Recorder):
 def fit(recipe, cfg, workdir, kind=recorder.Recorder, calls=None):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Seen, "calls", [] if calls is None else calls)
+        patch.setattr(SeenEvaluations, "batches", [])
         patch.setattr(loop, "Recorder", kind)
-        return loop.fit(cfg, dataclasses.replace(recipe, cfg=cfg), workdir)
+        patch.setattr(loop, "EvaluationRecorder", SeenEvaluations)
+        state = loop.fit(cfg, dataclasses.replace(recipe, cfg=cfg), workdir)
+        EVALUATED[workdir] = SeenEvaluations.batches
+        return state
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +163,8 @@ def host(tmp_path_factory):
     return workdir, calls
 
 
-def bytes_of(workdir):
-    return {path.name: path.read_bytes() for path in sorted((workdir / "rollouts").iterdir())}
+def bytes_of(workdir, pattern="*"):
+    return {path.name: path.read_bytes() for path in sorted((workdir / "rollouts").glob(pattern))}
 
 
 # ----------------------------------------------------------------------------------- what is written is what was played
@@ -375,18 +392,115 @@ def test_kept_tasks_are_the_first_ones_and_whole(made, straight, tmp_path):
     assert rollouts.read_file(path).header.tasks == 2  # every name of a row leads to a row
 
 
+# ------------------------------------------------------------------------------------------------------ held-out tasks
+
+
+def test_held_out_episodes_are_those_that_the_evaluations_played(straight, host):
+    evaluated = 0
+    for workdir, steps in ((straight[0], [STAGE_0, STAGE_0 + 2, STAGE_0 + 4]), (host[0], [0, 2])):
+        batches, logged = EVALUATED[workdir], read_metrics(workdir)
+        table = read_evaluations(workdir)
+        assert [row.step for row in table.rows] == steps == list(rollouts.files(workdir, "held_out"))
+        for rollout, (state, suffix, numbers, played), row in zip(
+            rollouts.read(workdir, "held_out"), batches, table.rows, strict=True
+        ):
+            header, tree = rollout.header, played.tree
+            assert (header.split, header.step, suffix) == ("held_out", int(state.step), "") and header.updated == ()
+            assert [task.number for task in rollout.tasks] == list(numbers) == [0, 1] and header.batch == 2
+            assert tuple(task.content for task in rollout.tasks) == table.tasks
+            assert [s.step for s in rollout.steps] == np.flatnonzero(tree.steps.valid).tolist() != []
+            for said in rollout.steps:
+                assert list(said.token_ids) == tree.steps.tokens[said.step, : tree.steps.length[said.step]].tolist()
+                assert (said.why, said.advantage, said.group) == ("held_out", None, -1)
+                assert not said.trained and not said.selected and said.version == header.step
+            # The metric is the witness of returns: a mean over roles and tasks of what the first turn brought.
+            metric = next(
+                r[key]
+                for key in ("eval/return", "final/return")
+                for r in logged
+                if r["step"] == header.step + (key == "eval/return") and key in r
+            )
+            first = {node.node: node.task for node in rollout.nodes if node.turn == 0}
+            known = [s.returns for s in rollout.steps if s.node in first and s.returns is not None]
+            assert (metric is None) == (not known)
+            if known:
+                assert np.mean(known) == pytest.approx(metric, abs=1e-5)
+                assert np.mean([v for v in row.values["return"] if v is not None]) == pytest.approx(metric, abs=1e-5)
+                evaluated += 1
+    assert evaluated >= 3
+
+
+def test_a_header_has_the_commit_of_the_run(straight):
+    commit = json.loads((straight[0] / "versions.json").read_text())["commit"]
+    for split in ("train", "held_out"):
+        assert {rollout.header.commit for rollout in rollouts.read(straight[0], split)} == {commit}
+
+
+def test_equal_tasks_have_one_content_and_others_have_others(straight, host):
+    contents = {task.number: task.content for rollout in rollouts.read(host[0]) for task in rollout.tasks}
+    assert len(set(contents.values())) == len(contents) > 8 and all(len(c) == 16 for c in contents.values())
+    (one,) = {task.content for rollout in rollouts.read(straight[0]) for task in rollout.tasks}  # one matrix game
+    assert one and set(read_evaluations(straight[0]).tasks) == {one}
+
+
+def test_batches_of_an_evaluation_are_one_file_whose_rows_have_different_numbers(made, straight, tmp_path):
+    state, _, _, played = EVALUATED[straight[0]][0]
+    cfg = array_config(eval_tasks=3)
+    runner = types.SimpleNamespace(
+        env=made.env_runner.env, held_out_size=6, contents=lambda numbers, held_out: [f"c{n}" for n in numbers]
+    )
+    folder = RolloutsFolder(tmp_path, cfg.run.rollouts, None)
+    seen = recorder.EvaluationRecorder(cfg, made.team, runner, folder, None)
+    for suffix in ("", "_greedy"):
+        for numbers in ((0, 1), (2, 3), (4, 5)):
+            seen.batch(state, suffix, numbers, played)
+    seen.end(state, {})
+    (rollout,) = rollouts.read(tmp_path, "held_out")  # every name of a row leads to a row
+    assert [(t.task, t.number, t.content) for t in rollout.tasks] == [(0, 0, "c0"), (1, 1, "c1"), (2, 2, "c2")]
+    (whole,) = (r for r in rollouts.read(straight[0], "held_out") if r.header.step == rollout.header.step)
+
+    def spoken(of, task):
+        nodes = {n.node: n for n in of.nodes if n.task == task}
+        return [(nodes[s.node].prompt, s.text, s.returns) for s in of.steps if s.node in nodes]
+
+    assert [spoken(rollout, task) for task in (0, 1, 2)] == [spoken(whole, task) for task in (0, 1, 0)]
+    assert len(spoken(whole, 0)) == 4 and spoken(whole, 0) != spoken(whole, 1)
+    parents = {n.node: n.parent for n in rollout.nodes if n.task == 2 and n.turn > 0}
+    moves = {m.transition: m for m in rollout.transitions}
+    assert parents and {moves[p].task for p in parents.values()} == {2}
+
+
+def test_evaluations_alone_are_written_and_full_folders_take_none(tmp_path):
+    header, rows = example(7)
+    held_out, said = header._replace(split="held_out"), []
+    folder = RolloutsFolder(tmp_path, RolloutsConfig(every=0), None, said.append, lambda *seen: said.append(seen))
+    folder.write(held_out, rows)
+    assert said == [] and list(rollouts.files(tmp_path, "held_out")) == [7]  # tables of completions are of training
+    with pytest.raises(ConfigError, match=r"no files step-N.*rollouts.every above 0"):
+        rollouts.files(tmp_path)
+    (file,) = rollouts.files(tmp_path, "held_out").values()
+    assert rollouts.files(file) == {7: file}
+    size = file.stat().st_size
+    folder = RolloutsFolder(tmp_path, RolloutsConfig(max_mb=1.5 * size / 1e6), 7, said.append)
+    folder.write(header._replace(step=8), rows)
+    assert folder.full and list(rollouts.by_split(tmp_path)["train"]) == []
+    RolloutsFolder(tmp_path, RolloutsConfig(), 6)  # the evaluation after step 7 will run again
+    with pytest.raises(ConfigError, match=r"no files eval-N.*rollouts.eval_tasks above 0"):
+        rollouts.read(tmp_path, "held_out")
+
+
 # ---------------------------------------------------------------------------------------- nothing changes but the files
 
 
 def test_a_run_without_rollouts_has_the_same_parameters_to_the_bit(made, straight, tmp_path):
-    state = fit(made, array_config(every=0), tmp_path)
+    state = fit(made, array_config(every=0, eval_tasks=0), tmp_path)
     assert digests(loop.without_shared(state)) == digests(loop.without_shared(straight[1]))
     assert not (tmp_path / "rollouts").exists()
 
 
 def test_every_second_step_is_written(made, straight, tmp_path):
     fit(made, array_config(every=2), tmp_path)
-    files = bytes_of(tmp_path)
+    files = bytes_of(tmp_path, "step-*")
     assert list(files) == [f"step-{STAGE_0 + n:08}.jsonl.zst" for n in (1, 3)]
     assert files == {name: raw for name, raw in bytes_of(straight[0]).items() if name in files}
 
@@ -406,9 +520,17 @@ def test_a_resumed_run_writes_the_same_bytes(made, straight, tmp_path):
     third = tmp_path / "rollouts" / f"step-{STAGE_0 + 3:08}.jsonl.zst"
     assert third.read_bytes() == bytes_of(straight[0])[third.name]
     third.write_bytes(b"of another time")
-    (third.parent / "step-00000099.jsonl.zst").write_bytes(b"")
+    again = tmp_path / "rollouts" / f"eval-{STAGE_0 + 2:08}.jsonl.zst"  # the checkpoint is older than this evaluation
+    assert again.read_bytes() == bytes_of(straight[0])[again.name]
+    again.write_bytes(b"of another time")
+    for name in ("step-00000099.jsonl.zst", "eval-00000099.jsonl.zst"):
+        (third.parent / name).write_bytes(b"")
+    table = tmp_path / "evaluations.jsonl"
+    assert len(table.read_bytes().splitlines()) == 3
+    table.write_bytes(table.read_bytes() + b'{"step":99,"return":[0,0]}\n{"step":1')
     fit(made, array_config(), tmp_path)
     assert bytes_of(tmp_path) == bytes_of(straight[0])
+    assert table.read_bytes() == (straight[0] / table.name).read_bytes()
 
 
 def test_the_fingerprint_is_that_of_what_is_computed(straight):
@@ -502,17 +624,21 @@ def test_files_of_the_first_schema_are_read(tmp_path):
         rollouts.read_file(copy)
 
 
-def test_a_file_of_the_second_schema_is_read(tmp_path):
-    path = stored(tmp_path)
-    new = ("messages", "cut_tokens", "unseen", "token_chars", "token_names", "completion")
-    old = lambda rows: [{key: value for key, value in row.items() if key not in new} for row in rows]
-    rewritten(path, lambda rows: [{**row, "schema": 2} if row["kind"] == "header" else row for row in old(rows)])
-    read = rollouts.read_file(path)
-    assert read.header.schema == 2 and [row.pieces for row in read.steps] == [()] * 3
-    assert {row.messages for row in read.nodes} == {()} and {row.completion for row in read.memory} == {-1}
-    rewritten(path, put(0, schema=3))
-    with pytest.raises(ConfigError, match="key 'messages' is missing"):
-        rollouts.read_file(path)
+def test_files_of_the_second_schema_are_read(tmp_path):
+    """A file of a run of the last commit that wrote schema 2, 851b1bf, with `array_config()` of this module."""
+    rollout = rollouts.read_file(GOLDEN.with_name("schema-2") / "rollouts" / "step-00000041.jsonl.zst")
+    header = rollout.header
+    assert (header.schema, header.split, header.commit) == (2, "train", None) and "content" not in header.columns[
+        "task"
+    ]
+    assert [task.content for task in rollout.tasks] == ["", "", ""] and len(rollout.steps) == 72
+    assert sum(bool(row.learner_logprobs) for row in rollout.steps) == 48
+    assert {row.pieces for row in rollout.steps} == {()} and {row.messages for row in rollout.nodes} == {()}
+    copy = tmp_path / "step-00000001.jsonl.zst"
+    copy.write_bytes(rollout.path.read_bytes())
+    rewritten(copy, put(0, schema=3))
+    with pytest.raises(ConfigError, match="key 'split' is missing"):
+        rollouts.read_file(copy)
 
 
 def test_half_of_a_surrogate_pair_ends_no_run(tmp_path):
@@ -579,6 +705,7 @@ WRONG = {
     "a newer schema": (put(0, schema=4), "schema 4 is newer than 3"),
     "a schema of no version": (put(0, schema=0), "key 'schema': expected 1 to 3, found 0"),
     "a schema of text": (put(0, schema="1"), "key 'schema': expected an integer, found \"1\""),
+    "an unknown split": (put(0, split="test"), "key 'split': expected train or held_out, found \"test\""),
     "no header": (lambda rows: rows[1:], "expected the header"),
     "an empty object": (lambda rows: [{}], "expected the header"),
     "a missing row": (lambda rows: rows[:-1], "truncated: 0 of 1 rows of kind 'failure'"),
@@ -688,6 +815,7 @@ def test_the_page_documents_every_column_and_setting():
         rollouts.NO_RETURN,
         rollouts.GROUP_NOT_SELECTED,
         "trained",
+        rollouts.HELD_OUT,
     } | {
         rollouts.ROLE_NOT_TRAINABLE,
         rollouts.NOT_DRAWN,
@@ -701,7 +829,10 @@ def test_the_reader_needs_no_jax():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-@pytest.mark.parametrize(("change", "said"), [({"every": -1}, ">= 0"), ({"tasks": 0}, ">= 1"), ({"max_mb": 0}, "> 0")])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"every": -1}, ">= 0"), ({"tasks": 0}, ">= 1"), ({"eval_tasks": -1}, ">= 0"), ({"max_mb": 0}, "> 0")],
+)
 def test_settings_are_checked(change, said):
     (key,) = change
     with pytest.raises(ConfigError, match=f"config.run.rollouts.{key}: expected {said}"):

@@ -13,6 +13,7 @@ from jaxmarl_llm.types import Transitions
 from tests import toys
 
 PLAIN = {"": Sampling()}
+RUNNER = SimpleNamespace(evaluations=None)
 CFG = SimpleNamespace(reward={"accuracy": 1.0, "form": 0.5})
 
 
@@ -66,10 +67,10 @@ def test_tasks_whose_reward_is_unknown_do_not_count(monkeypatch):
     """Not even when they fill a batch: the mean is of what is known, and NaN when nothing is."""
     ones, no = np.ones((2, 2, 2)), np.zeros(2, bool)
     played(monkeypatch, episodes(ones, ones, no), episodes(0.25 * ones, ones, ~no))
-    got = evaluation.evaluate(CFG, None, None, None, None, PLAIN)
+    got = evaluation.evaluate(CFG, None, RUNNER, None, None, PLAIN)
     assert got == {"eval/accuracy": 0.5, "eval/form": 2.0, "eval/return": 1.5, "eval/success": 0.5}
     played(monkeypatch, episodes(ones, ones, no))
-    assert all(np.isnan(v) for v in evaluation.evaluate(CFG, None, None, None, None, PLAIN).values())
+    assert all(np.isnan(v) for v in evaluation.evaluate(CFG, None, RUNNER, None, None, PLAIN).values())
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -79,7 +80,7 @@ def test_greedy_episodes_are_an_option(monkeypatch, greedy):
     cfg = SimpleNamespace(reward=CFG.reward, sampling=Sampling(0.5), run=RunConfig(eval_greedy=greedy))
     wanted = {"": 0.5, "_greedy": 0.0} if greedy else {"": 0.5}
     assert {suffix: s.temperature for suffix, s in evaluation.eval_samplings(cfg).items()} == wanted
-    got = evaluation.evaluate(cfg, None, None, None, None)
+    got = evaluation.evaluate(cfg, None, RUNNER, None, None)
     assert set(got) == {f"eval/{name}{s}" for name in ("accuracy", "form", "return", "success") for s in wanted}
 
 
