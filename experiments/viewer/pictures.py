@@ -61,12 +61,13 @@ def places(rollout: rollouts.Rollout, compared: str) -> dict[str, tuple[str, tup
 def main(given: Any) -> None:
     """Take the pictures. ``given``: the parsed arguments."""
     run = open_run(given.run)
-    files = run.files()
+    files = rollouts.files(given.run)
+    compared = "view=compare&run=0" if rollouts.by_split(given.run)[rollouts.HELD_OUT] else twice(files)
     step = list(files)[min(3, len(files) - 1)] if given.step is None else given.step
     with tempfile.TemporaryDirectory() as folder, Browser() as tab:
         page = Path(folder) / "view.html"
         write_page([run], page, 64)
-        for name, (place, size) in places(rollouts.read_file(files[step]), twice(files)).items():
+        for name, (place, size) in places(rollouts.read_file(files[step]), compared).items():
             tab.resize(*size)
             tab.open(page, place)
             tab.js("document.activeElement.blur()")

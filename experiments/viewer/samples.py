@@ -39,8 +39,9 @@ def written(folder: Path, rows: list[rollouts.Row], *steps: int, **more: Any) ->
     """
     (folder / "rollouts").mkdir(parents=True, exist_ok=True)
     for step in steps or (31,):
-        path = folder / "rollouts" / f"step-{step:08}.jsonl.zst"
-        path.write_bytes(encode(header(step, **more), rows))
+        made = header(step, **more)
+        path = folder / "rollouts" / f"{rollouts.PREFIX[made.split]}-{step:08}.jsonl.zst"
+        path.write_bytes(encode(made, rows))
     return folder
 
 
@@ -126,6 +127,26 @@ def tree_rows(nodes: int, group: int = 4, turns: int = 4, tasks: int = 1) -> lis
                 s += 1
             n += 1
         before = after
+    return rows
+
+
+def held_out_rows(said: str, *contents: str) -> list[rollouts.Row]:
+    """Held-out tasks that an evaluation played: two turns of two roles each.
+
+    Args:
+        said: Begin of every completion.
+        *contents: Hash of the content of each task.
+    """
+    rows: list[rollouts.Row] = []
+    for task, content in enumerate(contents):
+        rows.append(rollouts.Task(task, task, content))
+        for turn in range(2):
+            k, value = 2 * task + turn, float(task + turn)
+            rows.append(rollouts.Node(k, task, turn, ROLES[turn], "m", k - 1 if turn else -1, (1,), content, (), ()))
+            more = {"advantage": None, "group": -1, "selected": False, "trained": False, "why": rollouts.HELD_OUT}
+            rows.append(completion(k, k, f"{said} {k}", value, 0.0, **more))
+            paid: Paid = {"pay": (value, value), "form": (0.0, 0.0)}
+            rows.append(rollouts.Transition(k, task, turn, k - 1 if turn else -1, (k, -1), paid, turn == 1, True))
     return rows
 
 

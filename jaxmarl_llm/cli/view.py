@@ -6,6 +6,7 @@
     jaxmarl-llm view RUN --text --step=31 --task=2  print the third task of step 31
     jaxmarl-llm view RUN --text --node=5            print a prompt: what its role saw, and its completions
     jaxmarl-llm view RUN --text --sample=9          print a completion: its advantage step by step, and its tokens
+    jaxmarl-llm view RUN --text --held-out          print the first held-out task of the newest evaluation
 
 RUN is a workdir, or one file of its folder rollouts/. A tree shows every turn, the completions of each prompt with
 reward, return and advantage, and why a completion was trained or not.
@@ -42,8 +43,9 @@ def main(given: Any) -> int:
             arguments.end(f"{flag} and {other} cannot be given together")
     if given.port is not None and not given.serve:
         arguments.end("--port belongs to --serve")
-    if not given.text and any(x is not None for x in (given.step, given.task, given.node, given.sample)):
-        arguments.end("--step, --task, --node and --sample belong to --text; a page has every step")
+    of_text = (given.step, given.task, given.node, given.sample, given.held_out or None)
+    if not given.text and any(x is not None for x in of_text):
+        arguments.end("--step, --task, --node, --sample and --held-out belong to --text; a page has every step")
     if given.task is not None and (given.node is not None or given.sample is not None):
         arguments.end("--task: a --node or a --sample is of one task already")
     if given.text:
@@ -76,8 +78,9 @@ def serve(server: Server) -> int:
 
 
 def text(given: Any) -> int:
-    """Print one task, prompt or completion of one step. ``given``: the parsed arguments."""
-    rollout, task = chosen(given.run[0], given.step), given.task or 0
+    """Print one task, prompt or completion of a step or an evaluation. ``given``: the parsed arguments."""
+    split = rollouts.HELD_OUT if given.held_out else rollouts.TRAIN
+    rollout, task = chosen(given.run[0], given.step, split), given.task or 0
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
@@ -92,9 +95,15 @@ def text(given: Any) -> int:
     return 0
 
 
-def chosen(run: str, step: int | None) -> Rollout:
-    """The rollout of a step of a run. ``run``: workdir or file. ``step``: its number; None: the newest."""
-    found = rollouts.files(run)
+def chosen(run: str, step: int | None, split: str = rollouts.TRAIN) -> Rollout:
+    """The rollout of a step of a run, or of an evaluation.
+
+    Args:
+        run: Workdir or file.
+        step: Number of the step; None: the newest.
+        split: ``train``, or ``held_out`` for an evaluation.
+    """
+    found = rollouts.files(run, split)
     if step is not None and step not in found:
         there = [str(number) for number in found]
         shown = ", ".join(there if len(there) <= 12 else [*there[:6], "...", *there[-5:]])
@@ -129,8 +138,11 @@ class TaskView:
         """Title, tree, failures and transcript."""
         header = self.rollout.header
         number = next(task.number for task in self.rollout.tasks if task.task == self.task)
-        title = f"step {header.step} (RL step {header.rl_step}) · task {self.task} of {header.tasks}"
-        yield self.plain(f"{title} (training task {number}) · {header.environment} · {header.plan}", style="bold")
+        held_out = header.split == rollouts.HELD_OUT
+        when = "evaluation after step" if held_out else "step"
+        title = f"{when} {header.step} (RL step {header.rl_step}) · task {self.task} of {header.tasks}"
+        kind = "held-out" if held_out else "training"
+        yield self.plain(f"{title} ({kind} task {number}) · {header.environment} · {header.plan}", style="bold")
         weights = ", ".join(f"{name} {_number(weight)}" for name, weight in header.weights.items())
         yield self.plain(f"reward: {weights} · updated: {', '.join(header.updated) or 'no model'}", style="dim")
         yield self.tree()
@@ -245,6 +257,7 @@ def parser() -> arguments.Parser:
     parser.add_argument("--port", type=int, metavar="N", help="port of --serve; default: one that is free")
     parser.add_argument("--text", action="store_true", help="print one task")
     parser.add_argument("--step", type=int, metavar="N", help="step, as in metrics.jsonl; default: the newest written")
+    parser.add_argument("--held-out", action="store_true", help="print an evaluation; --step: completed steps")
     parser.add_argument("--task", type=int, metavar="K", help="position of the task in the step; default: 0")
     parser.add_argument("--node", type=int, metavar="N", help="print a prompt: its number, as the tree shows it")
     parser.add_argument("--sample", type=int, metavar="N", help="print a completion: its number, as the tree shows it")

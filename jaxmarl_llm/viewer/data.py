@@ -32,6 +32,10 @@ CURVES = (
 )
 
 
+Step = int | str  # number of a recorded step, or ``eval-50`` for the evaluation after step 50
+EVALUATION = re.compile(r"eval-(\d{1,18})")
+
+
 class Run(NamedTuple):
     """A run that the page shows.
 
@@ -47,9 +51,26 @@ class Run(NamedTuple):
     folder: Path
     workdir: Path | None
 
-    def files(self) -> dict[int, Path]:
-        """Number and file of each step that is there now. Raises `ConfigError` where there is none."""
-        return rollouts.files(self.given)
+    def files(self) -> dict[Step, Path]:
+        """Each step that is there now, then each evaluation, with its file. `ConfigError` where there is none."""
+        found = rollouts.by_split(self.given)
+        if not found[rollouts.HELD_OUT]:
+            found[rollouts.TRAIN] = rollouts.files(self.given)  # says what is missing
+        named: dict[Step, Path] = dict(found[rollouts.TRAIN].items())
+        named.update((f"eval-{number}", path) for number, path in found[rollouts.HELD_OUT].items())
+        return named
+
+
+def step_named(text: str) -> Step:
+    """Step of an address of the page.
+
+    Args:
+        text: A number, or ``eval-50``.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    return text if EVALUATION.fullmatch(text) else int(text)
 
 
 def open_run(given: str | os.PathLike) -> Run:
@@ -62,12 +83,14 @@ def open_run(given: str | os.PathLike) -> Run:
         ConfigError: There is no file of rollouts.
     """
     place = Path(given)
-    rollouts.files(place)
     if place.is_file():
-        return Run(str(given), place.name, place.parent, None)
-    if not (place / rollouts.FOLDER).is_dir() and place.resolve().name == rollouts.FOLDER:
-        place = place.resolve().parent
-    return Run(str(given), place.resolve().name, place, place if (place / "metrics.jsonl").is_file() else None)
+        run = Run(str(given), place.name, place.parent, None)
+    else:
+        if not (place / rollouts.FOLDER).is_dir() and place.resolve().name == rollouts.FOLDER:
+            place = place.resolve().parent
+        run = Run(str(given), place.resolve().name, place, place if (place / "metrics.jsonl").is_file() else None)
+    run.files()
+    return run
 
 
 def curves(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -101,7 +124,7 @@ def _line(rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]]:
     return [[p[len(p) // 2][0] for p in pieces], [float(f"{sum(v / len(p) for _, v in p):.6g}") for p in pieces]]
 
 
-def index(runs: Sequence[Run], kept: Sequence[Sequence[int]] | None = None, live: bool = False) -> dict[str, Any]:
+def index(runs: Sequence[Run], kept: Sequence[Sequence[Step]] | None = None, live: bool = False) -> dict[str, Any]:
     """List the runs of a page with their curves and steps: all that the page knows before it opens a step.
 
     Args:
@@ -113,9 +136,13 @@ def index(runs: Sequence[Run], kept: Sequence[Sequence[int]] | None = None, live
     for r, run in enumerate(runs):
         there = list(run.files())
         held = there if kept is None else list(kept[r])
-        left_out = sorted(set(there) - set(held))
+        parts = {
+            "steps": [step for step in held if isinstance(step, int)],
+            "held_out": [step for step in held if isinstance(step, str)],
+            "left_out": [step for step in there if step not in set(held)],
+        }
         lines = curves(run.workdir) if run.workdir else []
-        shown.append({"name": run.name, "path": run.given, "steps": held, "left_out": left_out, "curves": lines})
+        shown.append({"name": run.name, "path": run.given, **parts, "curves": lines})
     return {"live": live, "runs": shown}
 
 
@@ -169,12 +196,12 @@ def task_rows(rollout: Rollout) -> list[dict[str, Any]]:
         rollout: The rows of a step.
 
     Returns:
-        A dictionary for each task. ``task`` and ``number`` are those of its row. ``nodes``, ``completions`` and
-        ``trained`` are counts. ``reward`` is `episode_reward`. ``groups`` counts groups of two or more returns.
-        ``equal`` counts those of them without a difference, and ``variance`` is their mean variance. ``invalid``
-        counts joint actions without a reward, or failures where these are more. ``advantage`` is the mean of its
-        absolute value. ``cut`` counts completions that the length limit ended, and ``longest`` is the most tokens.
-        What is unknown is None.
+        A dictionary for each task. ``task``, ``number`` and ``content`` are those of its row. ``nodes``,
+        ``completions`` and ``trained`` are counts. ``reward`` is `episode_reward`. ``groups`` counts groups of two or
+        more returns. ``equal`` counts those of them without a difference, and ``variance`` is their mean variance.
+        ``invalid`` counts joint actions without a reward, or failures where these are more. ``advantage`` is the mean
+        of its absolute value. ``cut`` counts completions that the length limit ended, and ``longest`` is the most
+        tokens. What is unknown is None.
     """
     task_of = {node.node: node.task for node in rollout.nodes}
     steps, moves = collections.defaultdict(list), collections.defaultdict(list)
@@ -195,6 +222,7 @@ def task_rows(rollout: Rollout) -> list[dict[str, Any]]:
             {
                 "task": task.task,
                 "number": task.number,
+                "content": task.content,
                 "nodes": nodes[task.task],
                 "completions": len(own),
                 "reward": episode_reward(rollout, moves[task.task]),
@@ -244,12 +272,12 @@ def packed(value: Any) -> bytes:
     return gzip.compress(text.encode(), 6, mtime=0)
 
 
-def read_step(run: Run, step: int) -> bytes:
+def read_step(run: Run, step: Step) -> bytes:
     """One step of a run, as the page reads it: `packed` `step_data`.
 
     Args:
         run: The run.
-        step: Number of the step.
+        step: The step, or the evaluation.
 
     Raises:
         ConfigError: The step is not there, or its file is damaged.

@@ -13,13 +13,13 @@ import hashlib
 import importlib.resources
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.viewer import data
-from jaxmarl_llm.viewer.data import Run
+from jaxmarl_llm.viewer.data import Run, Step
 
 # The scripts in the order of their use. They share one function scope.
 SCRIPTS = (
@@ -30,7 +30,7 @@ SCRIPTS = (
 MARK = "<!-- data -->"
 
 
-def write_page(runs: Sequence[Run], out: Path, max_mb: float) -> list[list[int]]:
+def write_page(runs: Sequence[Run], out: Path, max_mb: float) -> list[list[Step]]:
     """Write a page with as many steps as fit. One step at a time and the page are in memory.
 
     Args:
@@ -39,14 +39,15 @@ def write_page(runs: Sequence[Run], out: Path, max_mb: float) -> list[list[int]]
         max_mb: MB of the steps in the page. The runs share it equally.
 
     Returns:
-        Steps of each run that the page holds.
+        Steps and evaluations of each run that the page holds.
 
     Raises:
-        ConfigError: The newest step of a run does not fit, a file is damaged, or ``out`` cannot be written.
+        ConfigError: The newest step or evaluation of a run does not fit, a file is damaged, or ``out`` cannot be
+            written.
     """
     room = max_mb * 1e6 / len(runs)
     chosen = [_fitting(run, room) for run in runs]
-    held = [sorted(steps) for steps in chosen]
+    held = [list(steps) for steps in chosen]
     head, tail = shell().split(MARK)
     partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -54,8 +55,8 @@ def write_page(runs: Sequence[Run], out: Path, max_mb: float) -> list[list[int]]
             file.write(head)
             file.write(f'<script type="application/json" id="index">{escaped(data.index(runs, held))}</script>\n')
             for r, steps in enumerate(chosen):
-                for step in sorted(steps):
-                    file.write(f'<script type="text/plain" data-step="{r}.{step}">{steps[step]}</script>\n')
+                for step, text in steps.items():
+                    file.write(f'<script type="text/plain" data-step="{r}.{step}">{text}</script>\n')
             file.write(tail)
         os.replace(partial, out)
     except OSError as error:
@@ -66,10 +67,20 @@ def write_page(runs: Sequence[Run], out: Path, max_mb: float) -> list[list[int]]
     return held
 
 
-def _fitting(run: Run, room: float) -> dict[int, str]:
-    """Steps of a run as text of the page, evenly chosen so that they fit into ``room`` bytes."""
+def _fitting(run: Run, room: float) -> dict[Step, str]:
+    """Steps and evaluations of a run as text of the page. Evaluations take at most half of the ``room`` in bytes."""
     sizes = {step: path.stat().st_size for step, path in run.files().items()}
+    evaluations: dict[Step, int] = {step: size for step, size in sizes.items() if isinstance(step, str)}
+    steps = {step: size for step, size in sizes.items() if step not in evaluations}
+    held = _evenly(run, evaluations, room / 2 if steps else room)
+    return {**_evenly(run, steps, room - sum(map(len, held.values()))), **held}
+
+
+def _evenly(run: Run, sizes: Mapping[Step, int], room: float) -> dict[Step, str]:
+    """Steps of ``sizes`` as text of the page, evenly chosen so that they fit into ``room`` bytes, in their order."""
     steps = list(sizes)
+    if not steps:
+        return {}
     count, made = len(steps), {steps[-1]: _text(run, steps[-1])}
     growth = len(made[steps[-1]]) / sizes[steps[-1]]  # bytes in the page for each byte of a file: a first guess
     while count > 1 and growth * sum(sizes[s] for s in kept_steps(steps, count)) > room:
@@ -78,24 +89,25 @@ def _fitting(run: Run, room: float) -> dict[int, str]:
         wanted = kept_steps(steps, count)
         made = {step: text for step, text in made.items() if step in wanted}
         total = sum(map(len, made.values()))
-        for step in sorted(set(wanted) - set(made), reverse=True):  # the newest first
+        for step in [step for step in reversed(wanted) if step not in made]:  # the newest first
             text = _text(run, step)
             total += len(text)
             if total > room:
                 break
             made[step] = text
         if set(made) == set(wanted) and total <= room:
-            return made
+            return {step: made[step] for step in wanted}
         if count == 1:
-            raise ConfigError(f"--max-mb: step {steps[-1]} of {run.given} needs {total / 1e6:.2f} MB in the page")
+            newest = steps[-1] if isinstance(steps[-1], str) else f"step {steps[-1]}"
+            raise ConfigError(f"--max-mb: {newest} of {run.given} needs {total / 1e6:.2f} MB in the page")
         count = min(count - 1, max(1, int(count * room / max(total, 1))))
 
 
-def _text(run: Run, step: int) -> str:
+def _text(run: Run, step: Step) -> str:
     return base64.b64encode(data.read_step(run, step)).decode()
 
 
-def kept_steps(steps: Sequence[int], count: int) -> list[int]:
+def kept_steps(steps: Sequence[Step], count: int) -> list[Step]:
     """``count`` of the ``steps``, evenly, with the first and the newest; one: the newest.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.viewer import data, page
-from jaxmarl_llm.viewer.data import Run
+from jaxmarl_llm.viewer.data import Run, Step
 
 HOST = "127.0.0.1"
 KEPT = 8  # steps in memory, compressed
@@ -59,12 +59,12 @@ class Server(http.server.ThreadingHTTPServer):
                 self._index = seen, data.packed(data.index(self.runs, live=True))
             return self._index[1]
 
-    def step(self, run: int, step: int) -> bytes:
+    def step(self, run: int, step: Step) -> bytes:
         """A compressed step. Raises `ConfigError` where it is not there or its file is damaged.
 
         Args:
             run: Position of the run.
-            step: Number of the step.
+            step: The step, or the evaluation.
         """
         if not 0 <= run < len(self.runs):
             raise ConfigError(f"run {run}: expected 0 to {len(self.runs) - 1}")
@@ -108,8 +108,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self.reply(200, self.server.index(), "application/json", compressed=True)
             if url.path == "/step":
                 asked = {key: values[0] for key, values in urllib.parse.parse_qs(url.query).items()}
-                number = {key: int(asked[key]) for key in ("run", "step")}
-                return self.reply(200, self.server.step(**number), "application/json", compressed=True)
+                body = self.server.step(int(asked["run"]), data.step_named(asked["step"]))
+                return self.reply(200, body, "application/json", compressed=True)
             return self.reply(404, b"not found", "text/plain")
         except (KeyError, ValueError) as error:
             if not isinstance(error, ConfigError):

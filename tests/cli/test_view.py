@@ -65,7 +65,7 @@ def run(tmp_path):
 
 def shown(capsys, run, **more):
     given = {"run": [str(run)], "text": True, "serve": False, "out": None, "port": None, "step": None, "task": None}
-    given |= {"node": None, "sample": None, "chars": 60, **more}
+    given |= {"node": None, "sample": None, "held_out": False, "chars": 60, **more}
     assert view.main(argparse.Namespace(**given)) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -122,6 +122,17 @@ def test_a_long_episode_is_one_level_deep(tmp_path, capsys):
     lines = shown(capsys, path)
     assert max(len(line) - len(line.lstrip(" │├└─")) for line in lines[:-turns]) < 16
     assert sum("● " in line for line in lines) == turns
+
+
+def test_a_held_out_task_of_the_newest_evaluation(run, capsys):
+    for number in (0, 31):
+        header = HEADER._replace(step=number, rl_step=number, split="held_out", schema=rollouts.SCHEMA)
+        (run / "rollouts" / f"eval-{number:08}.jsonl.zst").write_bytes(encode(header, ROWS))
+    lines = shown(capsys, run, held_out=True, task=1)
+    assert lines[0].startswith("evaluation after step 31 (RL step 31) · task 1 of 2 (held-out task 71)")
+    assert shown(capsys, run, held_out=True, step=0)[0].startswith("evaluation after step 0 ")
+    with pytest.raises(ConfigError, match=r"--step: step 21 was not written to .*; there are 0, 31"):
+        shown(capsys, run, held_out=True, step=21)
 
 
 WRONG = {

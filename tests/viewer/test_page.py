@@ -170,7 +170,7 @@ BAD = {
     "two texts": (["run", "run", "--text"], "--text: expected one run, got 2"),
     "port": (["run", "--port=80"], "--port belongs to --serve"),
     "large port": (["run", "--serve", "--port=65536"], "--port=65536: cannot listen on 127.0.0.1"),
-    "step": (["run", "--step=31"], "--node and --sample belong to --text"),
+    "step": (["run", "--step=31"], "--sample and --held-out belong to --text"),
     "both": (["run", "--serve", "--text"], "--text and --serve cannot be given together"),
     "metrics": (["metrics"], "metrics.jsonl:1"),
 }

@@ -1,23 +1,55 @@
-// View 5: two tasks side by side: of two steps, or of two runs.
+// View 5: two tasks side by side: of two steps, of two evaluations, or of two runs.
+// The pair of an address without steps: held-out tasks at the newest evaluations of two runs, or at the first and the
+// newest evaluation of one run. Without evaluations: the first and the newest step.
+function pairOf(where) {
+  const one = { run: where.run, step: where.step, task: where.task ?? 0 },
+    other = { run: where.run2 ?? where.run, step: where.step2, task: where.task2 ?? where.task ?? 0 },
+    evaluations = (r) => (index.runs[r] ? index.runs[r].held_out : []);
+  if (one.step === undefined && other.step === undefined) {
+    const beside = index.runs.findIndex((run, r) => r !== one.run && run.held_out.length),
+      second = where.run2 ?? (beside < 0 ? one.run : beside),
+      [a, b] = [evaluations(one.run), evaluations(second)];
+    if (a.length && b.length && (second !== one.run || a.length > 1))
+      return [
+        { ...one, step: second === one.run ? a[0] : a.slice(-1)[0] },
+        { ...other, run: second, step: b.slice(-1)[0] },
+      ];
+  }
+  one.step ??= everyStep(index.runs[one.run])[0];
+  other.step ??= likeStep(index.runs[other.run], one.step).slice(-1)[0];
+  return [one, other];
+}
+// The row of the same task among the rows of a step: of equal content, and of equal number where several have it.
+// Where a content is unknown the number tells, among tasks of the same split.
+function twinOf(side, step, rows) {
+  const { content, number } = side.row,
+    same = (t) =>
+      content && t.content
+        ? t.content === content
+        : t.number === number && isEvaluation(side.step) === isEvaluation(step);
+  const found = rows.filter(same);
+  return found.find((t) => t.number === number) || found[0];
+}
 async function compareView(where) {
-  const other = { run: where.run2 ?? where.run, step: where.step2, task: where.task2 ?? where.task ?? 0 };
-  const last = (r) => index.runs[r] && index.runs[r].steps;
-  const one = { run: where.run, step: where.step ?? (last(where.run) || [])[0], task: where.task ?? 0 };
-  if (other.step === undefined) other.step = (last(other.run) || []).slice(-1)[0];
-  const sides = [one, other],
-    found = await Promise.all(
-      sides.map(async (side) => {
-        if (!index.runs[side.run]) throw new Error(`There is no run ${side.run}.`);
-        const step = await load(side.run, side.step),
-          row = step.tasks.find((t) => t.task === side.task) || step.tasks[0];
-        if (!row) throw new Error(`Step ${side.step} has no task.`);
-        return { ...side, task: row.task, made: step, row };
-      }),
-    );
+  const found = await Promise.all(
+    pairOf(where).map(async (side) => {
+      if (!index.runs[side.run]) throw new Error(`There is no run ${side.run}.`);
+      const step = await load(side.run, side.step),
+        row = step.tasks.find((t) => t.task === side.task) || step.tasks[0];
+      if (!row) throw new Error(`The ${stepName(side.step)} has no task.`);
+      return { ...side, task: row.task, made: step, row };
+    }),
+  );
   if (where.task2 === undefined) {
-    // the same task, where the right step has it
-    const equal = found[1].made.tasks.find((t) => t.number === found[0].row.number);
-    if (equal) Object.assign(found[1], { task: equal.task, row: equal });
+    // the same task, where the right step has it; without a task in the address, the first one that both have
+    const [left, right] = found,
+      rows = where.task === undefined ? left.made.tasks : [left.row],
+      twin = (row) => twinOf({ ...left, row }, right.step, right.made.tasks),
+      row = rows.find(twin);
+    if (row) {
+      Object.assign(left, { task: row.task, row });
+      Object.assign(right, { task: twin(row).task, row: twin(row) });
+    }
   }
   const to = (k, change) => {
     const s = found.map((f) => ({ run: f.run, step: f.step, task: f.task }));
@@ -27,7 +59,7 @@ async function compareView(where) {
   const choose = (label, values, now, names, pick) =>
     el(
       "select",
-      { "aria-label": label, onchange: (e) => pick(+e.target.value) },
+      { "aria-label": label, onchange: (e) => pick(values[e.target.selectedIndex]) },
       values.map((v, i) => el("option", { value: v, selected: v === now }, names[i])),
     );
   const trees = [];
@@ -51,14 +83,16 @@ async function compareView(where) {
           (v) =>
             to(k, {
               run: v,
-              step: index.runs[v].steps.includes(side.step) ? side.step : index.runs[v].steps.slice(-1)[0],
+              step: everyStep(index.runs[v]).includes(side.step)
+                ? side.step
+                : (likeStep(index.runs[v], side.step).slice(-1)[0] ?? newestStep(index.runs[v])),
             }),
         ),
         choose(
           "step",
-          run.steps,
+          everyStep(run),
           side.step,
-          run.steps.map((s) => `step ${s}`),
+          everyStep(run).map(stepName),
           (v) => to(k, { step: v }),
         ),
         choose(
@@ -73,7 +107,7 @@ async function compareView(where) {
     );
   });
   const [a, b] = found,
-    same = a.row.number === b.row.number,
+    same = !!twinOf(a, b.step, [b.row]),
     note = el("span", {});
   const finder = el(
     "button",
@@ -121,7 +155,12 @@ async function compareView(where) {
         "div",
         { class: "bar" },
         same
-          ? el("span", {}, el("b", {}, "Same task"), ` no. ${a.row.number}`)
+          ? el(
+              "span",
+              { id: "same" },
+              el("b", {}, a.made.heldOut && b.made.heldOut ? "Same held-out task" : "Same task"),
+              ` no. ${a.row.number}`,
+            )
           : [el("span", { class: "error" }, `Different tasks: no. ${a.row.number} and no. ${b.row.number}`), finder],
         note,
         details,
@@ -137,13 +176,12 @@ async function compareView(where) {
 }
 // Looks for the task of the left side in the other steps of the right side.
 async function sameTask(a, b, to, note) {
-  const steps = index.runs[b.run].steps
+  const steps = everyStep(index.runs[b.run])
     .filter((s) => a.run !== b.run || s !== a.step)
-    .slice()
     .reverse();
   for (const [k, number] of steps.entries()) {
     const step = await load(b.run, number),
-      row = step.tasks.find((t) => t.number === a.row.number);
+      row = twinOf(a, number, step.tasks);
     if (!document.contains(note)) return;
     if (row) return to(1, { step: number, task: row.task });
     note.textContent = ` ${k + 1} of ${steps.length} steps read`;

@@ -100,10 +100,17 @@ const roleColour = (roles, role) => (dark ? BRIGHT : ROLES)[Math.max(0, roles.in
 
 // ---------------------------------------------------------------------------------------------------------- the place
 const NUMBERS = ["run", "step", "task", "node", "sample", "run2", "step2", "task2", "from", "to"];
+// A step is the number of a training step, or `eval-50` for the held-out tasks of the evaluation after step 50.
+const EVALUATION = /^eval-\d{1,15}$/;
+const isEvaluation = (step) => typeof step === "string";
+const stepName = (step) => (isEvaluation(step) ? `evaluation after step ${step.slice(5)}` : `step ${step}`);
+const everyStep = (run) => (run ? run.steps.concat(run.held_out) : []);
+const likeStep = (run, step) => (run ? (isEvaluation(step) ? run.held_out : run.steps) : []);
+const newestStep = (run) => (run.steps.length ? run.steps : run.held_out).slice(-1)[0];
 function place() {
   const found = {};
   for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
-    if (!NUMBERS.includes(key)) found[key] = value;
+    if (!NUMBERS.includes(key) || (key.startsWith("step") && EVALUATION.test(value))) found[key] = value;
     else if (/^\d{1,15}$/.test(value)) found[key] = +value;
   }
   return found;
@@ -142,8 +149,8 @@ async function read(run, step) {
   const known = index.runs[run];
   throw new Error(
     known && known.left_out.includes(step)
-      ? `Step ${step} is not in this page: it did not fit. A larger --max-mb keeps it.`
-      : `There is no step ${step} of run ${run}.`,
+      ? `The ${stepName(step)} is not in this page: it did not fit. A larger --max-mb keeps it.`
+      : `There is no ${stepName(step)} of run ${run}.`,
   );
 }
 function load(run, step) {

@@ -45,7 +45,7 @@ function crumbs(where) {
   if (where.view === "search") parts.push(["search", null]);
   else if (run && (where.step !== undefined || where.view)) parts.push([run.name, where.view ? {} : {}]);
   if (where.view === "memory" || where.view === "compare") parts.push([where.view, null]);
-  if (!where.view && where.step !== undefined) parts.push([`step ${where.step}`, { run: where.run, step: where.step }]);
+  if (!where.view && where.step !== undefined) parts.push([stepName(where.step), { run: where.run, step: where.step }]);
   if (!where.view && where.task !== undefined)
     parts.push([`task ${where.task}`, { run: where.run, step: where.step, task: where.task }]);
   if (!where.view && where.node !== undefined)
@@ -92,9 +92,9 @@ document.addEventListener("keydown", (event) => {
     where.task === undefined &&
     !where.view
   ) {
-    const steps = (index.runs[where.run] || { steps: [] }).steps,
+    const steps = likeStep(index.runs[where.run ?? 0], where.step),
       next = steps[steps.indexOf(where.step) + (event.key === "ArrowRight" ? 1 : -1)];
-    if (next !== undefined) go({ run: where.run, step: next });
+    if (next !== undefined) go({ run: where.run ?? 0, step: next });
   } else if (
     event.key === "Enter" &&
     event.target === document.body &&
@@ -102,7 +102,7 @@ document.addEventListener("keydown", (event) => {
     !where.view &&
     index.runs.length
   )
-    go({ run: 0, step: index.runs[0].steps.slice(-1)[0] });
+    go({ run: 0, step: newestStep(index.runs[0]) });
 });
 async function sibling(where, by) {
   if (where.node === undefined) return;
@@ -181,20 +181,22 @@ async function news() {
     const before = index,
       fresh = await fetched("index");
     const gone = before.runs.some(
-      (run, r) => !fresh.runs[r] || run.steps.some((s) => !fresh.runs[r].steps.includes(s)),
+      (run, r) => everyStep(run).some((s) => !everyStep(fresh.runs[r]).includes(s)),
     );
     if (gone) for (const kept of [cached, figures]) kept.clear(); // a resumed run writes steps again
     index = fresh;
     const where = place(),
       added = fresh.runs.flatMap((run, r) =>
-        run.steps.filter((s) => !before.runs[r] || !before.runs[r].steps.includes(s)).map((s) => [r, s]),
+        everyStep(run)
+          .filter((s) => !everyStep(before.runs[r]).includes(s))
+          .map((s) => [r, s]),
       );
     if (where.step === undefined && !where.view) {
       if (JSON.stringify(before) !== JSON.stringify(fresh)) runsView(where);
       notice();
     } else if (added.length) {
       const [r, s] = added[added.length - 1];
-      notice("New step: ", el("a", { href: link({ run: r, step: s }) }, `${fresh.runs[r].name}, step ${s}`));
+      notice("New step: ", el("a", { href: link({ run: r, step: s }) }, `${fresh.runs[r].name}, ${stepName(s)}`));
     }
   } catch (error) {
     notice("The server does not answer. What is open stays here.");

@@ -62,7 +62,12 @@ class Step {
     const s = this.samples(node).find((x) => x.group >= 0);
     return s ? this.group.get(s.group) : null;
   }
+  get heldOut() {
+    return this.header.split === "held_out";
+  }
+  // Return around the mean of the group. An evaluation compares nobody: 0 where the return is known.
   deviation(sample) {
+    if (this.heldOut) return sample.returns === null ? null : 0;
     const g = this.group.get(sample.group);
     return g && sample.returns !== null && g.mean !== null ? sample.returns - g.mean : null;
   }
@@ -104,6 +109,7 @@ function chunked(values) {
 const isOpponent = (s) => s.source !== "policy";
 const WHY = {
   trained: "It is in the update.",
+  held_out: "An evaluation played it, which trains nobody.",
   opponent: "A model that does not learn played it.",
   expert: "An expert wrote it: imitated where the recipe does so.",
   no_return: "No return is known, so it teaches nothing. An unknown reward is not 0.",

@@ -27,7 +27,7 @@ function runsView(where) {
     ];
     const all = run.curves.flatMap((c) => Object.values(c.lines).flatMap((l) => l[0])).concat(run.steps);
     const range = [all.reduce((a, b) => Math.min(a, b), all[0]), all.reduce((a, b) => Math.max(a, b), all[0])];
-    const newest = run.steps[run.steps.length - 1],
+    const newest = newestStep(run),
       steps = run.steps.filter((step) => within(chosen, step));
     const box = el("div");
     boxes.push([box, r, steps]);
@@ -37,9 +37,17 @@ function runsView(where) {
       el(
         "div",
         { class: "tools" },
-        el("a", { href: link({ run: r, step: newest }), id: `newest${r}` }, `Newest recorded step: ${newest}`),
+        el(
+          "a",
+          { href: link({ run: r, step: newest }), id: `newest${r}` },
+          isEvaluation(newest) ? `Newest: ${stepName(newest)}` : `Newest recorded step: ${newest}`,
+        ),
         el("a", { href: link({ run: r, view: "memory" }) }, "Memory timeline"),
-        el("a", { href: link({ run: r, view: "compare" }) }, "Compare two steps"),
+        el(
+          "a",
+          { href: link({ run: r, view: "compare" }), id: `compare${r}` },
+          run.held_out.length ? "Compare held-out tasks" : "Compare two steps",
+        ),
         el("span", { class: "soft small" }, `${many(run.steps.length, "recorded step")} of ${range[0]} to ${range[1]}`),
       ),
       run.left_out.length
@@ -94,6 +102,7 @@ function runsView(where) {
         : el("p", { class: "soft" }, "There is no metrics.jsonl beside these rollouts, so there are no curves."),
       el("h2", {}, "Recorded steps"),
       stepLinks(steps, r),
+      run.held_out.length ? [el("h2", {}, "Held-out tasks, after step"), stepLinks(run.held_out, r)] : null,
       chosen
         ? [el("h2", {}, `Tasks of the ${many(steps.length, "recorded step")} from ${chosen[0]} to ${chosen[1]}`), box]
         : null,
@@ -112,7 +121,10 @@ function stepLinks(steps, r) {
       .slice()
       .reverse()
       .slice(from, from + most)
-      .forEach((step) => box.append(el("a", { href: link({ run: r, step }) }, String(step))));
+      .forEach((step) => {
+        const text = isEvaluation(step) ? step.slice(5) : String(step);
+        box.append(el("a", { href: link({ run: r, step }), "data-to": step }, text));
+      });
     if (from + most < steps.length) {
       const button = el(
         "button",

@@ -3,6 +3,8 @@ function arithmetic(step, s) {
   const group = step.group.get(s.group),
     d = step.deviation(s);
   if (d === null) return el("div", { class: "sum" }, "No return is known, so there is no advantage.");
+  if (step.heldOut)
+    return el("div", { class: "sum", id: "sum" }, `return ${num(s.returns, 4)}  `, whyChip(s), ` ${WHY[s.why]}`);
   const close = (a, b) => Math.abs(a - b) <= 1e-4 * Math.max(1e-2, Math.abs(a), Math.abs(b)),
     std = Math.sqrt(Math.max(0, group.variance || 0));
   let after;

@@ -50,7 +50,7 @@ async function searchView(where) {
     );
   };
   for (const [r, run] of index.runs.entries())
-    for (const number of run.steps.slice().reverse()) {
+    for (const number of everyStep(run).reverse()) {
       const step = await load(r, number);
       if (!document.contains(page)) return;
       const to = { run: r, step: number };

@@ -8,12 +8,18 @@ function stepView(where, step) {
     .map(([name, w]) => `${num(w)} \u00b7 ${name}`)
     .join(" + ");
   page.append(
-    el("h1", {}, `Step ${h.step}`, el("span", { class: "soft" }, ` \u00b7 RL step ${h.rl_step}`)),
+    el(
+      "h1",
+      {},
+      step.heldOut ? `Evaluation after step ${h.step}` : `Step ${h.step}`,
+      el("span", { class: "soft" }, ` \u00b7 RL step ${h.rl_step}`),
+    ),
     el(
       "div",
       { class: "soft" },
       `${h.recipe} on ${h.environment} \u00b7 plan ${h.plan} \u00b7 seed ${h.seed} \u00b7 ${h.tasks} of ` +
-        `${h.batch} tasks are recorded`,
+        `${h.batch}${step.heldOut ? " held-out" : ""} tasks are recorded` +
+        `${h.commit ? ` \u00b7 commit ${h.commit.slice(0, 10)}` : ""}`,
     ),
     el(
       "div",
@@ -27,18 +33,19 @@ function stepView(where, step) {
     stepView(where, step);
     $("main").querySelector(`th button[data-key="${key}"]`).focus();
   };
-  const open = (row) => go({ run: where.run, step: h.step, task: row.task });
+  const open = (row) => go({ run: where.run, step: where.step, task: row.task });
   page.append(taskTable({ id: "tasks", rows: step.tasks, columns: COLUMNS, order, sort, open, foot: null }));
-  page.append(
-    el("h2", {}, "Variance of groups, by role and turn"),
-    variances(where, step),
-    el(
-      "p",
-      { class: "soft small" },
-      "A dot is a group: full if it was selected, hollow if not. The dash is the mean. A group at 0 has " +
-        "returns that are all equal, and teaches nothing. Click a dot to open it.",
-    ),
-  );
+  if (!step.heldOut)
+    page.append(
+      el("h2", {}, "Variance of groups, by role and turn"),
+      variances(where, step),
+      el(
+        "p",
+        { class: "soft small" },
+        "A dot is a group: full if it was selected, hollow if not. The dash is the mean. A group at 0 has " +
+          "returns that are all equal, and teaches nothing. Click a dot to open it.",
+      ),
+    );
   if (step.failures.length)
     page.append(
       el("h2", {}, many(step.failures.length, "failure")),
@@ -61,7 +68,7 @@ function stepView(where, step) {
 }
 
 function stepTools(where) {
-  const steps = index.runs[where.run].steps,
+  const steps = likeStep(index.runs[where.run], where.step),
     at = steps.indexOf(where.step);
   const to = (i, text) =>
     el(
@@ -93,7 +100,7 @@ function stepTools(where) {
           step2: where.step,
         }),
       },
-      "Compare with the first step",
+      `Compare with the first ${isEvaluation(where.step) ? "evaluation" : "step"}`,
     ),
   );
 }
@@ -179,7 +186,7 @@ function variances(where, step) {
               if (n) {
                 dot.style.cursor = "pointer";
                 dot.addEventListener("click", () =>
-                  go({ run: where.run, step: step.header.step, task: n.task, node: n.node }),
+                  go({ run: where.run, step: where.step, task: n.task, node: n.node }),
                 );
               }
               svg.append(dot);

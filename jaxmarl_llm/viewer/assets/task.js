@@ -18,7 +18,7 @@ function taskView(where, step) {
   const row = step.tasks.find((t) => t.task === where.task);
   if (!row)
     throw new Error(
-      `Step ${step.header.step} has no task ${where.task}; recorded are ${ranges(step.tasks.map((t) => t.task))}.`,
+      `The ${stepName(where.step)} has no task ${where.task}; recorded are ${ranges(step.tasks.map((t) => t.task))}.`,
     );
   const key = `${where.run}.${where.step}.${where.task}.${dark}`;
   if (!opened || opened.key !== key || !document.contains(opened.tree.box)) {
@@ -51,7 +51,7 @@ function taskView(where, step) {
       el(
         "span",
         { class: "soft small" },
-        `training task no. ${row.number} \u00b7 reward ${num(row.reward)} \u00b7 ` +
+        `${step.heldOut ? "held-out" : "training"} task no. ${row.number} \u00b7 reward ${num(row.reward)} \u00b7 ` +
           `${many(row.nodes, "prompt")}, ${many(row.completions, "completion")}, ${row.trained} trained` +
           `${row.invalid ? `, ${row.invalid} invalid` : ""}`,
       ),
@@ -63,7 +63,10 @@ function taskView(where, step) {
         {
           type: "button",
           id: "svg",
-          onclick: () => download(`step-${where.step}-task-${where.task}.svg`, tree.export(), "image/svg+xml"),
+          onclick: () => {
+            const name = `${stepName(where.step).replace(/ /g, "-")}-task-${where.task}.svg`;
+            download(name, tree.export(), "image/svg+xml");
+          },
         },
         "SVG",
       ),

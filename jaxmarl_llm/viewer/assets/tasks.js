@@ -1,7 +1,7 @@
 // The table of tasks: of one step, or of all recorded steps of a range.
 const COLUMNS = [
   ["task", "task", "Position in the batch"],
-  ["number", "no.", "Number among the training tasks"],
+  ["number", "no.", "Number among the training tasks, or among the held-out tasks"],
   ["reward", "reward", "Weighted, undiscounted reward of an episode: mean over roles and continuations"],
   ["variance", "group variance", "Mean variance of the returns in a group"],
   ["invalid", "invalid", "Joint actions without a reward, and failures"],
