@@ -13,7 +13,7 @@ from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
 TIMES = ("time/", "speed/")
 FOLDERS = ("checkpoints", "best")
-WHOLE = ("config.json", "episodes.md", "data/*", "rollouts/*")  # files that are equal to the byte
+WHOLE = ("config.json", "episodes.md", "evaluations.jsonl", "data/*", "rollouts/*")  # files that are equal to the byte
 # metrics.jsonl.old is none: a run that was killed before its first checkpoint starts anew, and keeps it.
 LEFT_OVER = re.compile(r"\.orbax-checkpoint-tmp|^run\.lock|^corrupt$|\.tmp$")
 

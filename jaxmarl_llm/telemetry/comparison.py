@@ -1,4 +1,7 @@
-"""Comparison of runs: what their configurations differ in, their held-out results, and paired tests over seeds."""
+"""Comparison of runs: what their configurations differ in, their held-out results, and paired tests over seeds.
+
+`task_pairs` has the tests over the held-out tasks of two runs.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import numpy as np
 from jaxmarl_llm import json_files
 from jaxmarl_llm.config import flatten
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.telemetry.evaluations_file import Evaluations, read_evaluations
 from jaxmarl_llm.telemetry.metrics_file import read_metrics
 
 SEED = "config.seed"
@@ -28,11 +32,13 @@ class Run(NamedTuple):
         folder: Its workdir.
         config: Values by dotted key.
         rows: Lines of its metrics.
+        evaluations: Values of each held-out task; None: the run has no evaluations.jsonl.
     """
 
     folder: Path
     config: dict[str, Any]
     rows: list[dict[str, Any]]
+    evaluations: Evaluations | None = None
 
     @property
     def seed(self) -> Any:
@@ -76,7 +82,7 @@ class Arm(NamedTuple):
 
 
 def open_run(folder: str | Path) -> Run:
-    """Read the configuration and the metrics of a run.
+    """Read the configuration, the metrics and the evaluations of a run.
 
     Args:
         folder: Workdir.
@@ -87,7 +93,7 @@ def open_run(folder: str | Path) -> Run:
     path = Path(folder)
     rows = read_metrics(path)
     config = json_files.read_object(path / "config.json")
-    return Run(path, flatten(config), rows)
+    return Run(path, flatten(config), rows, read_evaluations(path))
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -155,6 +161,19 @@ def paired(first: Arm, second: Arm, metric: str) -> list[float]:
     values = {run.seed: run.last(metric) for run in first.runs}
     pairs = ((values.get(run.seed), run.last(metric)) for run in second.runs)
     return [b - a for a, b in pairs if a is not None and b is not None]
+
+
+def pairs_of_runs(first: Arm, second: Arm) -> list[tuple[Run, Run]]:
+    """Pairs of runs whose held-out tasks are compared: those of one seed, or the only run of each arm.
+
+    Args:
+        first: Arm.
+        second: The other arm.
+    """
+    of_seed = {run.seed: run for run in first.runs}
+    pairs = [(of_seed[run.seed], run) for run in second.runs if run.seed in of_seed]
+    alone = len(first.runs) == len(second.runs) == 1
+    return pairs or ([(first.runs[0], second.runs[0])] if alone else [])
 
 
 def draw(compared: Sequence[Arm], metric: str, path: str | Path) -> None:
