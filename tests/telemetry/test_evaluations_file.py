@@ -42,6 +42,8 @@ def test_a_resumed_run_has_the_same_bytes(tmp_path):
         filled(folder, 0, 5, 10)
         with open(folder / NAME, "ab") as file:
             file.write(b'{"step":15')
+        EvaluationsFile(folder, TASKS, resume)
+        assert [row.step for row in read_evaluations(folder).rows] == [s for s in (0, 5, 10) if s <= resume]
         filled(folder, *again, resume=resume)
         assert (folder / NAME).read_bytes() == straight, resume
         assert not list(folder.glob("*.tmp"))
