@@ -312,7 +312,8 @@ def compile_stages(
             if needed is None:
                 raise
             seconds = time.process_time() - clock
-            found[name] = Stage(name, 0, 0, 0, needed, False, seconds=seconds)
+            first = "prefill" if name == "rollout" else name
+            found[first] = Stage(first, 0, 0, 0, needed, False, seconds=seconds)
             continue
         seconds = time.process_time() - clock
         held = compiled.memory_analysis()

@@ -1,6 +1,6 @@
 """The pictures of docs/viewer.md, taken in Chromium from a run that `make demo` made:
 
-python -m experiments.viewer.pictures --run=runs/demo [--step=331] [--out=docs/pictures]
+python -m experiments.viewer.pictures --run=runs/demo [--step=171] [--out=docs/pictures]
 """
 
 from __future__ import annotations
