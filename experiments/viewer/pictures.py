@@ -54,7 +54,7 @@ def places(rollout: rollouts.Rollout, compared: str) -> dict[str, tuple[str, tup
         "group": (f"{at}&node={node.node}", (1240, 560)),
         "transcript": (f"{at}&node={node.node}&sample={best.step}", (1240, 1000)),
         "memory": ("run=0&view=memory", (1100, 700)),
-        "compare": (compared, (1240, 700)),
+        "compare": (compared, (1240, 380)),
     }
 
 
