@@ -3,7 +3,7 @@
 # is that of the environment that is active.
 #
 #   CONFIG=experiments/configs/joyagents_r1.py:qwen2_5_3b WORKDIR=runs/team experiments/launch/gpu_host.sh \
-#       --config.team.parameter_sharing=shared --config.mesh.fsdp=4
+#       --config.team.parameter_sharing=shared --config.mesh.fsdp=2 --config.mesh.rollout_blocks=1
 #
 # These are the flags for 8 GPUs. The weights are those of the hub, or --config.team.backbone.path=FOLDER.
 #

@@ -31,7 +31,7 @@ def run(tmp_path):
 
 def shown(capsys, run, **more):
     given = {"run": [str(run)], "text": True, "serve": False, "out": None, "port": None, "step": None, "task": None}
-    given |= {"node": None, "sample": None, "chars": 60, **more}
+    given |= {"node": None, "sample": None, "held_out": False, "chars": 60, **more}
     assert view.main(argparse.Namespace(**given)) == 0
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
@@ -104,6 +104,6 @@ def test_what_is_not_there_is_one_line(case, run, capsys):
 def test_the_command(run, tmp_path):
     done = command("jaxmarl_llm", "view", str(run), "--text", "--sample=4", folder=tmp_path)
     assert done.returncode == 0 and "tokens: 4" in done.stdout, done.stderr
-    for flags, said in ((["--node=1"], "--step, --task, --node and"), (["--text", "--task=0", "--node=1"], "--task: ")):
+    for flags, said in ((["--node=1"], "--step, --task, --node, --sample and"), (["--text", "--task=0", "--node=1"], "--task: ")):
         done = command("jaxmarl_llm", "view", str(run), *flags, folder=tmp_path)
         assert done.returncode == 2 and said in done.stderr

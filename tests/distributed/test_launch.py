@@ -161,8 +161,10 @@ def test_the_mesh_of_an_example_has_the_devices_of_the_example(line, devices):
     spec = re.search(r"CONFIG=(\S+)", line)[1]
     changes = {key: int(size) for key, size in re.findall(r"--config\.mesh\.(\w+)=(-?\d+)", line)}
     cfg = config_flags.load(spec)
-    sizes = meshes.axis_sizes(dataclasses.replace(cfg.mesh, **changes), devices)
-    assert math.prod(sizes) == devices and sizes[2] <= 2  # key/value heads of the 3B model
+    mesh = dataclasses.replace(cfg.mesh, **changes)
+    sizes = meshes.axis_sizes(mesh, devices)
+    assert math.prod(sizes) == devices and sizes[2] in (1, 2, 4)  # two key/value heads of the 3B model, or two copies
+    assert devices % (mesh.rollout_blocks * (mesh.rollout_tensor or sizes[2])) == 0  # parts of the rollout
 
 
 def test_every_launcher_has_an_example():
