@@ -104,6 +104,9 @@ def test_what_is_not_there_is_one_line(case, run, capsys):
 def test_the_command(run, tmp_path):
     done = command("jaxmarl_llm", "view", str(run), "--text", "--sample=4", folder=tmp_path)
     assert done.returncode == 0 and "tokens: 4" in done.stdout, done.stderr
-    for flags, said in ((["--node=1"], "--step, --task, --node, --sample and"), (["--text", "--task=0", "--node=1"], "--task: ")):
+    for flags, said in (
+        (["--node=1"], "--node, --sample and --held-out belong"),
+        (["--text", "--task=0", "--node=1"], "--task: "),
+    ):
         done = command("jaxmarl_llm", "view", str(run), *flags, folder=tmp_path)
         assert done.returncode == 2 and said in done.stderr
