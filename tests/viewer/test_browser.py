@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from experiments.viewer.browser import Browser, found
+from experiments.viewer.browser import found
 from experiments.viewer.samples import HOSTILE, aligned_rows, hostile_rows, tree_rows, written
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer.data import open_run
@@ -22,12 +22,6 @@ pytestmark = [
 BARS = "[...document.querySelectorAll('.treebox [data-step]')].map((g) => [+g.dataset.step, g.dataset.advantage])"
 WIDE = "document.documentElement.scrollWidth <= innerWidth && document.body.scrollWidth <= innerWidth"
 SHOWN = "document.querySelector('main').innerText"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")

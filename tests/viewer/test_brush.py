@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.viewer.browser import Browser, found
+from experiments.viewer.browser import found
 from experiments.viewer.samples import tree_rows, written
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer.data import open_run, task_rows
@@ -22,12 +22,6 @@ TASKS = "[...document.querySelectorAll('#tasks0 tbody tr')].map((r) => [+r.datas
 LINKS = "[...document.querySelectorAll('.steps a')].map((a) => +a.innerText)"
 WHERE = "location.hash"
 CURVE = "document.querySelector('svg[data-panel=\"0.0\"]')"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as tab:
-        yield tab
 
 
 @pytest.fixture(autouse=True)

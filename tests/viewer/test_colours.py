@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments.viewer.browser import Browser, found
+from experiments.viewer.browser import found
 from experiments.viewer.samples import completion, written
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer.data import open_run
@@ -24,12 +24,6 @@ BARS = """Object.fromEntries([...document.querySelectorAll('.treebox [data-step]
     [g.dataset.step, ['fill', 'stroke'].map((name) => getComputedStyle(g.querySelectorAll('rect')[1])[name])]))"""
 LANES = "[...document.querySelectorAll('#saw .who')].map((who) => getComputedStyle(who).borderLeftColor)"
 GROUND = "getComputedStyle(document.querySelector('.treebox')).backgroundColor"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")

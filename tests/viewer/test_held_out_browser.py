@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.viewer.browser import Browser, found
+from experiments.viewer.browser import found
 from jaxmarl_llm.viewer.data import open_run
 from jaxmarl_llm.viewer.page import write_page
 from tests.viewer.test_browser import BARS, SHOWN, WIDE
@@ -19,12 +19,6 @@ PAIR = """[...document.querySelectorAll('.pair > div')].map((side) =>
 TREES = """[...document.querySelectorAll('.pair .treebox')].map((box) =>
     [...box.querySelectorAll('[data-node] > text:last-of-type')].map((t) => t.textContent).join(' | '))"""
 SAME = "(document.getElementById('same') || {innerText: ''}).innerText"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from experiments.viewer.browser import Browser, found
+from experiments.viewer.browser import found
 from experiments.viewer.samples import tree_rows, written
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer.data import open_run
@@ -33,12 +33,6 @@ BLIND = {
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
     "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
 }
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")

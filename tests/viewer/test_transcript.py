@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.viewer.browser import Browser, found
+from experiments.viewer.browser import found
 from experiments.viewer.samples import HOSTILE, completion, written
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.viewer.data import open_run
@@ -54,12 +54,6 @@ def rows():
         rollouts.MemoryEvent("written", "planner", 4, -1, None, "of another", 1.0, 0.7),
     ]
     return out
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with Browser() as tab:
-        yield tab
 
 
 @pytest.fixture(scope="module")
