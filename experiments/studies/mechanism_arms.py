@@ -36,8 +36,8 @@ from jaxmarl_llm.types import Array, Params, TrainState, Tree
 
 PLACES = 10  # stretches of a run: success is measured before the first one and after each
 K = 5
-GROUP = {"node_wise": 2, "flat": 8}  # G of each plan, from a pilot whose record is lost; --run=pilot measures anew
-PILOT_GROUPS = {"node_wise": (2, 4, 6), "flat": (4, 8, 16)}
+GROUP = {"node_wise": 4, "flat": 8}  # G of each plan: the one with the largest area of the pilot (--run=pilot)
+PILOT_GROUPS = {"node_wise": (2, 4, 8), "flat": (4, 8, 16)}
 DELTA = 0.02
 
 
@@ -107,7 +107,7 @@ TEXTS = {
     "std": "division by the standard deviation beats none",
     "cost of tokens": "a reward without a cost of tokens beats one with it, both divided by the standard deviation",
 }
-STEPS = {**dict.fromkeys(ARMS, 410), "flat, equal tokens": 340}  # of RL; what `config_of` computes
+STEPS = {**dict.fromkeys(ARMS, 200), "flat, equal tokens": 410}  # of RL; what `config_of` computes
 
 
 def _claim(name: str) -> Claim:
@@ -118,7 +118,7 @@ def _claim(name: str) -> Claim:
         effect=f"area under the held-out success curve, by seed: {one} minus {other}",
         delta=DELTA,
         control=f"{other}: the same parameters after stage 0, tasks and keys",
-        budget=f"150 supervised steps; {STEPS[one]} RL steps of 8 tasks ({one}) and {STEPS[other]} ({other})",
+        budget=f"300 supervised steps; {STEPS[one]} RL steps of 8 tasks ({one}) and {STEPS[other]} ({other})",
     )
 
 

@@ -2,8 +2,8 @@
 
 tiny        `dispatch`, five random models of 0.1 M parameters, CPU, minutes. `make demo` plays fewer of its steps, and
             docs/demo.md says how success on held-out tasks rises
-harder      `relay_dispatch`: 9 or 11 turns, pay at the end, eight specialists of unequal reliability. Two random models
-            of 27 thousand parameters, one of the master and one of all specialists; CPU; for
+harder      `relay_dispatch`: 7, 9 or 11 turns, pay at the end, eight specialists of unequal reliability. Two random
+            models of 27 thousand parameters, one of the master and one of all specialists; CPU; for
             `python -m experiments.studies.mechanisms`
 smollm2     `assistant` on real data (HotpotQA, BFCL, tau-bench retail, GSM8K). Five roles, a LoRA each over one
             SmolLM2-135M-Instruct (`make smollm2` fetches it); CPU, about a minute a step
@@ -56,15 +56,18 @@ def tiny() -> Config:
 
 
 def harder() -> Config:
-    """At least 9 groups a task, so that K = 5 selects. Specialists share a model, and each has a memory of its own.
+    """At least 7 groups a task, so that K = 5 selects. Specialists share a model, and each has a memory of its own.
 
-    The settings are those of a pilot whose record is lost: earlier settings did not learn in it. Stage 0 left the
-    operation ``add`` at chance there, so queries have none. A cost of tokens, divided by the standard deviation, drove
-    success to 0, so the reward has none. That these settings learn is not recorded yet.
+    Queries have no operation ``add``, and the reward has no cost of tokens: earlier settings with them did not learn.
+    Settings were calibrated on seeds 100 and 101, by success on held-out tasks. With queries of 4 and 5 hops, mistakes
+    of .05 and .35, misroutes of .15, 150 supervised steps and G = 2, success was .03 after stage 0 and .02 after 410
+    steps of RL. 300 supervised steps brought .07. With the settings below it is .09 after stage 0. G = 2 brings .20
+    after 40 steps and .25 after 400. G = 4 brings .28 after 200 steps and .30 after 320. A learning rate of 1.5e-3 took
+    it to .06 (G = 2, 120 steps).
     """
     specialists = [f"{kind}_{number}" for kind in ("add", "turn", "place", "look") for number in (1, 2)]
     return Config(
-        steps=410,
+        steps=200,
         batch=8,
         team=TeamConfig(
             backbone=Backbone(hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1),
@@ -75,19 +78,19 @@ def harder() -> Config:
         env=EnvConfig(
             "relay_dispatch",
             {
-                "hops": (0.0, 0.0, 1.0, 1.0),
+                "hops": (0.0, 1.0, 1.0, 1.0),
                 "mixture": (0.0, 1.0, 1.0, 0.5),
-                "mistakes": (0.05, 0.35),
-                "misroute": 0.15,
+                "mistakes": (0.0, 0.4),
+                "misroute": 0.1,
             },
         ),
         reward={"pay": 1.0, "format": 1.0},
         memory_reward={"pay": 1.0, "format": 1.0},
         memory=MemoryConfig(capacity=64, retrieve=1, min_similarity=0.8),
-        group=2,
+        group=4,
         optimizer=Optimizer(learning_rate=5e-4),
         # Fewer samples are learned by heart.
-        sft=SFT(steps=150, samples=8192, optimizer=Optimizer(learning_rate=3e-3)),
+        sft=SFT(steps=300, samples=8192, optimizer=Optimizer(learning_rate=3e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )
 
