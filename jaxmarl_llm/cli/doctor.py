@@ -2,8 +2,9 @@
 
     jaxmarl-llm doctor [--workdir=DIR]
 
-It prints the versions, the devices that JAX sees, memory, the tier of the sandbox, optional packages and free disk
-space. Exit code 1: something is wrong, and a line that begins with ``problem`` says what.
+It prints the versions, the devices that JAX sees, memory, the tier of the sandbox, the extras, the other libraries that
+an adapter or an option uses, and free disk space. A line on a package that is missing has the command that installs it.
+Exit code 1: something is wrong, and a line that begins with ``problem`` says what.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "s3": (("s3fs",), "workdirs, weights and data at s3://"),
     "games": (("pgx", "jaxmarl"), "environment games"),
     "pettingzoo": (("pettingzoo",), "envs.adapters.pettingzoo"),
+}
+PLATFORMS: Mapping[str, str] = {"cuda": "gpu", "tpu": "tpu"}  # extra of an accelerator -> platform as JAX names it
+# library without an extra, as it is imported -> what uses it, and the command that installs it
+LIBRARIES: Mapping[str, tuple[str, str]] = {
+    "textarena": ("envs.adapters.textarena", "pip install textarena"),
+    "verifiers": ("envs.adapters.verifiers", "pip install 'verifiers<0.4'"),
+    "inspect_ai": ("envs.adapters.inspect_ai", "pip install inspect-ai"),
+    "openenv": ("clients of envs.adapters.openenv", "pip install openenv"),
+    "vllm": ("an engine of config.engine.urls, here or on another machine", "pip install vllm"),
+    "sglang": ("an engine of config.engine.urls, here or on another machine", "pip install sglang"),
+    "pandas": ("data frames of rollouts", "pip install pandas"),
 }
 GIB = 2**30
 LEAST_DISK = 2  # GiB free, below which checkpoints of a small run may not fit
@@ -95,12 +107,38 @@ def sandbox() -> Iterator[str]:
         yield f"sandbox      none (environment coding): {' '.join(str(error).split())}"
 
 
-def extras() -> Iterator[str]:
-    """A line on each extra of the package."""
+def platforms() -> set[str]:
+    """Platforms of the devices that JAX sees, as JAX names them; none where it finds no device."""
+    import jax
+
+    try:
+        return {device.platform for device in jax.devices()}
+    except RuntimeError:
+        return set()
+
+
+def extras(seen: Collection[str]) -> Iterator[str]:
+    """A line on each extra of the package. The package of an accelerator does not make a device.
+
+    Args:
+        seen: Platforms that JAX sees, see `platforms`.
+    """
     for extra, (modules, purpose) in EXTRAS.items():
-        missing = [name for name in modules if importlib.util.find_spec(name) is None]
-        state = f"{install(extra)}" if missing else "installed"
+        state = "installed" if all(map(_found, modules)) else install(extra)
+        if state == "installed" and extra in PLATFORMS:
+            sees = "" if PLATFORMS[extra] in seen else "no "
+            state = f"{', '.join(modules)} is installed, and JAX sees {sees}{purpose}"
         yield f"extra        {extra:11} {purpose}: {state}"
+
+
+def libraries() -> Iterator[str]:
+    """A line on each library that the package can use and has no extra for."""
+    for module, (purpose, command) in LIBRARIES.items():
+        yield f"library      {module:11} {purpose}: {'installed' if _found(module) else command}"
+
+
+def _found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def disk(workdir: str) -> Iterator[str]:
@@ -127,7 +165,7 @@ def install(extra: str) -> str:
 def main(given: Any) -> int:
     """Print what this machine has. ``given``: the parsed arguments. Returns 1 where there is a problem."""
     wrong = 0
-    for part in (versions(), devices(), sandbox(), extras(), disk(given.workdir)):
+    for part in (versions(), devices(), sandbox(), extras(platforms()), libraries(), disk(given.workdir)):
         for line in part:
             print(line, flush=True)
             wrong += line.startswith("problem")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -212,10 +213,50 @@ def test_doctor_says_what_is_here(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(doctor.EXTRAS, "wandb", (("no_such_package",), "logging"))
     assert doctor.main(arguments.argparse.Namespace(workdir=str(tmp_path / "a" / "b"))) == 0
     lines = dict.fromkeys(line.split(maxsplit=1)[0] for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == ["jaxmarl_llm", "packages", "devices", "memory", "sandbox", "extra", "disk"]
+    assert list(lines) == ["jaxmarl_llm", "packages", "devices", "memory", "sandbox", "extra", "library", "disk"]
     assert not (tmp_path / "a").exists()
-    assert "wandb       logging: pip install 'jaxmarl_llm[wandb]'" in "\n".join(doctor.extras())
-    assert "games       environment games: installed" in "\n".join(doctor.extras())
+    assert "wandb       logging: pip install 'jaxmarl_llm[wandb]'" in "\n".join(doctor.extras(()))
+    assert "games       environment games: installed" in "\n".join(doctor.extras(()))
+
+
+def test_doctor_tells_the_package_of_an_accelerator_from_the_device(monkeypatch):
+    """A machine with libtpu and without a TPU, then with one, then without libtpu."""
+    here = {"libtpu"}
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object() if name in here else None)
+    lines = lambda seen: {line.split()[1]: line.partition(": ")[2] for line in doctor.extras(seen)}
+    assert lines({"cpu"})["tpu"] == "libtpu is installed, and JAX sees no TPUs"
+    assert lines({"cpu"})["cuda"] == "pip install 'jaxmarl_llm[cuda]'"
+    assert lines({"tpu"})["tpu"] == "libtpu is installed, and JAX sees TPUs"
+    here = {"jax_cuda13_plugin"}
+    assert lines({"gpu"}) == {
+        **{extra: f"pip install 'jaxmarl_llm[{extra}]'" for extra in doctor.EXTRAS},
+        "cuda": "jax_cuda13_plugin is installed, and JAX sees NVIDIA GPUs",
+    }
+    assert doctor.platforms() == {"cpu"}
+
+
+def test_doctor_names_the_libraries_of_every_adapter_with_the_command_of_the_adapter(monkeypatch):
+    """An adapter without its library ends with the command that the doctor prints."""
+    from jaxmarl_llm.envs import adapters
+
+    named = set(doctor.LIBRARIES) | {module for modules, _ in doctor.EXTRAS.values() for module in modules}
+    helpers = {"__init__", "asynchronous", "snapshots"}
+    without = {"exact_match", "trl"}  # which take functions, and need no library
+    modules = {path.stem for path in Path(adapters.__path__[0]).glob("*.py")} - helpers - without
+    assert modules <= named
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    told = {line.split()[1]: line.partition(": ")[2] for line in doctor.libraries()}
+    for library, call in {
+        "textarena": lambda module: module._make("TicTacToe-v0"),
+        "verifiers": lambda module: module._library("types"),
+        "inspect_ai": lambda module: module._library("model"),
+    }.items():
+        monkeypatch.setitem(sys.modules, library, None)
+        with pytest.raises(ConfigError) as error:
+            call(importlib.import_module(f"jaxmarl_llm.envs.adapters.{library}"))
+        assert str(error.value).endswith(f"; {told[library]}")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    assert {line.partition(": ")[2] for line in doctor.libraries()} == {"installed"}
 
 
 def test_doctor_finds_accelerators_that_jax_does_not_see(tmp_path):
