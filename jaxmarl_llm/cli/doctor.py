@@ -2,8 +2,8 @@
 
     jaxmarl-llm doctor [--workdir=DIR]
 
-It prints the versions, the devices that JAX sees, memory, the tier of the sandbox, the extras, the other libraries that
-an adapter or an option uses, and free disk space. A line on a package that is missing has the command that installs it.
+It prints the versions, the devices that JAX sees, memory, the tier of the sandbox and free disk space. It also lists the
+extras, and other libraries that an adapter or an option uses. A line on a missing package has the command that installs it.
 Exit code 1: something is wrong, and a line that begins with ``problem`` says what.
 """
 

@@ -11,14 +11,20 @@ It prints success and the mean of each reward component, for episodes sampled as
 some of them, and each keeps its model and its memory. A reward component has the weight of the run, and 1 where the run
 has none.
 
+Episodes of the first ``--eval_tasks`` held-out tasks, as they are sampled in training, become rollouts in the folder
+evaluate/ of the run, which `jaxmarl-llm view` shows. With ``--env`` the folder has that name too. Files that training
+wrote stay as they are.
+
 The configuration is that of the checkpoint, except for devices: ``--mesh`` selects devices of this machine. With
 ``--partner`` or ``--solo``, it also prints a table of mixed teams and of the gap to a single agent (`cli.partners`).
 ``--solo`` may name the run itself if its environment has a form for one agent.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging as python_logging
+import sys
 from pathlib import Path
 
 from absl import flags, logging
@@ -33,6 +39,9 @@ flags.DEFINE_string(
 flags.DEFINE_string("partner", None, "Folder of another run with the same roles, whose models take some seats.")
 flags.DEFINE_integer("relay", 0, "First turns in which the partner plays the first seat.", lower_bound=0)
 flags.DEFINE_string("solo", None, "Folder of a run whose first model plays alone, the reference of the gap.")
+flags.DEFINE_integer(
+    "eval_tasks", None, "Held-out tasks whose episodes are written; default: run.rollouts.eval_tasks.", lower_bound=0
+)
 flags.DEFINE_string("out", None, "Also write the figures to this JSON file.")
 
 
@@ -65,11 +74,42 @@ def partner_figures(cfg, recipe, state, flag_values):
     return partners.figures(arms)
 
 
-def another_environment(cfg, recipe, state, name):
+@contextlib.contextmanager
+def recorded(cfg, team, runner, workdir, env=None):
+    """Write episodes of the first held-out tasks that ``runner`` evaluates here to the folder evaluate/ of a run.
+
+    cfg: configuration of the run, whose ``run.rollouts.eval_tasks`` tasks are written. team: roles and models. runner:
+    runner of the environment. workdir: folder of the run; one in an object store gets nothing. env: name of the
+    environment where it is not that of the run. Prints the folder to stderr.
+    """
+    from jaxmarl_llm import json_files
+    from jaxmarl_llm.runs.recorder import EvaluationRecorder
+    from jaxmarl_llm.telemetry import rollouts
+    from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder
+
+    if "://" in str(workdir) or not cfg.run.rollouts.eval_tasks:
+        yield
+        return
+    versions = Path(workdir) / "versions.json"
+    commit = json_files.read_object(versions).get("commit") if versions.is_file() else None
+    place = rollouts.evaluated_folder(workdir, env)
+    said: list[str] = []
+    without_limit = dataclasses.replace(cfg.run.rollouts, max_mb=float("inf"))
+    folder = RolloutsFolder(place, without_limit, sys.maxsize, said.append)  # no file of another step is deleted
+    runner.evaluations = EvaluationRecorder(cfg, team, runner, folder, None, commit)
+    try:
+        yield
+    finally:
+        runner.evaluations = None
+    print("\n".join(said) or f"episodes in {place}: jaxmarl-llm view {workdir}", file=sys.stderr)
+
+
+def another_environment(cfg, recipe, state, name, workdir):
     """Figures of the run's models on the held-out tasks of another environment, as ``recipe.evaluate`` names them.
 
-    cfg, recipe, state: results of `open_run`. name: of the environment, as in ``config.env.name``. Raises ConfigError
-    where the environment has a fault, or a role that the run lacks.
+    cfg, recipe, state: results of `open_run`. name: of the environment, as in ``config.env.name``. workdir: folder of
+    the run, which gets episodes, see `recorded`. Raises ConfigError where the environment has a fault, or a role that
+    the run lacks.
     """
     from jaxmarl_llm.distributed import meshes
     from jaxmarl_llm.rollout.env_runner import make_env_runner
@@ -99,9 +139,18 @@ def another_environment(cfg, recipe, state, name):
         weights = weights_of({**paid, OTHERS: 1.0}, runner.env.components)
         with meshes.use_mesh(recipe.mesh):
             there = dataclasses.replace(cfg, env=named, reward=weights)
-            return {"env": name, **evaluate(there, team, runner, state, memory)}
+            with recorded(there, team, runner, workdir, name):
+                return {"env": name, **evaluate(there, team, runner, state, memory)}
     finally:
         runner.close()
+
+
+def with_tasks(cfg, tasks):
+    """``cfg`` with ``run.rollouts.eval_tasks`` of ``tasks``; None: that of the run."""
+    if tasks is None:
+        return cfg
+    rollouts = dataclasses.replace(cfg.run.rollouts, eval_tasks=tasks)
+    return dataclasses.replace(cfg, run=dataclasses.replace(cfg.run, rollouts=rollouts))
 
 
 def main(cfg, workdir, flag_values):
@@ -119,8 +168,12 @@ def main(cfg, workdir, flag_values):
     cfg, recipe, state = open_run(workdir, mesh=flag_values.mesh, best=flag_values.best)
     try:
         teams = partner_figures(cfg, recipe, state, flag_values)
-        own = not flag_values.env
-        found = recipe.evaluate(state) if own else another_environment(cfg, recipe, state, flag_values.env)
+        cfg = with_tasks(cfg, flag_values.eval_tasks)
+        if flag_values.env:
+            found = another_environment(cfg, recipe, state, flag_values.env, workdir)
+        else:
+            with recorded(cfg, recipe.team, recipe.env_runner, workdir):
+                found = recipe.evaluate(state)
         figures = {"step": int(state.step), **found}
     finally:
         recipe.env_runner.close()

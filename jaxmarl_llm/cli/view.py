@@ -8,7 +8,8 @@
     jaxmarl-llm view RUN --text --sample=9          print a completion: its advantage step by step, and its tokens
     jaxmarl-llm view RUN --text --held-out          print the first held-out task of the newest evaluation
 
-RUN is a workdir, or one file of its folder rollouts/. A tree shows every turn, the completions of each prompt with
+RUN is a workdir, or one file of its folder rollouts/. A page also has the episodes that `jaxmarl-llm evaluate` wrote to
+RUN/evaluate; --text takes that folder as RUN. A tree shows every turn, the completions of each prompt with
 reward, return and advantage, and why a completion was trained or not.
 """
 
@@ -25,7 +26,7 @@ from jaxmarl_llm.cli.view_sample import SampleView, printable
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts import Completion, Group, Node, Rollout, Transition
-from jaxmarl_llm.viewer.data import open_run
+from jaxmarl_llm.viewer.data import open_runs
 from jaxmarl_llm.viewer.page import write_page
 from jaxmarl_llm.viewer.serve import Server
 
@@ -52,7 +53,7 @@ def main(given: Any) -> int:
         if len(given.run) > 1:
             arguments.end(f"--text: expected one run, got {len(given.run)}")
         return text(given)
-    runs = [open_run(run) for run in given.run]
+    runs = open_runs(given.run)
     if given.serve:
         return serve(Server(runs, 0 if given.port is None else given.port))
     if not 0 < given.max_mb < float("inf"):
@@ -79,7 +80,9 @@ def serve(server: Server) -> int:
 
 def text(given: Any) -> int:
     """Print one task, prompt or completion of a step or an evaluation. ``given``: the parsed arguments."""
-    split = rollouts.HELD_OUT if given.held_out else rollouts.TRAIN
+    found = rollouts.by_split(given.run[0])
+    alone = found[rollouts.HELD_OUT] and not found[rollouts.TRAIN]
+    split = rollouts.HELD_OUT if given.held_out or alone else rollouts.TRAIN
     rollout, task = chosen(given.run[0], given.step, split), given.task or 0
     from rich.console import Console
 

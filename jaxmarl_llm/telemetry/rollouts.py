@@ -47,6 +47,7 @@ ADDED: Mapping[str, int] = {
 TRAIN, HELD_OUT = SPLITS = ("train", "held_out")
 PREFIX: Mapping[str, str] = {TRAIN: "step", HELD_OUT: "eval"}  # of the name of a file, by split
 FOLDER = "rollouts"
+EVALUATED = "evaluate"  # of a workdir: episodes of `jaxmarl-llm evaluate`, in a folder rollouts/ of its own
 FULL = "full.json"  # in the folder: the first step that found no room
 NAMES = {split: re.compile(rf"{prefix}-(\d{{8,18}})\.jsonl\.zst") for split, prefix in PREFIX.items()}
 LEVEL = 3  # of compression
@@ -351,6 +352,25 @@ def by_split(path: str | os.PathLike) -> dict[str, dict[int, Path]]:
         }
     inside = {split: files_in(place / FOLDER, split) for split in SPLITS}
     return inside if any(inside.values()) else {split: files_in(place, split) for split in SPLITS}
+
+
+def evaluated_folder(workdir: str | os.PathLike, environment: str | None = None) -> Path:
+    """Folder of the episodes that `jaxmarl-llm evaluate` wrote, which holds a folder rollouts/.
+
+    Args:
+        workdir: Workdir of the run.
+        environment: Name of another environment than that of the run; None: that of the run.
+    """
+    other = "" if environment is None else "-" + re.sub(r"[^\w.]+", ".", environment)
+    return Path(workdir) / f"{EVALUATED}{other}"
+
+
+def evaluated_folders(workdir: str | os.PathLike) -> list[Path]:
+    """Folders as of `evaluated_folder` that hold episodes, in the order of their names. ``workdir``: of the run."""
+    place = Path(workdir)
+    found = place.glob(f"{EVALUATED}*") if place.is_dir() else ()
+    own = (folder for folder in found if re.fullmatch(rf"{EVALUATED}(-.+)?", folder.name))
+    return sorted(folder for folder in own if files_in(folder / FOLDER, HELD_OUT))
 
 
 def read(path: str | os.PathLike, split: str = TRAIN) -> Iterator[Rollout]:

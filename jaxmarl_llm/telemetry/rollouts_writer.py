@@ -38,7 +38,7 @@ class RolloutsFolder:
     steps, which will run again, are deleted. None starts anew and renames an old folder to ``rollouts.old``. say:
     Prints a line. seen: Is called with the number and the rows of every training step that was written.
 
-    A file that cannot be written is one line and never stops training.
+    A file that cannot be written is one line and never stops a run.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RolloutsFolder:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                self._say(f"{self.folder} cannot be written, training goes on: {json_files.reason(error)}")
+                self._say(f"{self.folder} cannot be written, the run goes on: {json_files.reason(error)}")
 
     def _write(self, header: Header, rows: Iterable[Row]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from jaxmarl_llm.viewer.data import Run, curves, index, open_run, step_data, task_rows
+    from jaxmarl_llm.viewer.data import Run, curves, index, open_run, open_runs, step_data, task_rows
     from jaxmarl_llm.viewer.page import kept_steps, write_page
     from jaxmarl_llm.viewer.serve import Server
 else:
@@ -21,6 +21,7 @@ else:
             "index": f"{__name__}.data",
             "kept_steps": f"{__name__}.page",
             "open_run": f"{__name__}.data",
+            "open_runs": f"{__name__}.data",
             "step_data": f"{__name__}.data",
             "task_rows": f"{__name__}.data",
             "write_page": f"{__name__}.page",
@@ -28,4 +29,15 @@ else:
         modules={},
     )
 
-__all__ = ["Run", "Server", "curves", "index", "kept_steps", "open_run", "step_data", "task_rows", "write_page"]
+__all__ = [
+    "Run",
+    "Server",
+    "curves",
+    "index",
+    "kept_steps",
+    "open_run",
+    "open_runs",
+    "step_data",
+    "task_rows",
+    "write_page",
+]

@@ -44,12 +44,14 @@ class Run(NamedTuple):
         name: Short name: that of the workdir, or of the one file.
         folder: Where a page of this run is written.
         workdir: Workdir with metrics.jsonl; None: there are no metrics.
+        evaluated: Its episodes are of `jaxmarl-llm evaluate` and not of training.
     """
 
     given: str
     name: str
     folder: Path
     workdir: Path | None
+    evaluated: bool = False
 
     def files(self) -> dict[Step, Path]:
         """Each step that is there now, then each evaluation, with its file. `ConfigError` where there is none."""
@@ -91,6 +93,28 @@ def open_run(given: str | os.PathLike) -> Run:
         run = Run(str(given), place.resolve().name, place, place if (place / "metrics.jsonl").is_file() else None)
     run.files()
     return run
+
+
+def open_runs(given: Sequence[str]) -> list[Run]:
+    """Find runs, each with what `jaxmarl-llm evaluate` wrote of it behind it.
+
+    Args:
+        given: As of `open_run`. A workdir may have episodes of `jaxmarl-llm evaluate` alone.
+
+    Raises:
+        ConfigError: There is no file of rollouts.
+    """
+    runs: list[Run] = []
+    named = {Path(name).resolve() for name in given}
+    for name in given:
+        behind = rollouts.evaluated_folders(name)
+        if not behind or any(rollouts.by_split(name).values()):
+            runs.append(open_run(name))
+        for place in behind:
+            if place.resolve() not in named:
+                shown = f"{place.resolve().parent.name}/{place.name}"
+                runs.append(Run(str(place), shown, Path(name), None, evaluated=True))
+    return runs
 
 
 def curves(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -142,7 +166,7 @@ def index(runs: Sequence[Run], kept: Sequence[Sequence[Step]] | None = None, liv
             "left_out": [step for step in there if step not in set(held)],
         }
         lines = curves(run.workdir) if run.workdir else []
-        shown.append({"name": run.name, "path": run.given, **parts, "curves": lines})
+        shown.append({"name": run.name, "path": run.given, **parts, "curves": lines, "evaluated": run.evaluated})
     return {"live": live, "runs": shown}
 
 

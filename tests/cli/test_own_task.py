@@ -158,7 +158,7 @@ def elsewhere(capitals, tmp_path):
 def said(run, name):
     """Figures of the run on an environment, and who wrote what of each held-out country: first sampled, then greedy."""
     sys.modules.pop("own_other", None)
-    figures = evaluate.another_environment(*run, f"own_other:{name}")
+    figures = evaluate.another_environment(*run, f"own_other:{name}", "gs://none")
     return figures, [(country, texts) for country, texts in sys.modules["own_other"].SAID if country != "France"]
 
 
@@ -187,7 +187,7 @@ def test_a_team_plays_another_environment_and_each_role_keeps_its_model(elsewher
 )
 def test_an_environment_that_the_team_cannot_play_is_one_line(elsewhere, name, message):
     with pytest.raises(ConfigError, match=f"^--env={name}: {message}") as error:
-        evaluate.another_environment(*elsewhere, name)
+        evaluate.another_environment(*elsewhere, name, "gs://none")
     assert "\n" not in str(error.value)
 
 
@@ -196,7 +196,7 @@ def test_a_memory_of_an_array_environment_is_not_read_elsewhere(elsewhere):
     judge = [dataclasses.replace(role, name=name) for role, name in zip(run[1].team.roles, ("solver", "judge"))]
     run[1].team = dataclasses.replace(run[1].team, roles=tuple(judge))
     with pytest.raises(ConfigError, match="the run has a memory, which only text environments may read elsewhere"):
-        evaluate.another_environment(*run, "own_other:alone")
+        evaluate.another_environment(*run, "own_other:alone", "gs://none")
 
 
 def test_the_command_evaluates_another_environment(elsewhere, monkeypatch, capsys, tmp_path):
@@ -204,7 +204,7 @@ def test_the_command_evaluates_another_environment(elsewhere, monkeypatch, capsy
     given = {"env": "own_other:own_roles", "out": str(tmp_path / "out.json"), "mesh": ["1"] * 3, "best": False}
     with pytest.raises(ConfigError, match=r"^--env: expected no --partner: mixed teams play"):
         evaluate.main(None, "run", Given(given, partner="runs/other"))
-    evaluate.main(None, "run", Given(given))
+    evaluate.main(None, str(tmp_path / "run"), Given(given))
     assert "eval/return                  3.5000" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["env"] == given["env"]
 
@@ -213,7 +213,7 @@ class Given(dict):
     """What absl gives: ``flags.relay``, and ``flags["relay"].value``."""
 
     def __init__(self, given, **more):
-        values = {"partner": None, "solo": None, "relay": 0, **given, **more}
+        values = {"partner": None, "solo": None, "relay": 0, "eval_tasks": None, **given, **more}
         super().__init__({name: SimpleNamespace(value=value) for name, value in values.items()})
         self.__dict__.update(values)
 

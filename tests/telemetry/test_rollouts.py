@@ -682,7 +682,7 @@ def test_a_folder_that_cannot_be_written_never_stops_training(tmp_path):
     folder = RolloutsFolder(tmp_path, RolloutsConfig(), 0, said.append)
     folder.write(*example(1))
     folder.write(*example(2))
-    assert len(said) == 1 and "cannot be written, training goes on" in said[0]
+    assert len(said) == 1 and "cannot be written, the run goes on" in said[0]
 
 
 # --------------------------------------------------------------------------------------------------------- wrong files

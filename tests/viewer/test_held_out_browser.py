@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from experiments.viewer.browser import found
-from jaxmarl_llm.viewer.data import open_run
+from jaxmarl_llm.viewer.data import open_run, open_runs
 from jaxmarl_llm.viewer.page import write_page
 from tests.viewer.test_browser import BARS, SHOWN, WIDE
 from tests.viewer.test_held_out import run_of
@@ -29,6 +29,9 @@ def pages(tmp_path_factory):
     three = run_of(folder / "three", "dd", steps=(), evaluations=(5,))
     for name, runs in {"one": [one], "two": [one, two], "three": [one, three]}.items():
         write_page([open_run(run) for run in runs], folder / f"{name}.html", 8)
+    four = run_of(folder / "four", "aa", "bb")
+    run_of(four / "evaluate", "aa", steps=(), evaluations=(100,))
+    write_page(open_runs([str(four)]), folder / "four.html", 8)
     return lambda name: folder / f"{name}.html"
 
 
@@ -97,6 +100,16 @@ def test_the_first_pair_is_a_held_out_task_at_the_first_and_the_newest_evaluatio
     browser.wait("location.hash.includes('step2=1&')")
     browser.settle()
     assert "Different tasks" in browser.js(SHOWN)  # task no. 0 of training has another content
+
+
+def test_what_evaluate_wrote_of_a_run_is_no_other_run_to_compare_with(browser, pages):
+    browser.open(pages("four"), "view=compare&run=0")
+    assert browser.js(PAIR) == [
+        "four, evaluation after step 0, task 0 (no. 0)",
+        "four, evaluation after step 100, task 0 (no. 0)",
+    ]
+    browser.open(pages("four"), "view=compare&run=0&run2=1")
+    assert browser.js(PAIR)[1] == "four/evaluate, evaluation after step 100, task 0 (no. 0)"
 
 
 def test_two_runs_begin_with_a_task_that_both_have(browser, pages):

@@ -1,12 +1,13 @@
 // View 5: two tasks side by side: of two steps, of two evaluations, or of two runs.
 // The pair of an address without steps: held-out tasks at the newest evaluations of two runs, or at the first and the
-// newest evaluation of one run. Without evaluations: the first and the newest step.
+// newest evaluation of one run. Without evaluations: the first and the newest step. What `evaluate` wrote of a run is
+// no other run.
 function pairOf(where) {
   const one = { run: where.run, step: where.step, task: where.task ?? 0 },
     other = { run: where.run2 ?? where.run, step: where.step2, task: where.task2 ?? where.task ?? 0 },
     evaluations = (r) => (index.runs[r] ? index.runs[r].held_out : []);
   if (one.step === undefined && other.step === undefined) {
-    const beside = index.runs.findIndex((run, r) => r !== one.run && run.held_out.length),
+    const beside = index.runs.findIndex((run, r) => r !== one.run && !run.evaluated && run.held_out.length),
       second = where.run2 ?? (beside < 0 ? one.run : beside),
       [a, b] = [evaluations(one.run), evaluations(second)];
     if (a.length && b.length && (second !== one.run || a.length > 1))
