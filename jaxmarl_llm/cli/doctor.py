@@ -2,9 +2,9 @@
 
     jaxmarl-llm doctor [--workdir=DIR]
 
-It prints the versions, the devices that JAX sees, memory, the tier of the sandbox and free disk space. It also lists the
-extras, and other libraries that an adapter or an option uses. A line on a missing package has the command that installs it.
-Exit code 1: something is wrong, and a line that begins with ``problem`` says what.
+It prints the versions, the devices that JAX sees, memory, the tier of the sandbox and free disk space. It also lists
+the extras, and other libraries that an adapter or an option uses. A line on a missing package has its command. Exit
+code 1: something is wrong, and a line that begins with ``problem`` says what.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Show:
         """The joint action was played. ``rewards``: by role and component."""
 
     def end(self, sums: Mapping[str, Mapping[str, float]]) -> None:
-        """The episode has ended. ``sums``: of the rewards by role and component."""
+        """The episode has ended. ``sums``: of the rewards by role and component; NaN where one is unknown."""
 
 
 def play(env: HostEnv, task: Any, players: Mapping[str, Player], seed: int, show: Show) -> None:
@@ -85,8 +85,7 @@ def play(env: HostEnv, task: Any, players: Mapping[str, Player], seed: int, show
         show.paid(rewards)
         for role in env.roles:
             for component, value in rewards.get(role, {}).items():
-                if value is not None:
-                    sums[role][component] += value
+                sums[role][component] += float("nan") if value is None else value
         if done:
             break
     show.end(sums)

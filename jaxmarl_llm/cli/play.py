@@ -4,12 +4,16 @@
     jaxmarl-llm play chain_text --role=solver --say=checker=ok  you are the solver, the checker always says ok
     jaxmarl-llm play runs/try --role=solver                   you are the solver, trained models are the others
     jaxmarl-llm play runs/try --watch                         the trained team plays alone
+    jaxmarl-llm play dilemma_text --hot-seat                    a person for each role, at one terminal
 
 The argument is a run where it is a folder or has a slash, else an environment. --workdir=RUN names a run, too.
 
 Before each completion the prompt is shown as that role sees it. After each joint action the rewards are shown by role
 and component. Write one line; `\\n` in it is a line break. The end of input (Ctrl-D) ends the game. `--task` is the
 number of a task, or a task of your own in JSON. Models of a run that trains with a memory read it.
+
+With `--hot-seat` several people take turns at one terminal, one for each `--role`. Each person sees the prompts of the
+own role alone: the screen is cleared before the keyboard goes to another person. Rewards are shown at the end.
 
 An array environment shows its prompts as text, without tokens that are no characters. What you write is encoded and
 ends with the end token. Its tasks have numbers only. `jaxmarl-llm view` shows what its trained models wrote.
@@ -18,8 +22,10 @@ ends with the end token. Its tasks have numbers only. `jaxmarl-llm view` shows w
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +48,12 @@ def main(given: Any) -> int:
     if (given.env is None) == (given.workdir is None):
         raise ConfigError("expected an environment, or a run as RUN or --workdir=RUN, one of the two")
     env, tasks, trained = _open_run(given) if given.workdir else _open_env(given.env, given.task)
-    players = _players(env.roles, given, trained)
+    players, people = _players(env.roles, given, trained)
+    if given.hot_seat and len(people) < 2:
+        raise ConfigError(f"--hot-seat: expected two people or more, got {len(people)}; name their roles with --role")
+    show = HotSeat(people) if given.hot_seat else Everything(env.roles)
     try:
-        play(env, _task(tasks, given.task), players, given.seed, Everything(env.roles))
+        play(env, _task(tasks, given.task), players, given.seed, show)
     except Ended:
         print("\nended")
     return 0
@@ -65,8 +74,7 @@ class Everything(Show):
         self._roles = roles
 
     def reads(self, turn: int, role: str, prompt: Prompt, entries: list[str]) -> None:
-        print(f"--- turn {turn}, {role} reads")
-        print(printable("\n".join(f"[{message.speaker}] {message.text}" for message in prompt)))
+        _print_prompt(turn, role, prompt)
 
     def says(self, turn: int, role: str, text: str) -> None:
         print(f"--- {role} says\n{printable(text)}")
@@ -79,13 +87,57 @@ class Everything(Show):
             print(f"{role}: {shown or 'none'}")
 
     def end(self, sums: Mapping[str, Mapping[str, float]]) -> None:
-        print("--- sums")
-        for role, own in sums.items():
-            print(f"{role}: {', '.join(f'{name} {value:g}' for name, value in own.items())}")
+        _print_sums(sums)
 
 
-def _players(roles: Sequence[str], given: Any, trained: Player | None) -> dict[str, Player]:
-    """Who plays which role: the person those of ``--role``, scripts those of ``--say``, ``trained`` the others."""
+class HotSeat(Show):
+    """Shows a person the prompts of the own role alone, and everybody the sums of the rewards at the end."""
+
+    def __init__(self, people: Collection[str]) -> None:
+        """``people``: roles that people play."""
+        self._people = people
+        self._seated = ""
+
+    def reads(self, turn: int, role: str, prompt: Prompt, entries: list[str]) -> None:
+        if role not in self._people:
+            return
+        if role != self._seated:
+            _clear()
+            print(f"--- pass the keyboard to {role}, and press Enter: ", end="", flush=True)
+            if not sys.stdin.readline():
+                raise Ended
+            _clear()
+            self._seated = role
+        _print_prompt(turn, role, prompt)
+
+    def end(self, sums: Mapping[str, Mapping[str, float]]) -> None:
+        _clear()
+        _print_sums(sums)
+
+
+def _clear() -> None:
+    """Clear the screen and what was scrolled off it; where the output is no terminal, print as many empty lines."""
+    lines = "\n" * shutil.get_terminal_size().lines
+    print("\x1b[H\x1b[2J\x1b[3J" if sys.stdout.isatty() else lines, end="", flush=True)
+
+
+def _print_prompt(turn: int, role: str, prompt: Prompt) -> None:
+    print(f"--- turn {turn}, {role} reads")
+    print(printable("\n".join(f"[{message.speaker}] {message.text}" for message in prompt)))
+
+
+def _print_sums(sums: Mapping[str, Mapping[str, float]]) -> None:
+    print("--- sums")
+    for role, own in sums.items():
+        shown = (f"{name} {'unknown' if math.isnan(value) else f'{value:g}'}" for name, value in own.items())
+        print(f"{role}: {', '.join(shown)}")
+
+
+def _players(roles: Sequence[str], given: Any, trained: Player | None) -> tuple[dict[str, Player], list[str]]:
+    """Who plays which role: people those of ``--role``, scripts those of ``--say``, ``trained`` the others.
+
+    Returns the players, and the roles that people play.
+    """
     said: dict[str, str] = {}
     for text in given.say:
         role, equals, line = text.partition("=")
@@ -110,7 +162,7 @@ def _players(roles: Sequence[str], given: Any, trained: Player | None) -> dict[s
             players[role] = trained
         else:
             raise ConfigError(f"--role: nobody plays {role!r}; expected it in --role or --say, or a --workdir")
-    return players
+    return players, [role for role in roles if role in person and role not in said]
 
 
 def _asked(role: str) -> str:
@@ -172,6 +224,7 @@ if __name__ == "__main__":
     parser.add_argument("--role", action="append", default=[], help="role that you play; may be given several times")
     parser.add_argument("--say", action="append", default=[], metavar="ROLE=TEXT", help="what a role always says")
     parser.add_argument("--watch", action="store_true", help="the trained team plays alone")
+    parser.add_argument("--hot-seat", action="store_true", help="several people at one terminal, who see no other role")
     parser.add_argument("--task", default="0", help="number of a task, or a task in JSON")
     parser.add_argument("--seed", type=int, default=0, help="seed of the environment and of the models")
     arguments.run(parser, main)

@@ -24,6 +24,7 @@ def given(env=None, **changes):
         "role": [],
         "say": [],
         "watch": False,
+        "hot_seat": False,
         "greedy": False,
         "temperature": None,
         "task": "0",
@@ -41,6 +42,78 @@ def test_a_person_and_a_script_see_prompts_and_rewards(capitals, monkeypatch, ca
     assert "--- rewards\nsolver: accuracy 1.0, length 4" in shown
     assert shown.endswith("--- sums\nsolver: accuracy 1, length 4\njudge: accuracy 1, length 4\n")
     assert shown.index("solver reads") < shown.index("you are solver") < shown.index("--- rewards")
+
+
+SECRETS = """
+from jaxmarl_llm.envs.contract import HostTask
+from jaxmarl_llm.messages import HostEnv, Message
+
+def reset(seed, task):
+    return {"last": {}, "cards": task}
+
+def observe(state):
+    if state["last"].keys() == {"seller"}:
+        return {"ann": (Message("user", "ann alone: once more"),)}
+    if state["last"]:
+        return {"seller": (Message("user", "for the seller: two bids"),)}
+    return {role: (Message("user", f"{role}: your card is {card}"),) for role, card in state["cards"].items()}
+
+def step(seed, state, actions):
+    bids = {role: action.text for role, action in actions.items()}
+    paid = {role: {"won": float(len(bid)), "spent": None if bid == "?" else -1.0} for role, bid in bids.items()}
+    return {**state, "last": bids}, paid, "ann" in bids and bool(state["last"])
+
+def make():
+    env = HostEnv("bid", ("ann", "ben", "seller"), 3, ("won", "spent"), reset, observe, step)
+    return HostTask(lambda: env, [{"ann": "RED", "ben": "BLUE"}], [{"ann": "BLUE", "ben": "RED"}])
+"""
+
+
+@pytest.fixture
+def secrets(tmp_path, monkeypatch):
+    (tmp_path / "own_secrets.py").write_text(SECRETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_secrets:make"
+    sys.modules.pop("own_secrets", None)
+
+
+def test_people_at_one_terminal_see_their_own_role_alone(secrets, monkeypatch, capsys):
+    """Two people and a script: what is on the screen between two handovers belongs to one role."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("\nfour\n\n?\n\nxy\n"))
+    monkeypatch.setattr(play, "_clear", lambda: print("<clear>"))
+    assert play.main(given(secrets, say=["seller=yes"], hot_seat=True)) == 0
+    screens = capsys.readouterr().out.split("<clear>\n")
+    handover = "--- pass the keyboard to {}, and press Enter: "
+    assert screens == [
+        "",
+        handover.format("ann"),
+        "--- turn 0, ann reads\n[user] ann: your card is RED\n--- you are ann: ",
+        handover.format("ben"),
+        "--- turn 0, ben reads\n[user] ben: your card is BLUE\n--- you are ben: ",
+        handover.format("ann"),
+        "--- turn 2, ann reads\n[user] ann alone: once more\n--- you are ann: ",
+        "--- sums\nann: won 6, spent -2\nben: won 1, spent unknown\nseller: won 3, spent -1\n",
+    ]
+
+
+def test_a_role_that_acts_again_keeps_the_keyboard_and_the_end_of_input_ends(secrets, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("\none\n"))
+    show = play.HotSeat(["ann", "ben"])
+    show.reads(0, "ann", (), [])
+    show.reads(1, "seller", (), [])
+    show.reads(2, "ann", (), [])
+    assert capsys.readouterr().out.count("pass the keyboard") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("\none\n"))
+    assert play.main(given(secrets, say=["seller=yes"], hot_seat=True)) == 0
+    assert capsys.readouterr().out.endswith("\nended\n")
+
+
+def test_the_screen_is_cleared_with_what_was_scrolled(monkeypatch, capsys):
+    play._clear()
+    assert capsys.readouterr().out == "\n" * play.shutil.get_terminal_size().lines
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    play._clear()
+    assert capsys.readouterr().out == "\x1b[H\x1b[2J\x1b[3J"
 
 
 def test_what_controls_a_terminal_is_not_printed(capitals, monkeypatch, capsys):
@@ -70,6 +143,7 @@ def test_the_users_own_exception_is_shown(capitals):
         ({"role": ["sovler"]}, "--role=sovler: no such role; the roles are solver, judge"),
         ({"say": ["judge"]}, "--say=judge: expected ROLE=TEXT"),
         ({"role": ["solver"]}, "nobody plays 'judge'"),
+        ({"hot_seat": True, "say": ["judge=x"]}, "--hot-seat: expected two people or more, got 1"),
         ({"watch": True}, "--watch: expected --workdir=RUN and no --role"),
         ({"task": "7"}, "--task=7: expected a number below 2, or a task in JSON"),
         ({"task": "{"}, "expected a number, or a task in JSON"),
