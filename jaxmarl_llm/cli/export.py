@@ -8,7 +8,8 @@ model and the memory of each role. `transformers.AutoModelForCausalLM.from_pretr
 README.md of a directory is a model card: the training, and the results on held-out tasks.
 
 --adapters writes the backbone once, as `base`, and each model as a folder that `peft` loads on it. vLLM serves all of
-them from one process: `vllm serve base --enable-lora --lora-modules master=master math=math`.
+them from one process: `vllm serve base --enable-lora --lora-modules master=master math=math`. An adapter names its
+backbone as ../base, so the whole export may be moved.
 
 --push uploads each folder to the Hugging Face hub as the model OWNER/NAME-FOLDER, and team.json to OWNER/NAME.
 """
@@ -29,6 +30,7 @@ flags.DEFINE_string(
 )
 flags.DEFINE_bool("private", False, "Repositories that --push creates can be read by their owner alone.")
 
+BASE = "../base"  # the backbone as seen from the folder of an adapter: an export may be moved
 TEAM_FILES = ("README.md", "team.json")  # of the export itself, and of no model
 
 
@@ -94,13 +96,13 @@ def write_models(out, recipe, state, chosen, workdir, *, adapters, pushed):
             if not base.exists():
                 hf_weights.save(base, params, config, model.tokenizer)
                 print(f"wrote {base}")
-            peft_files.save(folder, variables["lora"], config, pushed.get("base", str(base.resolve())))
+            peft_files.save(folder, variables["lora"], config, pushed.get("base", BASE))
         else:
             if "lora" in variables:
                 params = merge_lora(params, variables["lora"], config.lora_scale)
             hf_weights.save(folder, params, config, model.tokenizer)
         plays = [role.name for role in recipe.team.roles if role.model == model.name]
-        how = loading(adapters, pushed.get(model.name, "."), pushed.get("base", "../base"))
+        how = loading(adapters, pushed.get(model.name, "."), pushed.get("base", BASE))
         (folder / "README.md").write_text(model_card(model.name, plays, recipe.cfg, int(state.step), metrics, how))
         print(f"wrote {folder}")
 

@@ -4,7 +4,7 @@
     jaxmarl-llm play chain_text --role=solver --say=checker=ok  you are the solver, the checker always says ok
     jaxmarl-llm play runs/try --role=solver                   you are the solver, trained models are the others
     jaxmarl-llm play runs/try --watch                         the trained team plays alone
-    jaxmarl-llm play dilemma_text --hot-seat                    a person for each role, at one terminal
+    jaxmarl-llm play dilemma_text --hot-seat                  a person for each role, at one terminal
 
 The argument is a run where it is a folder or has a slash, else an environment. --workdir=RUN names a run, too.
 

@@ -22,7 +22,8 @@ def save(path: str | Path, lora: Params, config: Config, base: str) -> None:
         path: Folder to write; must not exist.
         lora: Adapter, as `lora.init_lora` makes it.
         config: Architecture of the backbone; its ``lora_scale`` is written.
-        base: Name or path of the backbone, for people and for loaders that read it.
+        base: Name of the backbone on a hub, or its path from inside ``path``, such as ``../base``. Loaders that read it
+            take a path as one from the current folder, so they run in ``path``.
 
     Raises:
         ConfigError: The folder exists.

@@ -103,6 +103,8 @@ def loading(adapter: bool, model: str = ".", base: str = "../base") -> str:
     if adapter:
         lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
         source = base
+    if model == ".":
+        lines.insert(0, "# run in this folder")
     kind = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     lines += [f'model = {kind}.from_pretrained("{model}")', f'tokenizer = AutoTokenizer.from_pretrained("{source}")']
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -101,7 +102,9 @@ def test_the_byte_tokenizer_has_one_chat_template(tmp_path):
         assert theirs.hf.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) == expected
 
 
-def test_the_command_writes_one_base_and_an_adapter_for_each_role(tmp_path, monkeypatch):
+@pytest.fixture
+def exported(tmp_path, monkeypatch):
+    """Recipe and state of two roles with adapters that are not zero, and the folder of their export."""
     from jaxmarl_llm.cli import export
     from jaxmarl_llm.config import from_dict
     from jaxmarl_llm.recipes import grpo
@@ -119,6 +122,9 @@ def test_the_command_writes_one_base_and_an_adapter_for_each_role(tmp_path, monk
     cfg = from_dict(grpo.Config, {"env": env, "reward": {"payoff": 1.0}, "team": team, "sft": {"steps": 0}, "steps": 1})
     recipe = grpo.make(cfg)
     state = recipe.init(0)
+    rng = np.random.default_rng(5)
+    moved = lambda x: x + rng.normal(size=x.shape).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    state = dataclasses.replace(state, params={**state.params, "agents": jax.tree.map(moved, state.params["agents"])})
     monkeypatch.setattr(export, "open_run", lambda workdir, **_: (cfg, recipe, state))
     out = tmp_path / "out"
     given = {
@@ -130,10 +136,45 @@ def test_the_command_writes_one_base_and_an_adapter_for_each_role(tmp_path, monk
         "push": None,
     }
     export.main(None, "run", type("Flags", (), given))
+    return recipe, state, out
+
+
+def test_the_command_writes_one_base_and_an_adapter_for_each_role(exported):
+    recipe, state, out = exported
     names = [role.model for role in recipe.team.roles]
     assert sorted(p.name for p in out.iterdir()) == sorted([*names, "base", "team.json", "README.md"])
     for name in names:
         settings = json.loads((out / name / "adapter_config.json").read_text())
-        assert settings["r"] == 2 and settings["base_model_name_or_path"] == str(out / "base")
+        assert settings["r"] == 2 and settings["base_model_name_or_path"] == "../base"
+        assert str(out) not in "".join(file.read_text() for file in (out / name).glob("*.[jm][sd]*"))
     params, _ = hf_weights.load(out / "base")
     jax.tree.map(np.testing.assert_array_equal, params, state.params["shared"]["backbone"])
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT reads the older name
+@pytest.mark.parity
+def test_an_export_of_adapters_is_loaded_after_it_was_moved(exported, tmp_path, monkeypatch):
+    """In the folder of an adapter, with the code of its card; and from elsewhere, with the backbone in hand."""
+    torch = pytest.importorskip("torch", reason="needs the parity extra: pip install -e .[parity]")
+    peft = pytest.importorskip("peft", reason="needs the parity extra: pip install -e .[parity]")
+    from transformers import AutoModelForCausalLM
+
+    recipe, state, out = exported
+    out.rename(tmp_path / "elsewhere")
+    ids = np.random.default_rng(0).integers(0, 256, (2, 7))
+    for model in recipe.team.models:
+        folder = tmp_path / "elsewhere" / model.name
+        variables, policy = model.variables(state.params), model.policy
+        with jax.default_matmul_precision("highest"):
+            hidden = policy.prefill(variables, jnp.asarray(ids), jnp.full(len(ids), ids.shape[1]))[0]
+            ours = policy.unembed(variables, hidden)
+        monkeypatch.chdir(folder)
+        made = {}
+        exec((folder / "README.md").read_text().split("```python\n")[1].split("```")[0], made)
+        monkeypatch.chdir(tmp_path)
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "elsewhere" / "base")
+        for theirs in (made["model"], peft.PeftModel.from_pretrained(base, folder)):
+            with torch.no_grad():
+                logits = theirs(torch.tensor(ids)).logits[:, -1].float().numpy()
+            np.testing.assert_allclose(ours, logits, atol=1e-4)
+        assert made["tokenizer"]("ab", add_special_tokens=False).input_ids == list(b"ab")
