@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.fuzz_readers import mutations, templates
+from jaxmarl_llm.telemetry.evaluations_file import Evaluations
 
 Files = dict[str, bytes]  # path in the folder -> contents
 Mutate = Callable[[random.Random, Files], tuple[str, Files]]
@@ -193,6 +194,47 @@ def read_summary(folder: Path) -> None:
 
     with contextlib.redirect_stdout(io.StringIO()):
         summary.main(argparse.Namespace(workdir=str(folder)))
+
+
+@functools.cache
+def evaluations() -> Files:
+    """Two evaluations of three held-out tasks, of which one has an unknown content and one an unknown return."""
+    from jaxmarl_llm.telemetry.evaluations_file import EvaluationsFile
+
+    def write(folder: Path) -> None:
+        file = EvaluationsFile(folder, ["aa", "bb", ""], None)
+        for step in (0, 5):
+            values = {"return": (0.25 * step, None, 2.0), "success": (0.0, 1.0, None)}
+            file.write(step, {**values, "return_greedy": (1.0, 2.0, 3.5)})
+
+    return in_folder(write)
+
+
+def read_evaluations(folder: Path) -> None:
+    """Read the evaluations, and compare them task by task with the valid ones."""
+    from jaxmarl_llm.telemetry import evaluations_file, task_pairs
+
+    found = evaluations_file.read_evaluations(folder)
+    if found is None:
+        return
+    whole = valid_evaluations()
+    for metric in {name for row in found.rows for name in row.values}:
+        for first, second in ((found, whole), (whole, found)):
+            pairs = task_pairs.pair_tasks(first, second, metric)
+            if pairs is not None and pairs.first:
+                task_pairs.effect_of(pairs)
+
+
+@functools.cache
+def valid_evaluations() -> Evaluations:
+    from jaxmarl_llm.telemetry import evaluations_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, raw in evaluations().items():
+            (Path(folder) / name).write_bytes(raw)
+        found = evaluations_file.read_evaluations(folder)
+    assert found is not None
+    return found
 
 
 @functools.cache
@@ -438,6 +480,7 @@ KINDS: Mapping[str, Kind] = {
     "chat template": Kind(tokenizer, with_template, read_tokenizer),
     "team.json": Kind(team, of_file("team.json", as_json), read_team),
     "metrics.jsonl": Kind(metrics, of_file("metrics.jsonl", as_rows), read_summary),
+    "evaluations.jsonl": Kind(evaluations, of_file("evaluations.jsonl", as_rows), read_evaluations),
     "rollouts": Kind(rollout, mutate_rollout, read_rollout),
     **{
         f"data: {name}": Kind(functools.partial(data_set, name), mutate_data, functools.partial(read_tasks, name))

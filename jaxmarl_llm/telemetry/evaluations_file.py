@@ -19,6 +19,7 @@ from jaxmarl_llm import json_files
 from jaxmarl_llm.errors import ConfigError
 
 NAME = "evaluations.jsonl"
+LARGEST = (2.0 - 2.0**-23) * 2.0**127  # of float32, in which values are written
 
 
 class Evaluation(NamedTuple):
@@ -147,14 +148,20 @@ def _rows(lines: Iterator[bytes], path: Path) -> Iterator[Any]:
 
 def _evaluation(row: Any, count: int, where: str) -> Evaluation:
     """One line, checked. ``count``: number of held-out tasks."""
-    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 2**63:
         raise ConfigError(f"{where}: expected an evaluation with a step, found {json_files.shown(row)}")
     values = {name: value for name, value in row.items() if name != "step"}
     for name, value in values.items():
-        known = isinstance(value, list) and all(v is None or type(v) in (int, float) for v in value)
+        known = isinstance(value, list) and all(v is None or _is_float32(v) for v in value)
         if not known or len(value) != count:
-            raise ConfigError(f"{where}: key {name!r:.80}: expected {count} numbers or nulls, one a held-out task")
+            raise ConfigError(
+                f"{where}: key {name!r:.80}: expected {count} numbers of float32 or nulls, one a held-out task"
+            )
     return Evaluation(row["step"], {name: tuple(value) for name, value in values.items()})
+
+
+def _is_float32(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= LARGEST
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

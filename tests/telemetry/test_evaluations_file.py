@@ -75,8 +75,20 @@ def test_a_line_that_the_disk_refused_is_written_with_the_next_one(tmp_path, cap
 WRONG = {
     "no tasks": ('{"step": 1}\n', "1: key 'tasks': expected a list of texts"),
     "no step": ('{"tasks": ["a"]}\n{"return": [1]}\n', "2: expected an evaluation with a step"),
-    "another length": ('{"tasks": ["a"]}\n{"step": 1, "return": []}\n', "2: key 'return': expected 1 numbers or nulls"),
-    "a text": ('{"tasks": ["a"]}\n{"step": 1, "return": ["1"]}\n', "2: key 'return': expected 1 numbers or nulls"),
+    "another length": (
+        '{"tasks": ["a"]}\n{"step": 1, "return": []}\n',
+        "2: key 'return': expected 1 numbers of float32",
+    ),
+    "a text": ('{"tasks": ["a"]}\n{"step": 1, "return": ["1"]}\n', "2: key 'return': expected 1 numbers of float32"),
+    "too large": (
+        '{"tasks": ["a"]}\n{"step": 1, "return": [3.5e38]}\n',
+        "2: key 'return': expected 1 numbers of float32",
+    ),
+    "a huge integer": (
+        f'{{"tasks": ["a"]}}\n{{"step": 1, "return": [{10**40}]}}\n',
+        "2: key 'return': expected 1 numbers of float32",
+    ),
+    "a huge step": (f'{{"tasks": []}}\n{{"step": {2**63}}}\n', "2: expected an evaluation with a step"),
     "no JSON": ('{"tasks": ["a"]}\n{step\n', ":2"),
 }
 
@@ -101,6 +113,19 @@ def test_return_and_success_of_each_task():
         "success_greedy": (0.0, 0.0, 1.0),
     }
     assert task_values({"": {"form": np.zeros(1)}}, {"form": 1.0}) == {"return": (0.0,)}
+
+
+def test_the_largest_number_that_is_written_is_read(tmp_path):
+    """Its difference of two runs is a number, too."""
+    from jaxmarl_llm.telemetry.task_pairs import effect_of, pair_tasks
+
+    largest = float(np.finfo(np.float32).max)
+    for name, sign in (("one", 1), ("two", -1)):
+        (tmp_path / name).mkdir()
+        EvaluationsFile(tmp_path / name, TASKS, None).write(3, {"return": [sign * largest] * 3})
+    one, two = (read_evaluations(tmp_path / name) for name in ("one", "two"))
+    assert one.rows[0].values["return"] == (largest,) * 3
+    assert effect_of(pair_tasks(one, two, "return")).mean == -2 * largest
 
 
 def test_a_hash_is_of_content_and_not_of_a_name_or_an_address():
