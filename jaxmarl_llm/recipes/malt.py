@@ -9,7 +9,8 @@ a refinement is 1 when it is right, else 0. A step of a value above 0.5 is label
        is the policy that the first part ends with. The generator's model and optimizer state stay.
 
 The labelled tree is a data set on disk (``data``), written once and verified when it is read. A resumed run uses it, as
-does another run of the same sampling configuration. ``eval/accuracy_majority@3`` votes over three episodes (``votes``).
+does another run of the same sampling configuration. The first tasks of the tree are written as rollouts.
+``eval/accuracy_majority@3`` votes over three episodes (``votes``).
 
 Kept: the above. Chosen where the paper is silent: every pair of siblings with different labels is used, each alike.
 Roles take equal numbers of samples in a step. ``labels="random"`` is the control: the same number of positive labels a
@@ -20,7 +21,7 @@ Measured by experiments/claims/malt.py: on `chain`, training did not raise accur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.config import at_least, from_dict, one_of, to_dict
+from jaxmarl_llm.credit.assign import Credited
 from jaxmarl_llm.credit.selection import same_parent_pairs
 from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.rollout.env_runner import Demonstrations
+from jaxmarl_llm.rollout.env_runner import Demonstrations, RolloutResult
 from jaxmarl_llm.rollout.plans import Plan, product
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.storage import dataset as offline
@@ -48,7 +50,7 @@ from jaxmarl_llm.training.evaluation import episodes_of, evaluate, majority
 from jaxmarl_llm.training.learner import Learner, make_learner
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
-from jaxmarl_llm.training.train_step import Driver
+from jaxmarl_llm.training.train_step import Algorithm, Driver, TrainStep
 from jaxmarl_llm.types import TrainState
 
 ROLES = ("generator", "verifier", "refiner")
@@ -113,6 +115,15 @@ def stored_source(stored: Mapping[str, Any]) -> dict[str, Any]:
     return source(from_dict(Config, stored))
 
 
+def learned(tables: offline.Tables) -> dict[str, np.ndarray]:
+    """By role, the rows of `labelled` ``tables`` that an update learns from: positive ones, and both of each pair."""
+    out = {}
+    for role, table in tables.items():
+        paired = table["pairs"].reshape(-1) if role in PREFER else ()
+        out[role] = table["label"] | np.isin(np.arange(len(table["label"])), paired)
+    return out
+
+
 class Data(NamedTuple):
     """Samples that the roles learn from, and figures of the samples."""
 
@@ -141,34 +152,53 @@ def make_plan(cfg: Config) -> Plan:
 ON_HOST = "its data set is sampled once and kept on disk"
 
 
+def check_environment(env: Any) -> None:
+    """Raise ConfigError where ``env`` lacks a role of MALT, or pays no accuracy."""
+    for role in [r for r in ROLES if r not in env.roles]:
+        raise ConfigError(f"config.env: environment {env.name!r} has no role {role!r}; MALT needs {', '.join(ROLES)}")
+    if "accuracy" not in env.components:
+        raise ConfigError(f"config.env: environment {env.name!r} pays no 'accuracy', which the vote is scored by")
+
+
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
     env_runner, team = phases.open_env_runner(cfg, env)
     cfg = phases.with_weights(cfg, env_runner)
-    name = env_runner.env.name
-    for role in [r for r in ROLES if r not in env_runner.env.roles]:
-        raise ConfigError(f"config.env: environment {name!r} has no role {role!r}; MALT needs {', '.join(ROLES)}")
-    if "accuracy" not in env_runner.env.components:
-        raise ConfigError(f"config.env: environment {name!r} pays no 'accuracy', which the vote is scored by")
+    check_environment(env_runner.env)
     plan = make_plan(cfg)
     rule = phases.tried_rule(cfg, env_runner, plan)
     made = lambda loss, optimizer: {m.name: make_learner(m.policy, loss, optimizer, Sampling()) for m in team.models}
     tutors, learners = made(SFT_LOSS, cfg.imitation.optimizer), made(cfg.loss, cfg.optimizer)
     latest: dict[str, Any] = {}
+    first: list[tuple[RolloutResult, Credited]] = []
     held: dict[Path, Data] = {}
+    place = lambda logger: Path(cfg.data or logger.workdir / "data")
+    count = cfg.tasks or env_runner.size
+    batch, algorithm = min(count, cfg.batch), Algorithm(rule, cfg.reward)
+    recorded = TrainStep(replace(cfg, batch=batch), team, env_runner, plan, {}, algorithm)
     episodes = lambda: episodes_of(team, **latest, count=cfg.run.episodes) if latest else []
 
     def sample(state: TrainState) -> offline.Tables:
         """The whole tree of every task, labelled."""
-        parts, count = [], cfg.tasks or env_runner.size
+        parts: list[offline.Tables] = []
         for played, credited in harvest.play_once(cfg, env_runner, team, state, plan, rule, count):
+            first.extend([(played, credited)] if not parts else [])
             latest.update(played=played, credited=credited, selected=credited.stats.count > 0)
             parts.append(harvest.role_tables(team, played.tree, credited.valid, {"value": credited.returns}))
         return labelled(cfg, {role: offline.joined([p[role] for p in parts], cfg.batch) for role in parts[0]})
 
+    def record(driver: HostDriver, state: TrainState) -> None:
+        """Hand the first batch over. It is played again where it is not there, as in a process that resumed the run."""
+        if driver.record is not None:
+            played, credited = next(iter(first or harvest.play_once(cfg, env_runner, team, state, plan, rule, batch)))
+            rows = learned(offline.load(place(driver.logger), source(cfg), stored_source))
+            trained = harvest.of_completions(team, played.tree, credited.valid, rows)
+            driver.record(recorded, harvest.as_result(recorded, played, credited, trained))
+        first.clear()
+
     def dataset(state: TrainState, logger: Logger) -> Data:
         """The data set in memory or on disk; sampled by the policy that stage 0 ends with, and by no other."""
-        folder = Path(cfg.data or logger.workdir / "data")
+        folder = place(logger)
         if folder not in held:
             if int(state.step) == cfg.sft.steps and not processes.broadcast_from_0(folder.exists):
                 with logger.first(f"rollout {plan.name}"), logger.stage("rollout"):
@@ -184,6 +214,8 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
         def step(driver: Driver, state: TrainState, i: int) -> tuple[TrainState, Any]:
             assert isinstance(driver, HostDriver)
             data = dataset(state, driver.logger)
+            if int(state.step) == cfg.sft.steps:
+                record(driver, state)
             rows, gain = (data.pairs, (1.0, -1.0)) if pairs else (data.positive, (1.0,))
             with driver.stage("update", name):
                 state, seen = supervised_step(team, makers, loss, rows, size, driver, state, i, advantages=gain)

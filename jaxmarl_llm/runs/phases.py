@@ -87,7 +87,7 @@ class Recipe:
         evaluator: State -> metrics on held-out tasks.
         episodes: The last step's first episodes, for people.
         context: Memory entries in demonstrations, at most.
-        recorder: Sees every training step from the host; None: nobody does.
+        recorder: Sees every training step from the host, and what `HostDriver.record` takes; None: nobody does.
         ahead: Function from a state to compilers of programs that RL needs.
     """
 
@@ -172,8 +172,11 @@ class Recipe:
             if now and now == self.starts[k]:
                 state = self.begin(self.phases[k], state)
             logprobs = None if self.recorder is None else LearnerLogprobs()
-            driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug, logprobs)
             before, step = state.memory, self.phases[k].step
+            record = None
+            if (recorder := self.recorder) is not None:
+                record = lambda own, result: recorder(own, now + 1, now - self.starts[k], before, before, result)
+            driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug, logprobs, record)
             state, result = step(driver, state, now - self.starts[k])
             if driver.debug:
                 check_parameters(state.params["agents"], now + 1)

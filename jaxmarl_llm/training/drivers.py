@@ -27,7 +27,7 @@ from jaxmarl_llm.training.learner import Batch, Learner, Scored, optimize, updat
 from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
 from jaxmarl_llm.training.packing import pack
-from jaxmarl_llm.training.train_step import TrainStep
+from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import Array, Model, Params, PyTree, TrainState, Tree
 
 update_memory = jax.jit(memory.update, static_argnames=("config",))
@@ -44,12 +44,15 @@ class HostDriver:
         logger: Times the stages.
         debug: See `train_step.Driver`.
         logprobs: Takes the log-probs that the update computes; None: nobody reads them.
+        record: Takes a rollout that no step of RL played, with the parts of a step that describe it; None: nobody reads
+            it. The recorder of the run sees steps of RL by itself.
     """
 
     seed: int
     logger: Logger
     debug: bool = False
     logprobs: LearnerLogprobs | None = None
+    record: Callable[[TrainStep, StepResult], None] | None = None
 
     @contextlib.contextmanager
     def stage(self, name: str, first: str | None = None) -> Any:

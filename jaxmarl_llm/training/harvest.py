@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.storage.dataset import Tables
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.order import shuffled
+from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import Array, Team, TrainState, Tree
 
 
@@ -126,6 +128,25 @@ def role_tables(team: Team, tree: Tree, keep: Array, columns: Mapping[str, Array
     return out
 
 
+def of_completions(team: Team, tree: Tree, keep: Array, flags: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Flags of completions from flags of the rows of `role_tables`.
+
+    Args:
+        team: The team that played.
+        tree: The rollout, on the host.
+        keep: [C] bool: as of `role_tables`.
+        flags: By role: [K] bool, a flag of each row. Tables that are joined with later ones have more rows.
+
+    Returns:
+        [C] bool; False where a completion was not kept.
+    """
+    out = np.zeros(len(keep), bool)
+    for index, role in enumerate(team.roles):
+        rows = np.flatnonzero(keep & (tree.nodes.role[tree.steps.node] == index))
+        out[rows] = flags[role.name][: len(rows)]
+    return out
+
+
 def demonstrations(table: Mapping[str, np.ndarray], rows: np.ndarray) -> Demonstrations:
     """Demonstrations from the completions of one role.
 
@@ -135,6 +156,22 @@ def demonstrations(table: Mapping[str, np.ndarray], rows: np.ndarray) -> Demonst
     """
     node, said = table["node"][rows if rows.ndim == 1 else rows[:, 0]], table["tokens"][rows]
     return Demonstrations(table["prompt"][node], table["prompt_length"][node], said, table["length"][rows])
+
+
+def as_result(step: TrainStep, played: RolloutResult, credited: Credited, trained: Array) -> StepResult:
+    """The first batch of `play_once` as a result that `HostDriver.record` takes; no update reads its advantages.
+
+    Args:
+        step: Parts that describe the rollout; ``cfg.batch`` is the number of its tasks.
+        played: Rollout of the batch.
+        credited: Its credit, on the host.
+        trained: [C] bool: completions that a later update learns from.
+    """
+    unknown = dataclasses.replace(credited, advantage=np.full(len(credited.advantage), np.nan, np.float32))
+    updated: dict[str, dict[str, Any]] = {model.name: {} for model in step.team.models}
+    tasks = np.asarray(shuffled(stream(step.cfg.seed, TASKS), step.env_runner.size, 0, step.cfg.batch))
+    selected = np.asarray(credited.stats.count > 0)
+    return StepResult(played.tree, played, unknown, selected, updated, {}, tasks, dict(step.cfg.reward), trained)
 
 
 def play_once(

@@ -25,6 +25,7 @@ from jaxmarl_llm.rollout.env_runner import RolloutResult
 from jaxmarl_llm.runs import loop
 from jaxmarl_llm.storage import dataset as offline
 from jaxmarl_llm.storage.checksums import digests
+from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import evaluation as diagnose
 from jaxmarl_llm.training import harvest, step_metrics
@@ -332,6 +333,7 @@ def test_a_data_set_with_old_names_of_keys_is_that_of_the_new_names(tmp_path):
 
 TINY = Backbone(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
 STAGE = 12  # steps of each phase, and between checkpoints: the last of a phase is saved
+RECORDED = f"rollouts/step-{STAGE + 1:08}.jsonl.zst"  # the step that the data set is sampled before
 TASKS = 16
 
 
@@ -377,7 +379,7 @@ def watched(seen, stop=None):
         now = int(state.step)
         if now == stop:
             raise Killed
-        state, metrics = recipe().step(state, logger)
+        state, metrics = type(made).step(made, state, logger)
         seen[now + 1] = {r: (digests(state.params["agents"][r]), digests(state.opt_state[r])) for r in ROLES}
         return state, metrics
 
@@ -411,6 +413,34 @@ def test_every_task_has_3_9_and_27_samples(straight):
     np.testing.assert_array_equal(played[:, 0], np.full(len(played), ord("V")))
 
 
+def test_the_first_tasks_of_the_tree_are_recorded(straight):
+    """Every prompt, completion, value and label of the file is that of the data set, of the same task and branch."""
+    _, workdir, _ = straight
+    (rollout,) = rollouts.read(workdir)
+    assert rollout.path == workdir / RECORDED and rollout.header.plan == "product(3)"
+    assert (rollout.header.batch, len(rollout.tasks)) == (8, 4) and rollout.header.updated == ROLES
+    assert len(rollout.nodes) == 4 * (1 + 3 + 9) and len(rollout.steps) == 4 * 39
+    tables, node_of = offline.load(workdir / "data", malt.source(config())), {n.node: n for n in rollout.nodes}
+    for role in ROLES:
+        t = tables[role]
+        mine = [step for step in rollout.steps if node_of[step.node].role == role]
+        paired = set(t["pairs"].reshape(-1).tolist()) if role != "generator" else set()
+        rows = [k for k in range(len(t["node"])) if t["task"][t["node"][k]] in [task.task for task in rollout.tasks]]
+        rows = [k for k in rows if t["node"][k] < 8 * len(t["task"]) // TASKS]  # of the first batch
+        stored = [
+            (
+                t["prompt"][n][: t["prompt_length"][n]].tolist(),
+                t["tokens"][k][: t["length"][k]].tolist(),
+                pytest.approx(float(t["value"][k]), abs=1e-6),
+                bool(t["label"][k]) or k in paired,
+            )
+            for k in rows
+            for n in [t["node"][k]]
+        ]
+        assert stored == [(list(node_of[s.node].prompt_ids), list(s.token_ids), s.returns, s.trained) for s in mine]
+        assert {s.advantage for s in mine} == {None} and 0 < sum(s.trained for s in mine) < len(mine)
+
+
 def test_the_generator_is_untouched_by_preferences(straight):
     """Byte-equal, optimizer state included; the other two learn, from a loss of log 2 on."""
     _, workdir, seen = straight
@@ -439,13 +469,15 @@ def test_a_run_that_was_killed_twice_ends_byte_equal(straight, tmp_path, monkeyp
     for stop in (STAGE + 2, 2 * STAGE + 2):
         with pytest.raises(Killed):
             loop.fit(config(), watched({}, stop), tmp_path)
-        assert sum(train) == TASKS // config().batch  # sampled by the first process alone
+        again = stop > STAGE + 2  # the second process records the first batch again, which it did not sample
+        assert sum(train) == TASKS // config().batch + again  # sampled by the first process alone
         episodes = (tmp_path / "episodes.md").read_bytes()  # and written by it
         assert b"## Episode 1" in episodes and episodes == (workdir / "episodes.md").read_bytes()
     kept = tmp_path / "kept"
     shutil.copytree(tmp_path / "checkpoints", kept / "checkpoints")
     resumed = loop.fit(config(), recipe(), tmp_path)
-    assert sum(train) == TASKS // config().batch
+    assert sum(train) == TASKS // config().batch + 1
+    assert (tmp_path / RECORDED).read_bytes() == (workdir / RECORDED).read_bytes()
     assert digests(loop.without_shared(resumed)) == digests(loop.without_shared(state))
     assert lines(tmp_path) == lines(workdir)
     with pytest.raises(ConfigError, match="kept/data: no data set is there"):
