@@ -333,7 +333,8 @@ def files(path: str | os.PathLike, split: str = TRAIN) -> dict[int, Path]:
     if not found[split]:
         setting = {TRAIN: "every", HELD_OUT: "eval_tasks"}[split]
         wanted = f"is this the workdir of a run with config.run.rollouts.{setting} above 0?"
-        raise ConfigError(f"{place / FOLDER}: no files {PREFIX[split]}-N.jsonl.zst; {wanted}")
+        told = "runs compiled as one program have metrics alone; `jaxmarl-llm train` writes rollouts"
+        raise ConfigError(f"{place / FOLDER}: no files {PREFIX[split]}-N.jsonl.zst; {wanted} ({told})")
     return found[split]
 
 
