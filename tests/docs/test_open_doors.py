@@ -20,7 +20,7 @@ from tests.test_layering import ROOT
 PAGES = ("write_an_environment", "your_reward_and_data", "write_a_recipe")
 FILE = re.compile(r'^```\w+ title="([\w.]+)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"^jaxmarl-llm (train .*)$", re.MULTILINE)
-OWN = ("capitals", "same_word", "edited", "lookup", "guess", "graded")
+OWN = ("capitals", "same_word", "edited", "lookup", "guess", "graded", "sums_array", "sums_text")
 # A single turn, two roles at once with a joint reward, several turns with a tool, PettingZoo: components that are paid.
 FOUR = {
     "capitals": {"accuracy", "length"},
@@ -134,8 +134,9 @@ TWO_STEPS = [(name, line) for name, line in COMMANDS if own(line) not in FOUR]
 @pytest.mark.parametrize("name, line", TWO_STEPS, ids=[line.rsplit("/", 1)[1] for _, line in TWO_STEPS])
 def test_a_command_of_a_page_trains(name, line, site, scratch):
     """Two steps of each: every step has a line of metrics, and the held-out tasks were played."""
-    stage_0 = {"sums": 2, "write_a_recipe": 30}.get("sums" if "sums" in line else name, 0)
-    fewer = ["--config.steps=2"] + (["--config.sft.steps=2"] if "sums" in line else [])
+    taught = "--config.sft.steps=" in line
+    stage_0 = 2 if taught else {"write_a_recipe": 30}.get(name, 0)
+    fewer = ["--config.steps=2"] + ["--config.sft.steps=2"] * taught
     small = "--config.team.backbone.hidden_size=16", "--config.team.backbone.num_layers=1"
     done = run(site, scratch, *shlex.split(line), *fewer, *small)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -148,14 +149,11 @@ def test_a_command_of_a_page_trains(name, line, site, scratch):
     assert any(key.startswith("reward/") for key in metrics[-1]) and any("eval/return" in line for line in metrics)
 
 
-ARRAY, TEXT, SIGNS = "sums_config.py:array", "sums_config.py:text", "signs_config.py"
+ARRAY, TEXT, SIGNS = "grpo:task", "grpo:task", "signs_config.py"
+TAUGHT = {ARRAY: ["--config.sft.steps=20"]}  # stage 0 asks for demonstrations
 BAD = (
     {
-        "no such module": (
-            "sums_config.py:array",
-            ["--config.env.name=sums_arry:make"],
-            "cannot import module 'sums_arry'",
-        ),
+        "no such module": (ARRAY, ["--config.env.name=sums_arry:make"], "cannot import module 'sums_arry'"),
         "no such function": (ARRAY, ["--config.env.name=sums_array:mak"], "has no attribute 'mak'"),
         "raises while importing": (ARRAY, ["--config.env.name=broken:make"], "RuntimeError: not today"),
         "not a bundle": (ARRAY, ["--config.env.name=sums_array:observe"], "config.env.args"),
@@ -360,7 +358,8 @@ print(json.dumps(out))
 """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{site}{os.pathsep}{scratch}"}
     strict = {"strict": (TEXT, ["--config.env.name=wrong:text_strict"], "accepted")}
-    command = [sys.executable, "-c", program, json.dumps(BAD | strict)]
+    given = {name: (spec, [*TAUGHT.get(spec, ()), *more], says) for name, (spec, more, says) in (BAD | strict).items()}
+    command = [sys.executable, "-c", program, json.dumps(given)]
     done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("step raised ValueError: invalid literal for int()") == 1, done.stderr  # a warning
