@@ -24,7 +24,7 @@ and in the loss (`credit.menus`).
 Kept: enumerated actions, the mean over them as baseline, the costs, clip, KL and entropy, and an outer loop on the
 deferred questions alone. Changed: peers and expert are functions with planted accuracy. Questions are drawn alike from
 all types. HILA composes its batches of groups with equal and mixed answers, 1 to 3. The outer loop runs in every step,
-on the answers of that step. Left out: an expert behind an endpoint; the expert is a function of the environment.
+on the answers of that step. The expert is planted, or outside: a function or an endpoint (``env.args.asked``).
 
 Measured on `defer` (docs/systems.md): the return of the choices is above that of the best fixed one. They are not the
 oracle's on all types in every seed. Nothing is claimed of the outer loop: whether deferral falls is not calibrated.
