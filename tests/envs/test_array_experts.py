@@ -119,8 +119,12 @@ def test_questions_are_asked_at_the_same_time():
 # -- defer -------------------------------------------------------------------------------------------------------------
 
 
-def by_length(question):
+ASKED = []
+
+
+def behind(question):
     """The digit behind the operation."""
+    ASKED.append(question)
     return question[1 + next(i for i, letter in enumerate(question) if letter in defer.TYPES)]
 
 
@@ -139,13 +143,15 @@ def second_turn(config, choices):
 
 
 def test_the_expert_of_defer_is_asked_where_the_chooser_deferred():
-    config = defer.Config(planted=False, asked=f"{__name__}:by_length", silent=1.0, expert=(0.0,) * 4)
+    config = defer.Config(planted=False, asked=f"{__name__}:behind", silent=1.0, expert=(0.0,) * 4)
+    ASKED.clear()
     texts, shown, accuracy, answer = second_turn(config, "dcd1dddd")
     deferred = np.array([c == "d" for c in "dcd1dddd"])
     assert np.asarray(shown.expert_length)[:, 0].tolist() == np.where(deferred, 1, -1).tolist()
+    assert sorted(ASKED) == sorted(text for text, there in zip(texts, deferred, strict=True) if there)
     for text, tokens, there in zip(texts, np.asarray(shown.expert)[:, 0, 0], deferred, strict=True):
-        assert not there or chr(tokens) == by_length(text)
-    told = np.array([by_length(text) for text in texts], int)
+        assert not there or chr(tokens) == behind(text)
+    told = np.array([behind(text) for text in texts], int)
     assert (accuracy[deferred] == (told == answer)[deferred]).all()
 
 
@@ -155,7 +161,7 @@ def test_an_endpoint_answers_the_questions_of_defer(monkeypatch):
 
     def say(handler):
         question = handler.body["messages"][1]["content"]
-        (reply(b"", 503) if "*" in question else chat(by_length(question)))(handler)
+        (reply(b"", 503) if "*" in question else chat(behind(question)))(handler)
 
     with endpoint(say) as (url, seen):
         settings = {"asked": url, "expert_model": "m", "expert_key_env": "EXPERT_TEST_KEY", "expert_retries": 0}
@@ -164,6 +170,7 @@ def test_an_endpoint_answers_the_questions_of_defer(monkeypatch):
     assert products.any() and not products.all()
     assert (np.asarray(shown.expert_length)[:, 0] == ~products).all() and (np.isnan(accuracy) == products).all()
     assert sorted(body["messages"][1]["content"] for _, body, _ in seen) == sorted(texts)
+    assert {headers["Authorization"] for _, _, headers in seen} == {"Bearer s3cret"}
     assert all(body["model"] == "m" and "one digit" in json.dumps(body) for _, body, _ in seen)
 
 
