@@ -77,7 +77,8 @@ def imitator(config: Config) -> Config:
     Args:
         config: Settings of the environment, of which ``taught`` is read.
     """
-    return dataclasses.replace(config, creator=tuple(share + (1 - share) / 10 for share in config.taught))
+    add, subtract, multiply, divide = (share + (1 - share) / 10 for share in config.taught)
+    return dataclasses.replace(config, creator=(add, subtract, multiply, divide))
 
 
 def main() -> None:
@@ -86,7 +87,7 @@ def main() -> None:
     print(f"best fixed choice: {found.fixed}, {found.fixed_worth:.4f}")
     print(f"by type {' '.join(TYPES)}: {' '.join(found.of_type)}, {found.worth:.4f}")
     print(f"to be won: {found.worth - found.fixed_worth:.4f}; smallest margin {found.margin:.4f}")
-    always = dataclasses.replace(Config(), creator=(1.0,) * len(TYPES))
+    always = dataclasses.replace(Config(), creator=(1.0, 1.0, 1.0, 1.0))
     for creator, config in {"creator of stage 0": imitator(Config()), "creator always right": always}.items():
         own = best(config, hila.Config().reward)
         print(f"{creator}: {' '.join(own.of_type)}, {own.worth:.4f}; deferral {own.deferral:.2f}")
