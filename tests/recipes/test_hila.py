@@ -166,6 +166,7 @@ def test_a_run_whose_expert_never_answers_stops_with_one_line(tmp_path):
     assert not any("unanswered" in row or "agent/creator/reward" not in row for row in rows)
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_sometimes_fails_leaves_its_choices_out(tmp_path):
     """It answers no product: its silence is counted as invalid, and a question that it answered is not asked again."""
 
