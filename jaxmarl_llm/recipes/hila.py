@@ -27,8 +27,8 @@ all types. HILA composes its batches of groups with equal and mixed answers, 1 t
 on the answers of that step. The expert is planted, or outside: a function or an endpoint (``env.args.asked``).
 
 Measured on `defer` (docs/systems.md): the return of the choices is above that of the best fixed one. After 100 steps
-they are not the oracle's on all types in every seed, and after 200 steps with ``by_policy`` they are. With the outer loop
-deferral falls in every seed. Whether by as much as was claimed is not decided. `experiments.studies.defer_bounds`
+they are not the oracle's on all types in every seed, and after 200 steps with ``by_policy`` they are. With the outer
+loop deferral falls in every seed. Whether by as much as was claimed is not decided. `experiments.studies.defer_bounds`
 computes the best choices.
 """
 
