@@ -1,7 +1,7 @@
 """HILA (arXiv 2603.07972). Variants:
 
 tiny          `defer`, a chooser of 33 thousand parameters, the accuracy of creating planted; CPU, minutes
-outer         the same model also creates, and imitates the expert where it defers
+outer         a second model creates, and imitates the expert where the chooser defers
 inner         as outer, without imitation
 
     jaxmarl-llm train --config=hila:outer --workdir=runs/hila
@@ -44,9 +44,12 @@ def outer() -> Config:
     base = tiny()
     return dataclasses.replace(
         base,
-        steps=200,
+        steps=250,
+        # One model for both roles forgets how to create while it learns to choose (docs/log.md).
+        team=dataclasses.replace(base.team, parameter_sharing="separate"),
         env=EnvConfig("defer", {"planted": False}, eval_tasks=1024),
-        sft=dataclasses.replace(base.sft, steps=400, samples=8192),
+        optimizer=Optimizer(learning_rate=2e-3, schedule="linear", total_steps=250),
+        sft=dataclasses.replace(base.sft, steps=250, samples=8192),
     )
 
 

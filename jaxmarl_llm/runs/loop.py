@@ -213,7 +213,7 @@ def _train(
             step = int(state.step)
             files.save(step, state, _meta(cfg, step, backbone, best.record()), best=is_best)
 
-    bad, idle, step, code, done = 0, 0, int(state.step), 0, best.exhausted
+    bad, idle, silent, step, code, done = 0, 0, 0, int(state.step), 0, best.exhausted
     alarms = Alarms(logger.print)
     deadlines.set_step(step)
     first, early, long = step, step < cfg.sft.steps, recipe.total_steps - step >= LONG
@@ -237,6 +237,7 @@ def _train(
             deadlines.set_step(step)
             bad = bad + 1 if metrics.pop("bad", 0.0) else 0
             idle = idle + 1 if metrics.pop("idle", 0.0) else 0
+            silent = _unanswered(silent, metrics)
             state = _counted(state, bad > 0)
             done = step == recipe.total_steps or best.exhausted
             if done:
@@ -250,6 +251,7 @@ def _train(
             alarms.see(step, metrics)
             _check_numbers(cfg, step, bad, metrics, files.saver)
             _check_idle(cfg, step, idle, files.saver)
+            _check_experts(cfg, step, silent, files.saver)
             health.end_step(step, last=done, kept=functools.partial(_kept, files.saver))
             _call(callbacks, step, state, {**metrics, **extra}, save)
             with deadlines.stage("save"):
@@ -347,6 +349,27 @@ def _check_idle(cfg: BaseConfig, step: int, idle: int, saver: Checkpointer) -> N
     if idle >= cfg.run.max_bad_steps:
         raise RunError(
             f"step {step}: {idle} steps in a row trained nobody: no completion was selected; stopped; {_kept(saver)}"
+        )
+
+
+def _unanswered(silent: int, metrics: dict[str, float]) -> int:
+    """Steps in a row in which experts were asked and none answered. Takes the step's own out of ``metrics``.
+
+    silent: such steps before this one. A step that asks no expert does not count.
+    """
+    unanswered = metrics.pop("unanswered", None)
+    return silent if unanswered is None else silent + 1 if unanswered else 0
+
+
+def _check_experts(cfg: BaseConfig, step: int, silent: int, saver: Checkpointer) -> None:
+    """Raise RunError after ``run.max_bad_steps`` steps in a row in which experts were asked and none answered.
+
+    step: completed steps. silent: such steps in a row. saver: completes its save first.
+    """
+    if silent >= cfg.run.max_bad_steps:
+        raise RunError(
+            f"step {step}: in {silent} steps in a row no expert answered, where experts were asked; stopped; "
+            f"{_kept(saver)}"
         )
 
 

@@ -47,6 +47,7 @@ KEYS = {
     "count/{env_calls, launches}": "environment steps, and generation programs started",
     "count/invalid": "transitions whose reward could not be computed",
     "count/invalid_share": "their share of all transitions; a task that could not be started counts as one",
+    "count/{expert_asked, expert_silent}": "completions that experts were asked for, and those without an answer",
     "count/unplayed": "tasks of a host environment whose reset or first observation failed",
     "count/{cut_prompts, cut_tokens}": "prompts longer than env.max_prompt, and the tokens left out of them",
     "sampling/{plays, played, kept}": "dynamic sampling: plays, tasks played, and tasks with a selected group",

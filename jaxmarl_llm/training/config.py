@@ -74,7 +74,9 @@ class RunConfig:
     tensorboard: bool = True  # write event files for TensorBoard to the workdir
     wandb_project: str | None = None  # project of Weights and Biases to log to (extra wandb); None: none
     trackio_project: str | None = None  # project of Trackio to log to, on this machine (extra trackio); None: none
-    max_bad_steps: int = 10  # in a row, not finite or without anything to train, before the run stops
+    max_bad_steps: int = (
+        10  # in a row, not finite, without anything to train, or all experts silent, before the run stops
+    )
     deadlines: Deadlines = Deadlines()  # of the stages of a step
     max_logprob_diff: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
     max_invalid: float = 0.5  # share of joint actions without a valid reward above which the run ends; 1: never

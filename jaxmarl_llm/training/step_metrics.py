@@ -11,7 +11,7 @@ import numpy as np
 from jaxmarl_llm.credit.assign import Credited
 from jaxmarl_llm.rollout.env_runner import EnvRunner, RolloutResult
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.types import Array, Team, Tree
+from jaxmarl_llm.types import EXPERT, Array, Team, Tree
 
 
 def diagnose(
@@ -51,6 +51,10 @@ def diagnose(
         out["success"] = out["reward/accuracy"] if ended.any() else float("nan")
     invalid, tried = count_invalid(played)
     out["count/invalid_share"] = invalid / max(1, tried)
+    asked, silent = count_experts(tree)
+    if asked:
+        out |= {"count/expert_asked": float(asked), "count/expert_silent": float(silent)}
+        out["unanswered"] = float(silent == asked)
     if played.records is not None:
         out["count/unplayed"] = float(played.records.unplayed)
         out["count/cut_prompts"] = float(sum(played.records.cut_prompts.values()))
@@ -144,6 +148,16 @@ def count_invalid(played: RolloutResult) -> tuple[int, int]:
     moves, unplayed = played.tree.transitions, played.records.unplayed if played.records is not None else 0
     tried = int(moves.played.sum())
     return tried - int(moves.valid[moves.played].sum()) + unplayed, tried + unplayed
+
+
+def count_experts(tree: Tree) -> tuple[int, int]:
+    """Completions that experts were asked for, and those that they did not give.
+
+    Args:
+        tree: The rollout.
+    """
+    asked = np.asarray((tree.steps.source == EXPERT) & tree.nodes.valid[tree.steps.node])
+    return int(asked.sum()), int((asked & (tree.steps.length == 0)).sum())
 
 
 def _episode_mean(moves: Any, values: Array) -> float:

@@ -83,6 +83,7 @@ def endpoint(*replies):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.body = body
             asked.append((self.path, body, dict(self.headers)))
             with contextlib.suppress(OSError):
                 replies[min(len(asked), len(replies)) - 1](self)

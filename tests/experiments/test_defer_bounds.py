@@ -53,4 +53,6 @@ def test_the_command(capsys):
         "best fixed choice: d, 0.7000",
         "by type + - * /: 1 2 c d, 0.8500",
         "to be won: 0.1500; smallest margin 0.1000",
+        "creator of stage 0: 1 2 c d, 0.8750; deferral 0.25",
+        "creator always right: 1 2 c c, 0.9250; deferral 0.00",
     ]

@@ -1,21 +1,33 @@
-"""HILA: golden advantages, who is trained and who is imitated, an expert without an answer, bad input."""
+"""HILA: golden advantages, who is trained and who is imitated, experts outside, kill and resume, bad input."""
 
 import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmarl_llm.agents.team import Backbone, TeamConfig
-from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.config import from_dict, to_dict
 from jaxmarl_llm.configs.hila import VARIANTS, get_config, inner
 from jaxmarl_llm.envs.registry import EnvConfig
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.errors import ConfigError, RunError
 from jaxmarl_llm.recipes import hila
 from jaxmarl_llm.rollout.array import make_rollout
-from jaxmarl_llm.training.config import SFT
+from jaxmarl_llm.runs import loop
+from jaxmarl_llm.storage.checkpoint import Checkpointer
+from jaxmarl_llm.storage.checksums import digests
+from jaxmarl_llm.training.config import SFT, RunConfig
+from jaxmarl_llm.training.packing import pack
 from jaxmarl_llm.types import EXPERT, MENU, POLICY
+from tests.envs.test_expert import chat, endpoint, reply
 from tests.recipes.test_fidelity import Table
+from tests.test_layering import ROOT
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -87,6 +99,124 @@ def test_choices_are_trained_and_experts_imitated_where_the_policy_defers(step):
     for row, k in zip(expert[~silent], choice[~silent]):
         share = chance[k] / chance[(steps.node == steps.node[k]) & (steps.source == MENU)].sum()
         assert rates[row] / 400 == pytest.approx(share, abs=0.1)
+
+
+def rows_of(batches):
+    """Weights of the policy term and of imitation [C R], advantages and tokens of each trained completion, by row."""
+    found = {}
+    for b in batches:
+        for n, g in np.ndindex(*b.rows.shape):
+            if b.weights[n, g].any() or b.imitation[n, g].any():
+                found[int(b.rows[n, g])] = (b.weights[n, g], b.imitation[n, g], b.advantages[n, g], b.completions[n, g])
+    return found
+
+
+def test_what_the_expert_writes_changes_nothing_of_the_policy_term(step):
+    """Other tokens of the expert, equal rewards: choices keep weights and advantages, and its tokens have neither."""
+    train, tree, credited = step
+    steps, expert = tree.steps, tree.steps.source == EXPERT
+    other = tree.replace(steps=steps.replace(tokens=np.where(expert[:, None], ord("0") + 9, steps.tokens)))
+    drawn = (np.asarray(train.algorithm.imitate(jax.random.key(k), tree, CONFIG.loss)) for k in range(99))
+    weights, seen = next(w for w in drawn if w.any()), []  # the policy defers where the expert answers
+    for of in (tree, other):
+        again = jax.device_get(train.assign(of, CONFIG.reward))
+        trained = train.trained(None, again, np.asarray(hila.menus(again, B)), of, None, 0)
+        assert not trained[expert].any()
+        batches = pack(of, 0, again.advantage, trained, CONFIG.loss, micro_tokens=4096, imitation=weights)
+        seen.append(rows_of(batches))
+    assert set(seen[0]) == set(seen[1]) and {True, False} == {bool(expert[row]) for row in seen[0]}
+    for row, (policy, imitated, advantage, tokens) in seen[0].items():
+        twin = seen[1][row]
+        assert (policy > 0).any() == (not expert[row]) and (imitated > 0).any() == expert[row]
+        np.testing.assert_array_equal(policy, twin[0])
+        np.testing.assert_array_equal(imitated, twin[1])
+        assert expert[row] or (advantage == twin[2] and (tokens == twin[3]).all())
+
+
+def told(question):
+    """An expert that is right about nothing in particular, and always the same."""
+    return str(sum(map(ord, question)) % 10)
+
+
+def nobody(question):
+    raise TimeoutError("nobody is there")
+
+
+def outside(expert, **changes):
+    """The configuration with an expert outside."""
+    args = {"planted": False, "tasks": 32, "asked": expert, "expert_model": "m", "expert_retries": 0}
+    return dataclasses.replace(CONFIG, env=EnvConfig("defer", args, eval_tasks=8), **changes)
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_whose_expert_never_answers_stops_with_one_line(tmp_path):
+    cfg = outside(f"{__name__}:nobody", steps=9, run=RunConfig(max_bad_steps=3, eval_every=0, checkpoint_every=2))
+    with pytest.raises(RunError) as error:
+        loop.fit(cfg, hila.make(cfg), tmp_path)
+    assert str(error.value) == (
+        "step 3: in 3 steps in a row no expert answered, where experts were asked; stopped; "
+        "the last checkpoint is that of step 2"
+    )
+    rows = metrics_of(tmp_path)
+    assert [row["count/expert_silent"] for row in rows] == [row["count/expert_asked"] for row in rows] == [B] * 3
+    assert all(row["count/invalid"] == B and row["agent/chooser/updated"] for row in rows)
+    assert not any("unanswered" in row or "agent/creator/reward" not in row for row in rows)
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_sometimes_fails_leaves_its_choices_out(tmp_path):
+    """It answers no product: its silence is counted as invalid, and a question that it answered is not asked again."""
+
+    def say(handler):
+        question = handler.body["messages"][1]["content"]
+        (reply(b"", 500) if "*" in question else chat(told(question)))(handler)
+
+    with endpoint(say) as (url, asked):
+        cfg = outside(url, steps=3, run=RunConfig(max_bad_steps=1, eval_every=0))
+        loop.fit(cfg, hila.make(cfg), tmp_path)
+    questions = [body["messages"][1]["content"] for _, body, _ in asked]
+    answered = [text for text in questions if "*" not in text]
+    assert len(set(answered)) == len(answered) and len(answered) < len(questions)
+    rows = metrics_of(tmp_path)
+    silent = sum(row["count/expert_silent"] for row in rows)
+    assert 0 < silent < sum(row["count/expert_asked"] for row in rows) == 3 * B
+    assert silent == sum(row["count/invalid"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_bit(tmp_path):
+    """Killed with -9 behind the checkpoint of step 3: parameters and what the expert wrote are byte-equal."""
+    run_config = RunConfig(
+        eval_every=0, checkpoint_every=3, rollouts=dataclasses.replace(RunConfig().rollouts, every=1)
+    )
+    cfg = outside("tests.recipes.test_hila:told", steps=6, run=run_config)
+    whole = loop.fit(cfg, hila.make(cfg), tmp_path / "whole")
+    config, run = tmp_path / "config.py", tmp_path / "run"
+    config.write_text(
+        "from ml_collections import ConfigDict\nfrom jaxmarl_llm.config import from_dict, to_dict\n"
+        "from jaxmarl_llm.recipes.hila import Config\n"
+        f"def get_config(variant=''):\n    return ConfigDict(to_dict(from_dict(Config, {to_dict(cfg)!r})))\n"
+    )
+    command = [sys.executable, "-m", "experiments.train", f"--config={config}", f"--workdir={run}"]
+    command += [f"--compilation_cache={jax.config.jax_compilation_cache_dir}"]
+    env, quiet = {**os.environ, "JAX_PLATFORMS": "cpu"}, subprocess.DEVNULL
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=quiet, stderr=quiet)
+    saved, deadline = run / "checkpoints" / "3", time.time() + 240
+    while time.time() < deadline and process.poll() is None and not saved.exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert saved.exists() and not (run / "checkpoints" / "6").exists()
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and "resumed" in done.stdout, done.stderr[-2000:]
+    got = Checkpointer(run).restore(loop.without_shared(whole))
+    assert got is not None and got[2] == 6 and digests(got[0]) == digests(loop.without_shared(whole))
+    assert [row["step"] for row in metrics_of(run)] == list(range(1, 7))
+    written = lambda folder: {path.name: path.read_bytes() for path in (folder / "rollouts").glob("*.zst")}
+    assert written(run) == written(tmp_path / "whole") and len(written(run)) >= 6
 
 
 def test_without_imitation_there_is_no_outer_loop():

@@ -1,40 +1,29 @@
-"""Suggestions of an outside expert for the next turn: a function, or a chat endpoint with OpenAI's protocol.
+"""Suggestions of an outside expert for the next turn: a function, or a chat endpoint (`envs.outside`).
 
 The expert gets the problem and both agents' code and answers with JSON ``{"aux": ..., "main": ...}``, the edited
-functions as text. Each agent gets its own part in its next prompt, so no gradient flows through it.
-
-An expert is given as ``module:function`` (or a callable) with the signature ``expert(task, helper, main) -> answer``.
-Or it is the base URL of an endpoint, such as ``http://localhost:8000/v1``, with the name of a model. A field names the
-environment variable that holds the key. The key itself stands in no configuration and no message.
+functions as text. Each agent gets its own part in its next prompt, so no gradient flows through it. A function has the
+signature ``expert(task, helper, main) -> answer``.
 
 Every failure raises `ExpertError`, which makes the transition invalid and is counted. No answer is invented.
 """
 
 from __future__ import annotations
 
-import http.client
-import importlib
 import json
-import os
-import re
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmarl_llm.envs.checks import ARGS, refuse
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.envs import outside
+from jaxmarl_llm.envs.checks import ARGS
+from jaxmarl_llm.envs.outside import EXPECTED, MAX_ANSWER, ExpertError, check_limits
+
+__all__ = ["EXPECTED", "MAX_ANSWER", "Edits", "Endpoint", "Expert", "ExpertError", "check_limits", "consult", "resolve"]
 
 Edits = dict[str, str]  # aux, main; a missing one is ''
 Expert = Callable[[Mapping[str, Any], str, str], Any]
 
-MAX_ANSWER = 1 << 18  # bytes of an endpoint's reply
 MAX_EDIT = 4000  # characters of one suggestion
-MOST_TIMEOUT, MOST_RETRIES = 3600, 10  # the pauses between attempts double
-EXPECTED = "module:function, a function, or the base URL of an endpoint, http(s)://..."
-RETRIED = (408, 409, 429, 500, 502, 503, 504)
 
 INSTRUCTIONS = (
     "You advise two programmers. One writes a helper function aux(...), the other the main function {entry}(...), "
@@ -43,95 +32,13 @@ INSTRUCTIONS = (
 )
 
 
-class ExpertError(RuntimeError):
-    """The failure of an expert to give a usable answer; the message is one line with the reason."""
-
-
 @dataclass(frozen=True)
-class Endpoint:
+class Endpoint(outside.Endpoint):
     """An expert behind a chat endpoint."""
-
-    url: str
-    model: str
-    key_env: str
-    timeout: float  # seconds for one attempt, all of it
-    retries: int  # attempts after the first
-    pause: float = 0.5  # seconds before the first retry, doubled each time
-    max_tokens: int = 1024
 
     def __call__(self, task: Mapping[str, Any], helper: str, main: str) -> Any:
         question = f"Problem:\n{task['prompt']}\n\nHelper:\n{helper}\n\nMain:\n{main}\n"
-        body = {
-            "model": self.model,
-            "temperature": 0.0,
-            "max_tokens": self.max_tokens,
-            "messages": [
-                {"role": "system", "content": INSTRUCTIONS.format(entry=task["entry_point"])},
-                {"role": "user", "content": question},
-            ],
-        }
-        pause = self.pause
-        for attempt in range(self.retries + 1):
-            try:
-                return self._ask(body)
-            except _Again as error:
-                if attempt == self.retries:
-                    raise ExpertError(f"expert {self.url}: {error} ({attempt + 1} attempts)") from None
-            time.sleep(pause)
-            pause *= 2
-        raise AssertionError("unreachable")
-
-    def _ask(self, body: Mapping[str, Any]) -> str:
-        data = json.dumps(body).encode()  # ASCII: lone surrogates in a completion do no harm
-        request = urllib.request.Request(f"{self.url.rstrip('/')}/chat/completions", data, method="POST")
-        request.add_header("Content-Type", "application/json")
-        if key := os.environ.get(self.key_env, ""):
-            request.add_header("Authorization", f"Bearer {key}")
-        deadline = time.monotonic() + self.timeout
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                raw = b""
-                # The timeout of a socket is one of each read: a server that drips would never end.
-                while chunk := reply.read1(1 << 16):
-                    raw += chunk
-                    if len(raw) > MAX_ANSWER:
-                        raise ExpertError(f"expert {self.url}: an answer of more than {MAX_ANSWER} bytes")
-                    if time.monotonic() > deadline:
-                        raise _Again(f"no answer within {self.timeout:g} s")
-                if reply.length:  # what is still to come
-                    raise _Again(f"the answer was cut off {reply.length} bytes before its end")
-        except urllib.error.HTTPError as error:
-            with error:
-                if error.code in RETRIED:
-                    raise _Again(f"HTTP {error.code}") from None
-                raise ExpertError(f"expert {self.url}: HTTP {error.code} {error.reason}") from None
-        except TimeoutError:
-            raise _Again(f"no answer within {self.timeout:g} s") from None
-        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", error)
-            raise _Again(f"{type(error).__name__}: {' '.join(str(reason).split())[:120]}") from None
-        try:
-            text = json.loads(raw)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            raise ExpertError(f"expert {self.url}: the reply is no chat completion") from None
-        if not isinstance(text, str):
-            raise ExpertError(f"expert {self.url}: the reply holds no text")
-        return text
-
-
-class _Again(Exception):
-    """A failure after which another attempt may succeed."""
-
-
-def check_limits(path: str, timeout: float, retries: int) -> None:
-    """Check the limits of an endpoint. ``path``: name of the Config in messages.
-
-    ``timeout``: seconds of one attempt. ``retries``: attempts after the first.
-    """
-    if not 0 < timeout <= MOST_TIMEOUT:
-        refuse(path, "expert_timeout", f"more than 0 and at most {MOST_TIMEOUT} seconds", timeout)
-    if not 0 <= retries <= MOST_RETRIES:
-        refuse(path, "expert_retries", f"0 to {MOST_RETRIES}", retries)
+        return self.chat(INSTRUCTIONS.format(entry=task["entry_point"]), question)
 
 
 def resolve(
@@ -150,23 +57,7 @@ def resolve(
     model, key_env: an endpoint's model, and the environment variable that holds its key
     timeout, retries: an endpoint's seconds for one attempt, and its attempts after the first
     """
-    if callable(expert):
-        return expert
-    if not isinstance(expert, str) or not expert:
-        refuse(path, "expert", EXPECTED, expert)
-    check_limits(path, timeout, retries)
-    if re.match(r"https?://", expert):
-        if not model:
-            refuse(path, "expert_model", f"the name of a model of {expert}", model)
-        return Endpoint(expert, model, key_env, timeout, retries)
-    module, _, name = expert.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{path}.expert: expected {EXPECTED}, got {expert!r} ({error})") from None
-    if not callable(found):
-        raise ConfigError(f"{path}.expert: expected {EXPECTED}, got {expert!r}, which is not a function")
-    return found
+    return outside.resolve(expert, Endpoint, path=path, model=model, key_env=key_env, timeout=timeout, retries=retries)
 
 
 def consult(expert: Expert, task: Mapping[str, Any], helper: str, main: str) -> Edits:

@@ -18,6 +18,10 @@ With ``planted`` the creator is a function too, right with probability ``creator
 and the choice ends the episode. Otherwise the creator is a role. It answers behind c, and behind d the expert answers
 in its place (`Observation.expert`).
 
+With ``asked`` the expert is outside of this program: a function, or a chat endpoint. It gets the text of the question,
+and answers with one digit. It is asked where the chooser deferred, and nowhere else. An expert that fails, is late, or
+answers something else gives no answer (`envs.array_experts`). ``expert`` and ``silent`` are then not read.
+
 A completion is a single token. The chooser's completion that is no choice, and any answer that is not right, earn no
 accuracy. What the expert leaves unanswered has an unknown reward: NaN.
 
@@ -47,7 +51,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.envs import checks
+from jaxmarl_llm.envs import checks, outside
 from jaxmarl_llm.envs.array_env import (
     ArrayEnv,
     Observation,
@@ -59,6 +63,7 @@ from jaxmarl_llm.envs.array_env import (
     to_all,
     unless_finished,
 )
+from jaxmarl_llm.envs.array_experts import HostExpert
 from jaxmarl_llm.envs.prompt_grammar import prompt_row, prompt_text
 from jaxmarl_llm.envs.splits import draw_task
 
@@ -73,6 +78,15 @@ COMPONENTS = ("accuracy", "create", "defer", "malformed")
 ZERO = ord("0")
 RESPONSE = 1  # R: one letter or digit
 Shares = tuple[float, float, float, float]
+INSTRUCTIONS = "You answer questions. Answer with one digit, and nothing else."  # to an endpoint
+
+
+@dataclass(frozen=True)
+class Endpoint(outside.Endpoint):
+    """An expert behind a chat endpoint: a function of the question."""
+
+    def __call__(self, question: str) -> str:
+        return self.chat(INSTRUCTIONS, question)
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,11 @@ class Config:
     expert: Shares = (1.0, 1.0, 1.0, 1.0)  # of the expert, where it answers
     silent: float = 0.0  # probability that the expert does not answer
     taught: Shares = (1.0, 1.0, 1.0, 0.0)  # of an answer in demonstrations of the creator to be right; else any digit
+    asked: str = ""  # expert outside: module:function, or an endpoint's base URL; "": the planted one
+    expert_model: str = ""  # model that the endpoint is asked for
+    expert_key_env: str = "OPENAI_API_KEY"  # the environment variable with the endpoint's key
+    expert_timeout: float = 10.0  # seconds for one attempt
+    expert_retries: int = 1  # attempts after a failed one
 
     def check(self, path: str) -> None:
         checks.tasks_and_seed(path, self)
@@ -98,6 +117,24 @@ class Config:
         for name in ("peer_1", "peer_2", "creator", "expert", "taught"):
             if not all(0 <= share <= 1 for share in getattr(self, name)):
                 checks.refuse(path, name, "four probabilities in [0, 1]", getattr(self, name))
+        outside.check_limits(path, self.expert_timeout, self.expert_retries)
+        if self.asked and self.planted:
+            checks.refuse(path, "planted", "false with an expert outside (asked)", self.planted)
+        if self.asked:
+            self.expert_outside(path)
+
+    def expert_outside(self, path: str = checks.ARGS) -> outside.Expert:
+        """The expert that ``asked`` names. ``path``: the name of this Config in error messages."""
+        return outside.resolve(
+            self.asked,
+            Endpoint,
+            path=path,
+            field="asked",
+            model=self.expert_model,
+            key_env=self.expert_key_env,
+            timeout=self.expert_timeout,
+            retries=self.expert_retries,
+        )
 
 
 def table(config: Config) -> np.ndarray:
@@ -151,7 +188,9 @@ def roles(config: Config) -> tuple[str, ...]:
 
 def make(config: Config) -> ArrayEnv:
     """The environment of ``config``. The key of `reset` decides who is right."""
-    turns = len(roles(config))
+    turns, told = len(roles(config)), None
+    if config.asked:
+        told = HostExpert(config.expert_outside(), RESPONSE, lambda text: text in tuple("0123456789"), "one digit")
     return ArrayEnv(
         name="defer",
         roles=roles(config),
@@ -160,7 +199,7 @@ def make(config: Config) -> ArrayEnv:
         components=COMPONENTS,
         actors=((0,), (1,))[:turns],
         reset=partial(reset, config),
-        observe=partial(observe, config),
+        observe=partial(observe, config, told),
         step=partial(step, config),
     )
 
@@ -177,15 +216,20 @@ def reset(config: Config, key: Array, task: Mapping[str, Array]) -> State:
     return State(own, jnp.int32(0), right, told, silent, jnp.bool_(False), jnp.bool_(False))
 
 
-def observe(config: Config, state: State) -> Observation:
-    """The prompt of the chooser, or that of the creator with the expert's answer where the chooser deferred."""
+def observe(config: Config, told: HostExpert | None, state: State) -> Observation:
+    """The prompt of the chooser, or that of the creator with the expert's answer where the chooser deferred.
+
+    ``told``: the expert outside; None: the planted one.
+    """
     role = jnp.minimum(state.turn, len(MARKS) - 1) * (not config.planted)
     tokens, length = prompt_row(encoded(MARKS)[role], [(state.task["question"], SIZE)], [], prompt_length(config))
     seen = Observation(role[None].astype(jnp.int32), tokens[None], length[None], ~state.done[None])
     if config.planted:
         return seen
-    words = jnp.where(state.deferred, jnp.where(state.silent, 0, 1), -1)
-    return seen.replace(expert=(ZERO + state.told)[None, None], expert_length=words[None])
+    said, words = (ZERO + state.told)[None], jnp.where(state.silent, 0, 1)
+    if told is not None:
+        said, words = told(state.task["question"], jnp.int32(SIZE), state.deferred & ~state.done)
+    return seen.replace(expert=said[None], expert_length=jnp.where(state.deferred, words, -1)[None])
 
 
 def step(
@@ -199,7 +243,7 @@ def step(
     creates, defers = first & some & (chosen == CREATE), first & some & (chosen == DEFER)
     goes_on = (creates | defers) & (not config.planted)
     correct = jnp.where(first, some & state.right[chosen] & ~goes_on, said == ZERO + state.task["answer"])
-    unanswered = state.silent & (defers if config.planted else ~first & state.deferred)
+    unanswered = defers & state.silent if config.planted else ~first & state.deferred & (length[0] == 0)
     amounts: dict[str, Array] = {
         "accuracy": jnp.where(unanswered, jnp.nan, 1.0 * correct),
         "create": 1.0 * creates,
