@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,72 +33,12 @@ from jaxmarl_llm.generation.buckets import bucket, up_to
 from jaxmarl_llm.generation.generate import TOGETHER, Rows, fill
 from jaxmarl_llm.generation.placement import place_rows
 from jaxmarl_llm.generation.prefix_pool import NO_SLOT, Cut
+from jaxmarl_llm.generation.trie import Trie, common
 from jaxmarl_llm.types import Params, Policy, PyTree
 
 MIN_REUSED_TOKENS = 8  # a shorter prefix is computed again, which takes less time than gathering it
 MOVED_TOKENS = 1 << 15  # tokens that a device of a mesh receives at once, at most, or one from each part
-
-
-class _Edge:
-    """Edge of a `Trie`: consecutive tokens, their slots, and the edges that follow, by their first token."""
-
-    __slots__ = ("ids", "next", "slots")
-
-    def __init__(self, ids: np.ndarray, slots: np.ndarray, following: dict[int, _Edge]) -> None:
-        self.ids, self.slots, self.next = ids, slots, following
-
-
-class Trie:
-    """Radix tree of token sequences with a slot for each token. Sequences share the edges of a common prefix."""
-
-    def __init__(self) -> None:
-        none = np.zeros((0,), np.int32)
-        self._root = _Edge(none, none, {})
-
-    def _walk(self, ids: np.ndarray) -> tuple[list[np.ndarray], int, _Edge, int]:
-        """Follow ``ids`` as far as they are known.
-
-        Returns:
-            Slots of the longest known prefix, its length, the edge it ends in, and its number of tokens in that edge.
-        """
-        edge, inside, known, slots = self._root, 0, 0, []
-        while inside == len(edge.ids) and known < len(ids) and int(ids[known]) in edge.next:
-            edge = edge.next[int(ids[known])]
-            inside = common(edge.ids, ids[known:])
-            slots.append(edge.slots[:inside])
-            known += inside
-        return slots, known, edge, inside
-
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the slots of the longest known prefix of ``ids``."""
-        return np.concatenate([*self._walk(ids)[0], np.zeros((0,), np.int32)])
-
-    def add(self, ids: np.ndarray, free: int) -> tuple[np.ndarray, int]:
-        """Add a sequence.
-
-        Args:
-            ids: its tokens.
-            free: slot of the first token that is not known yet; the next ones get ``free + 1``, ...
-
-        Returns:
-            Slots of all tokens, and how many of the tokens were known before.
-        """
-        slots, known, edge, inside = self._walk(ids)
-        rest = np.arange(free, free + len(ids) - known, dtype=np.int32)
-        if len(rest):
-            if inside < len(edge.ids):
-                behind = _Edge(edge.ids[inside:], edge.slots[inside:], edge.next)
-                edge.next = {int(behind.ids[0]): behind}
-                edge.ids, edge.slots = edge.ids[:inside], edge.slots[:inside]
-            edge.next[int(ids[known])] = _Edge(ids[known:], rest, {})
-        return np.concatenate([*slots, rest]), known
-
-
-def common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the longest common prefix of two token sequences, ``a`` and ``b``."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
+NONE = np.zeros((0,), np.int32)  # slots
 
 
 def shared_prefixes(
@@ -190,7 +130,7 @@ class Prefixes:
         tasks: Sequence[Hashable],
         prompts: Sequence[np.ndarray],
         parts: Sequence[int],
-        blocks: Sequence[tuple[int, ...]] | None = None,
+        blocks: Mapping[Hashable, tuple[int, ...]] | None = None,
     ) -> list[LaunchInputs]:
         """Extend the cache by the prefixes that prompts share, and gather the inputs of their launch.
 
@@ -199,36 +139,35 @@ class Prefixes:
             tasks: task of each prompt. Prompts of different tasks share nothing.
             prompts: token ids of each prompt, those of the first part of the launch first.
             parts: number of prompts of each part of the launch.
-            blocks: blocks of devices that may have each prompt. Prompts have equal blocks, or no block in common. None:
-                all blocks.
+            blocks: blocks of devices that may have the prompts of a task. Two tasks have equal blocks, or none in
+                common. None: all blocks.
 
         Returns:
             Inputs of each part, with the rows of its prompts. All parts have equally many columns.
         """
-        places = [tuple(range(self._blocks))] * len(prompts) if blocks is None else blocks
+        blocks = dict.fromkeys(tasks, tuple(range(self._blocks))) if blocks is None else blocks
         if self._policy.extend is None:
-            return self._gather(tasks, prompts, parts, places)
-        groups: dict[tuple[Hashable, int, int], list[tuple[list[int], tuple[int, ...]]]] = {}
+            return self._gather(tasks, prompts, parts, blocks)
+        groups: dict[tuple[Hashable, int, int], list[np.ndarray]] = {}
         known: dict[tuple[Hashable, int, int], int] = {}
-        for task, ids, place in zip(tasks, prompts, places, strict=True):
+        for task, ids in zip(tasks, prompts):
             part, found = _longest(self._find(task, ids))
             # The last slot identifies the whole cached prefix. Every prompt finds it on the same part.
             group = task, part, int(found[-1]) if len(found) else -1
-            groups.setdefault(group, []).append((ids[:-1].tolist(), place))  # the last hidden state is always needed
+            groups.setdefault(group, []).append(ids[:-1])  # the last token's hidden state is always needed
             known[group] = len(found)
-        levels: dict[int, list[tuple[Hashable, np.ndarray, tuple[int, ...]]]] = {}
+        levels: dict[int, list[tuple[Hashable, np.ndarray]]] = {}
         for group, rows in groups.items():
-            rows.sort()
-            sequences = [np.array(ids, np.int32) for ids, _ in rows]
-            for level, ids in shared_prefixes(sequences, known[group], known[group]):
-                levels.setdefault(level, []).append((group[0], ids, rows[0][1]))
+            rows.sort(key=lambda row: row.tolist())
+            for level, ids in shared_prefixes(rows, known[group], known[group]):
+                levels.setdefault(level, []).append((group[0], ids))
         for _, found_prefixes in sorted(levels.items()):
-            owners, beginnings, where = (list(column) for column in zip(*found_prefixes))
-            (inputs,) = self._gather(owners, beginnings, [len(beginnings)], where)
-            tables = self._applied.put((inputs.tokens, inputs.length, inputs.start))
-            prefix = _fill(self._policy, self._applied, variables, *tables[:2], inputs.prefix, tables[2])
+            owners, beginnings = [task for task, _ in found_prefixes], [ids for _, ids in found_prefixes]
+            (inputs,) = self._gather(owners, beginnings, [len(beginnings)], blocks)
+            tokens, length, start = self._applied.put((inputs.tokens, inputs.length, inputs.start))
+            prefix = _fill(self._policy, self._applied, variables, tokens, length, inputs.prefix, start)
             self.store(owners, beginnings, prefix, rows=inputs.rows)
-        return self._gather(tasks, prompts, parts, places)
+        return self._gather(tasks, prompts, parts, blocks)
 
     def store(
         self,
@@ -290,14 +229,14 @@ class Prefixes:
         tasks: Sequence[Hashable],
         prompts: Sequence[np.ndarray],
         parts: Sequence[int],
-        blocks: Sequence[tuple[int, ...]],
+        blocks: Mapping[Hashable, tuple[int, ...]],
     ) -> list[LaunchInputs]:
         found = [self._find(task, ids) for task, ids in zip(tasks, prompts)]
         rest = [len(ids) - len(_longest(slots)[1]) for ids, slots in zip(prompts, found)]
         self.prefilled_tokens += sum(rest)
         ends = list(itertools.accumulate(parts))
         ranges = [slice(end - count, end) for end, count in zip(ends, parts)]
-        placed = [self._place(found[own], blocks[own]) for own in ranges]
+        placed = [self._place(found[own], [blocks[task] for task in tasks[own]]) for own in ranges]
         of_row = [int(part) for where, _ in placed for part in where]
         self._move(tasks, prompts, found, of_row)
         slots = [
@@ -323,9 +262,13 @@ class Prefixes:
         capacity = up_to(self._padded(count, 4), of_block) // of_block
         where = np.zeros(len(found), int)
         for own, rows in alike.items():
-            open_to = np.array([block * of_block + k for block in own for k in range(of_block)])
-            known = np.array([[len(found[n].get(int(part), ())) for part in open_to] for n in rows])
-            where[rows] = open_to[place_rows(known, capacity)]
+            open_to = [block * of_block + k for block in own for k in range(of_block)]
+            known = np.zeros((len(rows), len(open_to)), int)
+            for row, n in enumerate(rows):
+                for part, slots in found[n].items():
+                    if part in open_to:
+                        known[row, open_to.index(part)] = len(slots)
+            where[rows] = np.array(open_to)[place_rows(known, capacity)]
         return where, capacity
 
     def _move(
@@ -387,9 +330,6 @@ class Prefixes:
             return LaunchInputs(tokens, length, None, None, rows)
         prefix = prefix_pool.take(self._pool, self._applied.put(slot), cut=self._cut)
         return LaunchInputs(tokens, length, prefix, start, rows)
-
-
-NONE = np.zeros((0,), np.int32)
 
 
 def _longest(found: dict[int, np.ndarray]) -> tuple[int, np.ndarray]:

@@ -102,7 +102,7 @@ class BlockSampler:
         parts = [[requests[n] for n in chosen] for chosen in numbers]
         ordered = list(itertools.chain(*parts))
         tasks, prompts = [(r.model, r.task) for r in ordered], [np.array(r.prompt_ids, np.int32) for r in ordered]
-        blocks = [tuple(b for b, owner in enumerate(owners) if owner == r.model) for r in ordered]
+        blocks = {task: tuple(b for b, owner in enumerate(owners) if owner == task[0]) for task in tasks}
         variables = self._stacked(owners, own)
         ready = prefixes.prepare(variables, tasks, prompts, [len(part) for part in parts], blocks)
         limits = {self._limit(request) for request in requests}

@@ -14,6 +14,7 @@ import pytest
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.generation import prefix_cache, prefix_pool
+from jaxmarl_llm.generation.blocks import Blocks, stacked
 from jaxmarl_llm.generation.generate import TOGETHER
 from jaxmarl_llm.generation.prefix_pool import NO_SLOT, Cut
 from jaxmarl_llm.generation.sampling import Sampling
@@ -23,6 +24,7 @@ from jaxmarl_llm.rollout.block_sampler import BlockSampler, sampler_of
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.host import HostSettings, play
 from jaxmarl_llm.rollout.launches import TeamSampler
+from jaxmarl_llm.types import Model, Team
 from tests.distributed import test_layouts as layouts
 from tests.generation.test_prefix_cache import (
     assert_same_samples,
@@ -199,19 +201,25 @@ def test_only_moves_leave_a_device(name):
         np.testing.assert_array_equal(np.asarray(moved).reshape(host.shape), expected)
 
 
-@pytest.mark.parametrize("name", ["8x1x1", "2x2x2"])
+@pytest.mark.parametrize("name", ["8x1x1", "2x2x2", "attn_dp", "blocks"])
 def test_extending_a_prompt_sends_no_cache(name):
-    """Without cut weights nothing is sent; with two parts of them, sums of activations and no keys or values."""
-    policy, mesh = model(layers=1), make_mesh(MESHES[name])
-    variables, slots = variables_of(policy), 512
+    """Without cut weights nothing is sent. Where tensor alone cuts them, sums of activations are."""
+    policy, grid = model(layers=1), make_mesh(MESHES[name])
+    chosen = meshes.layout_of(MESHES[name], grid, [2])
+    variables, mesh = sharding.place(grid, variables_of(policy)), chosen.mesh if MESHES[name].has_layout else grid
+    applied = Blocks(("params",)) if name == "blocks" else TOGETHER
+    placed = stacked(mesh, [variables] * 2) if name == "blocks" else sharding.to_rollout(mesh, variables)
     with meshes.use_mesh(mesh):
-        placed = sharding.to_rollout(mesh, sharding.place(mesh, variables))
-        rows = sharding.put_rows((np.ones((8, 4), np.int32), np.full(8, 4, np.int32), np.full(8, 9, np.int32)))
-        cut, parts = Cut(TOGETHER.axes(), "tensor"), sharding.row_parts()
-        zeros = sharding.put(np.zeros((8, slots, 2, 8), np.float32), jax.sharding.NamedSharding(mesh, cut.cache(1)))
-        found = exchanged(jax.jit(policy.extend), placed, *rows, ((zeros, jnp.copy(zeros)),))
-    activations = 8 // parts * 4 * 16
-    assert found == ({} if name == "8x1x1" else {"all-reduce": [activations] * 3})  # embedding, attention, feed-forward
+        cut, parts = Cut(applied.axes(), "tensor"), sharding.row_parts()
+        tables = applied.put((np.ones((16, 4), np.int32), np.full(16, 4, np.int32), np.full(16, 9, np.int32)))
+        shape = (16, 512, 2, 8) if name != "blocks" else (2, 8, 512, 2, 8)
+        zeros = sharding.put(np.zeros(shape, np.float32), jax.sharding.NamedSharding(mesh, cut.cache(1)))
+        found = exchanged(jax.jit(applied.over(policy.extend)), placed, *tables, ((zeros, jnp.copy(zeros)),))
+    rows = 16 // parts
+    assert max((max(sizes) for sizes in found.values()), default=0) < rows * 512 * 8 / 4  # keys of a head, or less
+    if name != "attn_dp":  # there activations change their layout, and weights are gathered
+        activations = rows * 4 * 16
+        assert found == ({} if name == "8x1x1" else {"all-reduce": [activations] * 3})  # embedding, attention, MLP
 
 
 @pytest.mark.slow
@@ -219,7 +227,7 @@ def test_invariant_generation_keeps_its_bits():
     """Log-probs of a mesh are those of one device to the bit, also where prefixes are cached and moved."""
     team = make_team("shared")
     policy = invariant(model(layers=1))
-    team = team._replace(models=tuple(m._replace(policy=policy) for m in team.models))
+    team = Team(team.roles, tuple(Model(m.name, policy, m.tokenizer) for m in team.models))
     one = alone(team, "flat", 2)
     got, (cache,) = go(team, "flat", 2, "2x2x2")
     check(got, one)
