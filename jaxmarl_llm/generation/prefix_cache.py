@@ -130,7 +130,7 @@ class Prefixes:
         tasks: Sequence[Hashable],
         prompts: Sequence[np.ndarray],
         parts: Sequence[int],
-        blocks: Mapping[Hashable, tuple[int, ...]] | None = None,
+        blocks: Mapping[Any, tuple[int, ...]] | None = None,
     ) -> list[LaunchInputs]:
         """Extend the cache by the prefixes that prompts share, and gather the inputs of their launch.
 
@@ -229,7 +229,7 @@ class Prefixes:
         tasks: Sequence[Hashable],
         prompts: Sequence[np.ndarray],
         parts: Sequence[int],
-        blocks: Mapping[Hashable, tuple[int, ...]],
+        blocks: Mapping[Any, tuple[int, ...]],
     ) -> list[LaunchInputs]:
         found = [self._find(task, ids) for task, ids in zip(tasks, prompts)]
         rest = [len(ids) - len(_longest(slots)[1]) for ids, slots in zip(prompts, found)]

@@ -25,7 +25,7 @@ NO_SLOT = np.iinfo(np.int32).max  # beyond any pool: writes to it are dropped
 
 
 class Cut(NamedTuple):
-    """How a mesh splits the arrays of a launch, and with them the pool.
+    """Layout of the arrays of a launch on a mesh, and with them of the pool.
 
     rows: mesh axes that split each leading axis of the launch's arrays. heads: mesh axis that splits heads, or None.
     """

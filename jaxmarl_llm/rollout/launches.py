@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -264,7 +264,7 @@ def prompt_rows(
     return PromptRows(tokens, length, keys, active, ready.prefix, start, limit)
 
 
-def completions_of(model: Model, out: Completions, rows: Sequence[int]) -> list[list[SampledCompletion]]:
+def completions_of(model: Model, out: Completions, rows: Iterable[int]) -> list[list[SampledCompletion]]:
     """Some rows of completions as actions with text.
 
     Args:

@@ -73,10 +73,13 @@ def test_half_of_what_any_placement_reuses_is_reused(case):
     assert 2 * reused(known, place_rows(known, capacity)) >= max(reused(known, parts) for parts in every)
 
 
-def test_no_order_of_rows_is_the_best_one_always():
+def test_no_order_of_rows_is_always_the_best_one():
     """By loss: the first row loses 1 token on the other part, the second one 9. By size: the last row has 40 twice."""
     assert place_rows(np.array([[9, 10], [9, 0]]), 1).tolist() == [1, 0]
     assert place_rows(np.array([[9, 0, 0], [0, 9, 0], [40, 40, 0]]), 1).tolist() == [2, 1, 0]
+    both = np.zeros((5, 5), int)  # the two cases side by side: each order is wrong in one of them
+    both[:2, :2], both[2:, 2:] = [[9, 0], [10, 9]], [[40, 40, 0], [0, 9, 0], [9, 0, 0]]
+    assert place_rows(both, 1).tolist() == [0, 1, 2, 3, 4]
 
 
 @given(st.integers(0, 30), st.lists(st.integers(0, 8), min_size=1, max_size=6))
