@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,14 +89,14 @@ def cut_heads(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, place)
 
 
-def by_heads(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+def by_heads(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     """Run ``function(*arrays)`` on each device with its own rows and heads, inside a compiled function.
 
     Its code sees no mesh, so its kernels need not be partitioned. Without a mesh, it is called as it is.
 
     Args:
-        function: attention, or another function whose rows and heads do not meet. Its result has the axes of the first
-            array.
+        function: attention, or another function whose rows and heads do not meet. Its result, or each of its results,
+            has the axes of the first array.
         arrays: [N ... heads H], or with fewer axes: [N ...] without heads, or a number. N is a multiple of `row_parts`.
             The numbers of heads are multiples of the tensor axis.
     """

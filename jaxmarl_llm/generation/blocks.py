@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmarl_llm.distributed.sharding import is_spec, names_of, rollout_specs, rows_within_data
+from jaxmarl_llm.distributed.sharding import (
+    ATTENTION,
+    current,
+    is_spec,
+    names_of,
+    put,
+    rollout_specs,
+    rows_within_data,
+)
 from jaxmarl_llm.generation.generate import Rows
 from jaxmarl_llm.types import Params, Policy, PyTree
 
@@ -51,6 +59,17 @@ class Blocks(Rows):
         first = jax.tree_util.tree_map_with_path(lambda path, x: x[0] if self._is_own(path) else x, variables)
         after = self._axes(jax.eval_shape(policy.unstack, first))
         return jax.vmap(policy.unstack, in_axes=(self._axes(variables),), out_axes=after)(variables)
+
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that split each leading axis of caches: blocks, and rows of a block within attention."""
+        return ("data",), ("fsdp", ATTENTION)
+
+    def put(self, tables: PyTree) -> PyTree:
+        """Copy of host tables [blocks * N ...] on the devices of their blocks: [blocks N ...]."""
+        mesh = current()
+        assert mesh is not None  # blocks are parts of a mesh
+        by_block = jax.tree.map(lambda x: x.reshape(mesh.shape["data"], -1, *x.shape[1:]), tables)
+        return put(by_block, NamedSharding(mesh, PartitionSpec("data", "fsdp")))
 
     def _is_own(self, path: tuple[Any, ...]) -> bool:
         """Whether blocks own the leaf at ``path`` of variables, also of a result of `Policy.unstack`."""

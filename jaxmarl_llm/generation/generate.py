@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxmarl_llm.distributed.heads import cut_attention
-from jaxmarl_llm.distributed.sharding import by_device, cut_rows, meshed
+from jaxmarl_llm.distributed.sharding import attention_rows, by_device, cut_rows, meshed, put_rows
 from jaxmarl_llm.generation.decoding import (
     LOOP_STATE,
     Decoding,
@@ -43,6 +43,14 @@ class Rows:
     def unstack(self, policy: Policy, variables: Params) -> Params:
         """`Policy.unstack` of the variables of all rows."""
         return policy.unstack(variables)
+
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that split each leading axis of caches; those of attention."""
+        return (attention_rows(),)
+
+    def put(self, tables: PyTree) -> PyTree:
+        """Copy of host tables [N ...] on the devices, with the leading axes of ``over``."""
+        return put_rows(tables)
 
 
 TOGETHER = Rows()

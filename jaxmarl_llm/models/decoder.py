@@ -39,6 +39,7 @@ from jaxmarl_llm.kernels.head.head import Head
 from jaxmarl_llm.kernels.matmul import matmul
 from jaxmarl_llm.types import Policy, Unembed
 
+QUERIES = 128  # new tokens of a cached prompt that attend at once
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
@@ -301,6 +302,11 @@ def attend_by_heads(attention: Callable[..., jax.Array], *arrays: jax.Array, on_
     return by_heads(functools.partial(attention, impl=impl), *arrays)
 
 
+def _on_own_rows(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """`by_heads` of a function of XLA, which also takes rows that a mesh cannot cut evenly."""
+    return function(*arrays) if len(arrays[0]) % sharding.row_parts() else by_heads(function, *arrays)
+
+
 def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
     """Attend causally to a right-padded prompt, and keep its keys and values.
 
@@ -448,19 +454,40 @@ def extend(
     """
     check_positions(cfg, prefix[0][0].shape[1])
     slots = start[:, None] + jnp.arange(tokens.shape[1])  # of the new tokens; they are their positions too
-    row, angles = jnp.arange(len(start))[:, None], _angles(cfg, slots)
-    visible = (jnp.arange(prefix[0][0].shape[1]) <= slots[..., None])[:, None]
-    x, grown = embed(variables, tokens), []
-    for layer, (pk, pv) in zip(unstack(cfg, variables)["params"]["layers"], prefix):
+    angles, grown = _angles(cfg, slots), []
+    with sharding.many_tokens():
+        x = embed(variables, tokens)
+        for layer, cached in zip(unstack(cfg, variables)["params"]["layers"], prefix):
 
-        def attend(q: Any, k: Any, v: Any, pk: Any = pk, pv: Any = pv) -> Any:
-            # Padding behind `count` may be beyond the cache: dropped, where a slice would be moved.
-            pk, pv = pk.at[row, slots].set(k, mode="drop"), pv.at[row, slots].set(v, mode="drop")
-            return jax.nn.dot_product_attention(q, pk, pv, mask=visible), (pk, pv)
+            def attend(q: Any, k: Any, v: Any, cached: Any = cached) -> Any:
+                out, *kept = _on_own_rows(_attend_cached, q, k, v, *cached, slots)
+                return out, tuple(kept)
 
-        x, kept = _apply_layer(cfg, layer, x, angles, attend)
-        grown.append(kept)
+            x, kept = _apply_layer(cfg, layer, x, angles, attend)
+            grown.append(kept)
     return _final_norm(cfg, variables, _at_last_token(x, count)), tuple(grown)
+
+
+def _attend_cached(q: Any, k: Any, v: Any, pk: Any, pv: Any, slots: jax.Array) -> tuple[jax.Array, ...]:
+    """Write keys and values [N E K H] to ``slots`` [N E] of a cache, and attend to what stands before: out, the cache.
+
+    Padding behind a row may be beyond the cache: dropped, where a slice would be moved. The scores of `QUERIES` tokens
+    of each row are in memory.
+    """
+    n, e = slots.shape
+    row = jnp.arange(n)[:, None]
+    pk, pv = pk.at[row, slots].set(k, mode="drop"), pv.at[row, slots].set(v, mode="drop")
+
+    def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        visible = (jnp.arange(pk.shape[1]) <= part[1][..., None])[:, None]
+        return jax.nn.dot_product_attention(part[0], pk, pv, mask=visible)
+
+    if e <= QUERIES:
+        return attend((q, slots)), pk, pv
+    fill = lambda x: jnp.pad(x, [(0, 0), (0, -e % QUERIES), *[(0, 0)] * (x.ndim - 2)])
+    chunks = (jnp.moveaxis(fill(x).reshape(n, -1, QUERIES, *x.shape[2:]), 1, 0) for x in (q, slots))
+    out = jax.lax.map(attend, tuple(chunks))
+    return jnp.moveaxis(out, 0, 1).reshape(n, -1, *q.shape[2:])[:, :e], pk, pv
 
 
 def unstack(cfg: Config, variables: Any) -> Any:

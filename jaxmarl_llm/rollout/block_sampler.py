@@ -8,6 +8,7 @@ several blocks. All models are of one architecture.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -17,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.distributed.meshes import Layout
 from jaxmarl_llm.generation.blocks import Blocks, blocks_of, stacked
-from jaxmarl_llm.generation.buckets import bucket, up_to
 from jaxmarl_llm.generation.generate import PromptRows, generate_launch
+from jaxmarl_llm.generation.prefix_cache import LaunchInputs, Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.launches import (
     GenerationRequest,
@@ -27,9 +28,9 @@ from jaxmarl_llm.rollout.launches import (
     SamplerFactory,
     TeamSampler,
     completions_of,
-    request_keys,
+    prompt_rows,
 )
-from jaxmarl_llm.types import Params, Team
+from jaxmarl_llm.types import Model, Params, Team
 
 
 def sampler_of(layout: Layout) -> SamplerFactory:
@@ -56,59 +57,97 @@ class BlockSampler:
         sampling: Distribution of tokens.
         layout: How devices are cut.
 
-    ``launches``: generation programs started so far. ``prompt_tokens``: prompt tokens that were read so far.
+    ``launches``: generation programs started so far.
     """
 
     def __init__(self, team: Team, params: Params, sampling: Sampling, layout: Layout):
         self._team, self._params, self._sampling, self._layout = team, params, sampling, layout
         self._variables: dict[tuple[int, ...], Params] = {}  # of the last launch, by the model of each block
+        self._cached: Prefixes | None = None
         self.launches = 0
-        self.prompt_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that went through a model so far; cached tokens do not go through it again."""
+        return 0 if self._cached is None else self._cached.prefilled_tokens
 
     def sample(self, requests: Sequence[GenerationRequest], *, more: bool) -> list[list[SampledCompletion]]:
-        """The completions of every request. ``more``: not read, because nothing is cached on a mesh."""
+        """The completions of every request. ``more``: later prompts may begin with these prompts and completions."""
         completions: list[list[SampledCompletion]] = [[] for _ in requests]
         models, blocks = sorted({request.model for request in requests}), self._layout.blocks
         with meshes.use_mesh(self._layout.mesh):
             for first in range(0, len(models), blocks):
                 chosen = models[first : first + blocks]
                 numbers = [n for n, request in enumerate(requests) if request.model in chosen]
-                sampled = self._launch(chosen, [requests[n] for n in numbers])
+                sampled = self._launch(chosen, [requests[n] for n in numbers], more)
                 for n, samples in zip(numbers, sampled, strict=True):
                     completions[n] = samples
         return completions
 
-    def _launch(self, models: Sequence[int], requests: Sequence[GenerationRequest]) -> list[list[SampledCompletion]]:
-        """Completions of requests of some models, at most one model for each block."""
+    def _launch(
+        self, models: Sequence[int], requests: Sequence[GenerationRequest], keep: bool
+    ) -> list[list[SampledCompletion]]:
+        """Completions of requests of some models, at most one model for each block.
+
+        ``keep``: put what was read and sampled into the prefix cache.
+        """
         self.launches += 1
-        self.prompt_tokens += sum(len(request.prompt_ids) for request in requests)
         loads = [sum(r.group for r in requests if r.model == m) for m in models]
         owners = tuple(np.repeat(models, blocks_of(loads, self._layout.blocks)).tolist())
         model = self._team.models[owners[0]]
         own = tuple(self._params["agents"][model.name])
-        limits = [self._team.roles[request.role].max_new_tokens for request in requests]
-        columns = bucket(max(len(request.prompt_ids) for request in requests), 32)
+        applied, prefixes = Blocks(own), self._prefixes(model, own)
         groups = sorted({request.group for request in requests})
-        placed = [_placed([n for n, r in enumerate(requests) if r.group == g], requests, owners) for g in groups]
-        parts = [self._rows(rows, requests, limits, columns, group) for rows, group in zip(placed, groups, strict=True)]
+        numbers = [[n for n, r in enumerate(requests) if r.group == group] for group in groups]
+        parts = [[requests[n] for n in chosen] for chosen in numbers]
+        ordered = list(itertools.chain(*parts))
+        tasks, prompts = [(r.model, r.task) for r in ordered], [np.array(r.prompt_ids, np.int32) for r in ordered]
+        blocks = {task: tuple(b for b, owner in enumerate(owners) if owner == task[0]) for task in tasks}
+        variables = self._stacked(owners, own)
+        ready = prefixes.prepare(variables, tasks, prompts, [len(part) for part in parts], blocks)
+        limits = {self._limit(request) for request in requests}
         sampled = generate_launch(
             model.policy,
-            self._stacked(owners, own),
-            parts,
+            variables,
+            [self._rows(part, inputs, len(limits) > 1, applied) for part, inputs in zip(parts, ready, strict=True)],
             max_new_tokens=max(limits),
             stop_ids=model.tokenizer.stop_ids,
             pad_id=model.tokenizer.pad_id,
             sampling=self._sampling,
-            applied=Blocks(own),
+            keep=True,
+            applied=applied,
         )
         completions: list[list[SampledCompletion]] = [[] for _ in requests]
-        for blocks, out in zip(placed, sampled, strict=True):
-            at = tuple(np.array([(b, k) for b, numbers in enumerate(blocks) for k in range(len(numbers))]).T)
-            real = jax.tree.map(lambda x, at=at: x[at], sharding.to_host(out))
-            numbers = [n for block in blocks for n in block]
-            for n, samples in zip(numbers, completions_of(model, real, len(numbers)), strict=True):
+        at = 0
+        for chosen, inputs, (out, prefix, suffix) in zip(numbers, ready, sampled, strict=True):
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sharding.to_host(out))
+            found, of_part = completions_of(model, flat, inputs.rows), slice(at, at + len(chosen))
+            if keep:
+                ids = [[sample.action.ids for sample in samples] for samples in found]
+                prefixes.store(tasks[of_part], prompts[of_part], prefix, suffix, ids, inputs.rows)
+            for n, samples in zip(chosen, found, strict=True):
                 completions[n] = samples
+            at += len(chosen)
         return completions
+
+    def _prefixes(self, model: Model, own: tuple[str, ...]) -> Prefixes:
+        """The prefix cache of all models, which are alike. ``own``: collections that differ between models."""
+        if self._cached is None:
+            blocks = self._layout.blocks
+            self._cached = Prefixes(model.policy, model.tokenizer.pad_id, applied=Blocks(own), blocks=blocks)
+        return self._cached
+
+    def _limit(self, request: GenerationRequest) -> int:
+        """The largest number of tokens of a completion of ``request``."""
+        return self._team.roles[request.role].max_new_tokens
+
+    def _rows(
+        self, part: Sequence[GenerationRequest], ready: LaunchInputs, limited: bool, applied: Blocks
+    ) -> PromptRows:
+        """One part of a launch, on the devices. ``limited``: whether rows of the launch have different limits."""
+        rows = prompt_rows(part, ready, [self._limit(r) for r in part] if limited else None, applied)
+        where = NamedSharding(self._layout.mesh, PartitionSpec("data", "fsdp"))
+        return rows._replace(keys=_by_block(rows.keys, self._layout.blocks, where))
 
     def _stacked(self, owners: tuple[int, ...], own: tuple[str, ...]) -> Params:
         """Variables of the model of each block. ``own``: collections that differ between models."""
@@ -122,47 +161,8 @@ class BlockSampler:
             self._variables = {owners: {**shared, **stacked(mesh, trees)}}
         return self._variables[owners]
 
-    def _rows(
-        self,
-        blocks: Sequence[Sequence[int]],
-        requests: Sequence[GenerationRequest],
-        limits: Sequence[int],
-        columns: int,
-        group: int,
-    ) -> PromptRows:
-        """One part of a launch: the requests of each block, filled up to equally many rows.
-
-        ``blocks``: numbers of the requests of each block. ``limits``: tokens of a completion of each request.
-        ``columns``: of prompts. ``group``: samples of each request.
-        """
-        mesh = self._layout.mesh
-        size = up_to(bucket(max(map(len, blocks))), mesh.size // (len(blocks) * mesh.shape["tensor"]))
-        any_one = next(n for block in blocks for n in block)
-        numbers = [n for block in blocks for n in (*block, *[any_one] * (size - len(block)))]
-        active = np.array([k < len(block) for block in blocks for k in range(size)])
-        tokens = np.full((len(numbers), columns), self._team.models[0].tokenizer.pad_id, np.int32)
-        for row, n in enumerate(numbers):
-            tokens[row, : len(requests[n].prompt_ids)] = requests[n].prompt_ids
-        length = np.array([len(requests[n].prompt_ids) for n in numbers], np.int32)
-        limit = np.array([limits[n] for n in numbers], np.int32) if len(set(limits)) > 1 else None
-        keys = request_keys([requests[n] for n in numbers], len(numbers), group=group)
-        rows = tokens, length, active, limit
-        by_block = jax.tree.map(lambda x: x.reshape(len(blocks), size, *x.shape[1:]), rows)
-        where = NamedSharding(mesh, PartitionSpec("data", "fsdp"))
-        tokens, length, active, limit = sharding.put(by_block, where)
-        return PromptRows(tokens, length, _by_block(keys, len(blocks), where), active, limit=limit)
-
 
 @functools.partial(jax.jit, static_argnames=("blocks", "where"))
 def _by_block(keys: jax.Array, blocks: int, where: NamedSharding) -> jax.Array:
     """Keys [blocks N G], which all processes have made, from keys [blocks * N G]."""
     return jax.lax.with_sharding_constraint(keys.reshape(blocks, -1, keys.shape[1]), where)
-
-
-def _placed(numbers: Sequence[int], requests: Sequence[GenerationRequest], owners: Sequence[int]) -> list[list[int]]:
-    """Which of the requests ``numbers`` each block samples, if block b plays the model ``owners[b]``."""
-    blocks: list[list[int]] = []
-    for model in sorted(set(owners)):
-        mine = [n for n in numbers if requests[n].model == model]
-        blocks += [part.tolist() for part in np.array_split(np.array(mine, int), owners.count(model))]
-    return blocks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.generation.decoding import Completions
-from jaxmarl_llm.generation.generate import PromptRows, generate_launch, unstacked, use_compaction
+from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, Rows, generate_launch, unstacked, use_compaction
 from jaxmarl_llm.generation.prefix_cache import LaunchInputs, Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action
@@ -227,11 +227,11 @@ class TeamSampler:
             layers=weights.layers(model, max(limits)),
         )
         completions, at = [], 0
-        for part, (out, prefix, suffix) in zip(parts, sampled, strict=True):
-            found, rows = completions_of(model, sharding.to_host(out), len(part)), slice(at, at + len(part))
+        for part, inputs, (out, prefix, suffix) in zip(parts, ready, sampled, strict=True):
+            found, own = completions_of(model, sharding.to_host(out), inputs.rows), slice(at, at + len(part))
             if keep:
                 ids = [[sample.action.ids for sample in samples] for samples in found]
-                prefixes.store(tasks[rows], prompts[rows], prefix, suffix, ids)
+                prefixes.store(tasks[own], prompts[own], prefix, suffix, ids, inputs.rows)
             completions += found
             at += len(part)
         return completions
@@ -242,24 +242,39 @@ class TeamSampler:
 
     def _rows(self, part: Sequence[GenerationRequest], ready: LaunchInputs, limited: bool) -> PromptRows:
         """One part of a launch, padded. ``limited``: whether rows of the launch have different limits."""
-        size = len(ready.length)
-        tokens, length, active = sharding.put_rows((ready.tokens, ready.length, np.arange(size) < len(part)))
-        limit = sharding.put_rows(pad(np.array([self._limit(r) for r in part], np.int32), size)) if limited else None
-        keys = request_keys(part, size, group=part[0].group)
-        return PromptRows(tokens, length, keys, active, ready.prefix, ready.start, limit)
+        return prompt_rows(part, ready, [self._limit(r) for r in part] if limited else None)
 
 
-def completions_of(model: Model, out: Completions, rows: int) -> list[list[SampledCompletion]]:
-    """The first rows of completions as actions with text.
+def prompt_rows(
+    part: Sequence[GenerationRequest], ready: LaunchInputs, limits: Sequence[int] | None, applied: Rows = TOGETHER
+) -> PromptRows:
+    """One part of a launch on the devices, padded with copies of the last request.
+
+    Args:
+        part: Requests with equally many samples.
+        ready: Inputs of the part, which say where the rows are.
+        limits: Largest number of tokens of a completion of each request. None: that of the launch.
+        applied: How functions are applied to rows.
+    """
+    of_row = ready.prompts
+    limit = None if limits is None else np.array(limits, np.int32)[of_row]
+    tables = (ready.tokens, ready.length, ready.active, ready.start, limit)
+    tokens, length, active, start, limit = applied.put(tables)
+    keys = request_keys([part[n] for n in of_row], len(of_row), group=part[0].group)
+    return PromptRows(tokens, length, keys, active, ready.prefix, start, limit)
+
+
+def completions_of(model: Model, out: Completions, rows: Iterable[int]) -> list[list[SampledCompletion]]:
+    """Some rows of completions as actions with text.
 
     Args:
         model: Model that sampled them.
         out: Completions, as numpy arrays.
-        rows: Number of rows that are no padding.
+        rows: Their rows, in the order of the result.
     """
     completions: list[list[SampledCompletion]] = []
     logprobs = np.asarray(out.logprobs)
-    for row in range(rows):
+    for row in rows:
         samples = []
         for s in range(out.tokens.shape[1]):
             ids = out.tokens[row, s, : out.length[row, s]].tolist()

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmarl_llm.distributed import sharding
 from jaxmarl_llm.generation.buckets import doubled
-from jaxmarl_llm.generation.generate import PromptRows
 from jaxmarl_llm.generation.prefix_cache import Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.generation.slots import SlotLoop
@@ -18,8 +16,7 @@ from jaxmarl_llm.rollout.launches import (
     SampledCompletion,
     TeamSampler,
     completions_of,
-    pad,
-    request_keys,
+    prompt_rows,
 )
 from jaxmarl_llm.types import Model, Params, Team
 
@@ -69,7 +66,7 @@ class _Loop:
         out = []
         for left in self._slots.advance(max(1, self._slots.taken // SHARE)):
             nodes: Sequence[_Node] = left.tickets
-            found = completions_of(self._model, left.completions, len(nodes))
+            found = completions_of(self._model, left.completions, range(len(nodes)))
             if any(node.more for node in nodes):
                 prompts = [np.array(node.request.prompt_ids, np.int32) for node in nodes]
                 ids = [[sample.action.ids for sample in samples] for samples in found]
@@ -83,12 +80,8 @@ class _Loop:
         prompts = [np.array(r.prompt_ids, np.int32) for r in requests]
         tasks = [r.task for r in requests]
         (ready,) = self.prefixes.prepare(self._variables, tasks, prompts, [len(requests)])
-        size = len(ready.length)
-        keys = request_keys(requests, size, group=requests[0].group)
-        limit = pad(np.array([self._limits[r.role] for r in requests], np.int32), size)
-        active = np.arange(size) < len(requests)
-        tokens, length, active, limit = sharding.put_rows((ready.tokens, ready.length, active, limit))
-        self._slots.enter(nodes, PromptRows(tokens, length, keys, active, ready.prefix, ready.start, limit))
+        rows = prompt_rows(requests, ready, [self._limits[r.role] for r in requests])
+        self._slots.enter(nodes, rows)
 
 
 class SlotSampler:

@@ -72,10 +72,14 @@ def get_config(variant=""):
     return ConfigDict(to_dict(made))
 """
 
-# experiments.train that notes what is sampled and which environment calls are made. HANG=process,step: sleeps there.
+# experiments.train that notes what is sampled, which environment calls are made and which prompt tokens are prefilled.
+# HANG=process,step: sleeps there. SCATTER: rows of a launch are on other devices than the prefixes of their prompts.
 TRAIN = """
-import hashlib, os, time
+import hashlib, itertools, os, time
+import numpy as np
 from jaxmarl_llm.cli import config_flags as cli, train
+from jaxmarl_llm.generation import prefix_cache
+from jaxmarl_llm.generation.prefix_cache import Prefixes
 from jaxmarl_llm.rollout import env_runner, env_pool as workers
 
 def note(name, *words):
@@ -96,7 +100,17 @@ def counted(self, method, calls, original=workers.EnvPool._map):
     note("calls", method, len(calls))
     return original(self, method, calls)
 
+def scattered(known, capacity, turn=itertools.count()):
+    return (np.arange(len(known)) + next(turn)) % known.shape[1]
+
+def reused(self, variables, tasks, prompts, *args, original=Prefixes.prepare):
+    before, ready = self.prefilled_tokens, original(self, variables, tasks, prompts, *args)
+    note("prefixes", sum(map(len, prompts)), self.prefilled_tokens - before, self.moved_tokens)
+    return ready
+
 if __name__ == "__main__":
+    Prefixes.prepare = reused
+    prefix_cache.place_rows = scattered if "SCATTER" in os.environ else prefix_cache.place_rows
     for kind in (env_runner.ArrayEnvRunner, env_runner.HostEnvRunner):
         kind.play = spied(kind.play)
     workers.EnvPool._map = counted
@@ -293,11 +307,13 @@ def test_a_run_of_two_that_is_stopped_and_loses_a_process_is_the_run_that_was_no
 
 
 def test_host_environments_run_where_their_tasks_are(folder):
-    """Every process has every result, and made only the calls of its own tasks."""
-    runs = {count: train(folder, f"host{count}", count, variant="host") for count in (1, 2)}
+    """Every process has every result, and made only the calls of its own tasks. Cached prefixes change processes."""
+    runs = {1: train(folder, "host1", 1, variant="host"), 2: train(folder, "host2", 2, variant="host", SCATTER="1")}
     for count, run in runs.items():
         assert run.codes() == [0] * count, run.said()
     check_same_run(folder / "host1", folder / "host2", 2)
+    read, prefilled, moved = np.loadtxt(folder / "host2" / "prefixes1.txt", int).T
+    assert prefilled.sum() < 0.7 * read.sum() and moved.max() > read.max() / 4
     counts = {}
     for name, process in (("host1", 0), ("host2", 0), ("host2", 1)):
         for line in (folder / name / f"calls{process}.txt").read_text().splitlines():

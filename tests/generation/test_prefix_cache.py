@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jaxmarl_llm.generation import prefix_cache
 from jaxmarl_llm.generation.generate import by_row, fill, generate
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models import decoder
 from jaxmarl_llm.models.decoder import Config, make_policy
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
@@ -120,8 +121,10 @@ def cut_off(prefix, start, junk=7.0):
     return jax.tree.map(keep, prefix)
 
 
-@pytest.mark.parametrize("family,lora", [("qwen2", True), ("qwen3", False), ("llama", False)])
-def test_extending_is_prefilling(family, lora):
+@pytest.mark.parametrize("family,lora,queries", [("qwen2", True, 128), ("qwen3", False, 4), ("llama", False, 9)])
+def test_extending_is_prefilling(family, lora, queries, monkeypatch):
+    """Also where new tokens attend in pieces: 9 of them in pieces of 4."""
+    monkeypatch.setattr(decoder, "QUERIES", queries)
     policy = model(family)
     variables = variables_of(policy, lora)
     tokens, length, start, rest = ragged()
