@@ -93,10 +93,26 @@ SLOW = [(name, kind, plan, 3) for name in MESHES for kind in ("shared", "separat
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST]
 
 
+@pytest.fixture
+def caches_of_launches(monkeypatch):
+    """Where caches lie that are written to the pool: on the devices that have the slots, or they would be sent."""
+    found = []
+
+    def put(pool, prefix, suffix, *tables, cut, original=prefix_pool.put):
+        for cache, between in ((prefix, 1), (suffix, 2)) if sharding.meshed() else ():
+            where = jax.sharding.NamedSharding(sharding.current(), cut.cache(between))
+            found.extend(x.sharding.is_equivalent_to(where, x.ndim) for x in jax.tree.leaves(cache))
+        return original(pool, prefix, suffix, *tables, cut=cut)
+
+    monkeypatch.setattr(prefix_pool, "put", put)
+    return found
+
+
 @pytest.mark.parametrize("name,kind,plan,turns", FAST + SLOW)
-def test_a_mesh_samples_and_prefills_what_one_device_does(name, kind, plan, turns):
+def test_a_mesh_samples_and_prefills_what_one_device_does(name, kind, plan, turns, caches_of_launches):
     team = make_team(kind)
     got, caches = go(team, plan, turns, name)
+    assert caches_of_launches and all(caches_of_launches)
     check(got, alone(team, plan, turns))
     full = int(got.nodes.length[got.nodes.valid].sum())
     reused = full - int(got.counts.prompt_tokens)
