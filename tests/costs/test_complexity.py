@@ -18,7 +18,7 @@ from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import CHIPS
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.generation import prefix_cache
+from jaxmarl_llm.generation import prefix_pool
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
@@ -129,8 +129,10 @@ def host_tree(monkeypatch, plan, work, natural, ends_at=None):
     keys = lambda data, role, earlier, *, group: (len(data), group)
     zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
     monkeypatch.setattr(launches, "generate_launch", recorder)
-    monkeypatch.setattr(prefix_cache, "_put", lambda pool, *_: pool)
-    monkeypatch.setattr(prefix_cache, "_grow", lambda pool, more: ((np.zeros((len(pool[0][0]) + more, 1, 1)),) * 2,))
+    slots = lambda size: ((np.zeros((size, 1, 1)),) * 2,)
+    monkeypatch.setattr(prefix_pool, "make", lambda cache, *, size, cut: slots(size))
+    monkeypatch.setattr(prefix_pool, "put", lambda pool, *_, cut: pool)
+    monkeypatch.setattr(prefix_pool, "grow", lambda pool, *, more, cut: slots(len(pool[0][0]) + more))
     monkeypatch.setattr(launches, "sample_keys", keys)
     monkeypatch.setattr(host_keys, "branch_keys", lambda data, earlier, *, group: zeros(len(data), group))
     monkeypatch.setattr(host, "root_keys", lambda key, tasks: (np.zeros((len(tasks), 2), np.uint32),) * 2)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmarl_llm.generation import prefix_cache
+from jaxmarl_llm.generation import prefix_cache, prefix_pool
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.value_head import init_head
@@ -57,10 +57,11 @@ def rollout(name):
         each = lambda policy, variables, parts, **fixed: [said(policy, variables, *part[:4], **fixed) for part in parts]
         patch.setattr(launches, "generate_launch", each)
         slots = lambda *size: ((np.zeros((*size, 1, 1), np.float32),) * 2,)
-        patch.setattr(prefix_cache, "_fill", lambda policy, variables, tokens, *_: slots(len(tokens), 512))
-        patch.setattr(prefix_cache, "_take", lambda pool, slot: slots(*slot.shape))
-        patch.setattr(prefix_cache, "_put", lambda pool, *_: pool)
-        patch.setattr(prefix_cache, "_grow", lambda pool, more: slots(len(pool[0][0]) + more))
+        patch.setattr(prefix_cache, "_fill", lambda policy, applied, variables, tokens, *_: slots(len(tokens), 512))
+        patch.setattr(prefix_pool, "make", lambda cache, *, size, cut: slots(size))
+        patch.setattr(prefix_pool, "take", lambda pool, slot, *, cut: slots(*slot.shape))
+        patch.setattr(prefix_pool, "put", lambda pool, *_, cut: pool)
+        patch.setattr(prefix_pool, "grow", lambda pool, *, more, cut: slots(len(pool[0][0]) + more))
         params = {"shared": {}, "agents": {m.name: {} for m in team.models}}
         key = jax.random.key(0)
         tree = host.play(team, params, pool, TASKS, key, host.HostSettings(plan, Sampling(), max_prompt=512)).tree
