@@ -35,13 +35,14 @@ def tiny() -> Config:
     base = Config()
     return dataclasses.replace(
         base,
-        steps=100,
-        batch=32,
+        steps=60,
+        batch=16,
+        group=4,
         team=TeamConfig(parameter_sharing="shared", backbone=TINY, critic="head", max_new_tokens=12, remat=False),
         env=EnvConfig("facts", eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=0.5),
         sft=SFT(steps=TAUGHT.total_steps, batch=24, samples=8192, optimizer=TAUGHT),
-        run=RunConfig(eval_every=50, checkpoint_every=100),
+        run=RunConfig(eval_every=30, checkpoint_every=60),
     )
 
 

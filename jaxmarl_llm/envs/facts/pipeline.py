@@ -299,7 +299,7 @@ def good_queries(task: Task) -> list[str]:
 
 
 def good_quotes(task: Task, documents: Sequence[str]) -> list[str]:
-    """Those ``documents`` that are on the gold path of ``task``, in the order of the path."""
+    """The ``documents`` that are on the gold path of ``task``, in the order of the path."""
     return [fact for fact in task.path if fact in documents]
 
 
