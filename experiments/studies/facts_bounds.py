@@ -23,14 +23,14 @@ class Team(NamedTuple):
     """Three roles: each a function of a generator, the settings, the task, and what the role reads."""
 
     rewriter: Callable[[np.random.Generator, Settings, Task], list[str]]
-    selector: Callable[[np.random.Generator, Settings, Task, list[str]], str]
+    selector: Callable[[np.random.Generator, Settings, Task, list[str]], list[str]]
     generator: Callable[[np.random.Generator, Settings, Task, list[str]], str]
 
 
-DEMONSTRATORS = Team(pipeline.demonstrated_queries, pipeline.demonstrated_ids, pipeline.demonstrated_answer)
+DEMONSTRATORS = Team(pipeline.demonstrated_queries, pipeline.demonstrated_quotes, pipeline.demonstrated_answer)
 PERFECT = Team(
     lambda rng, settings, task: pipeline.good_queries(task),
-    lambda rng, settings, task, documents: pipeline.good_ids(task, documents),
+    lambda rng, settings, task, documents: pipeline.good_quotes(task, documents),
     lambda rng, settings, task, kept: pipeline.good_answer(task, kept),
 )
 TEAMS = {
@@ -65,10 +65,10 @@ def episode(rng: np.random.Generator, config: Config, team: Team) -> tuple[float
     settings, task = config.pipeline, tasks.drawn(rng, config)
     queries = team.rewriter(rng, settings, task)
     documents = pipeline.retrieved(settings, task.facts, rng.permutation(FACTS).tolist(), queries)
-    ids = team.selector(rng, settings, task, documents)
-    kept = [documents[int(i)] for i in dict.fromkeys(ids)][: settings.kept]
+    quotes = team.selector(rng, settings, task, documents)
+    kept = list(dict.fromkeys(quotes))[: settings.kept]
     answer = team.generator(rng, settings, task, kept)
-    bad = len(queries) > pipeline.QUERIES, len(set(ids)) < len(ids), len(answer) > settings.answer_length
+    bad = len(queries) > pipeline.QUERIES, len(set(quotes)) < len(quotes), len(answer) > settings.answer_length
     return 2 * (task.answer in answer) / (1 + len(answer)), -float(np.dot(bad, settings.penalties))
 
 

@@ -1,6 +1,6 @@
 """MMOA-RAG (arXiv 2501.15228). Variants:
 
-tiny          `facts`, one model of 33 thousand parameters for rewriter, selector and generator; CPU, minutes
+tiny          `facts`, one model of 44 thousand parameters for rewriter, selector and generator; CPU, minutes
 free          the same without penalties: the F1 of the answer alone
 generator     the generator has a model of its own, and it alone learns; the others stay as after stage 0
 smollm2       `facts_text`: SmolLM2-135M-Instruct with one LoRA adapter for each role (weights/smollm2); CPU
@@ -20,7 +20,10 @@ from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
 
 VARIANTS = ("tiny", "free", "generator", "smollm2")
-TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+TINY = Backbone(
+    family="qwen3", hidden_size=32, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16
+)
+TAUGHT = Optimizer(learning_rate=1e-2, schedule="cosine", warmup_steps=50, total_steps=4000, b2=0.99)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
@@ -32,13 +35,14 @@ def tiny() -> Config:
     base = Config()
     return dataclasses.replace(
         base,
-        steps=100,
-        batch=32,
+        steps=60,
+        batch=16,
+        group=4,
         team=TeamConfig(parameter_sharing="shared", backbone=TINY, critic="head", max_new_tokens=12, remat=False),
         env=EnvConfig("facts", eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=0.5),
-        sft=SFT(steps=1500, batch=32, samples=16384, optimizer=Optimizer(learning_rate=3e-3)),
-        run=RunConfig(eval_every=50, checkpoint_every=100),
+        sft=SFT(steps=TAUGHT.total_steps, batch=24, samples=8192, optimizer=TAUGHT),
+        run=RunConfig(eval_every=30, checkpoint_every=60),
     )
 
 

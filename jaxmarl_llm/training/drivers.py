@@ -23,7 +23,7 @@ from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, Rollo
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.critic import stacks_of_rows
 from jaxmarl_llm.training.finite import check_traced_choices, number_of, update_check
-from jaxmarl_llm.training.learner import Batch, Learner, Scored, optimize, update_models
+from jaxmarl_llm.training.learner import Batch, Learner, NodeTargets, Scored, optimize, update_models
 from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
 from jaxmarl_llm.training.packing import pack
@@ -248,12 +248,13 @@ class TracedDriver:
             weights = aggregation_weights(
                 tree.steps.loss_mask, counted, cfg.loss.aggregation, cfg.loss.loss_length, episode
             )
-            values = None if target is None else target.of_nodes()
             own = (
                 None
                 if imitation is None
                 else jnp.where((tree.nodes.model[tree.steps.node] == m)[:, None], imitation, 0)
             )
+            learns = mine if own is None else mine | (own > 0).any(-1)
+            values = None if target is None else _of_trained(tree, learns, target.of_nodes())
             out[model.name] = []
             for block, seats in blocks_of(step, roles):
                 out[model.name] += _rectangle(tree, advantage, weights, block, seats, values, own, cfg.micro_tokens)
@@ -356,6 +357,18 @@ def _between(before: tuple[Params, Any], shared: Params | None) -> tuple[Params,
 
 def _where(condition: jax.Array, after: PyTree, before: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), after, before)
+
+
+def _of_trained(tree: Tree, trained: Array, values: NodeTargets) -> NodeTargets:
+    """Value targets of the nodes that have a trained step; the weight of the others is 0, as in `packing.pack`.
+
+    Args:
+        tree: The rollout.
+        trained: Whether each step is trained [C].
+        values: Targets of all nodes.
+    """
+    nodes = jnp.zeros(len(tree.nodes.role), bool).at[tree.steps.node].max(trained & tree.steps.loss_mask.any(-1))
+    return values.replace(weight=jnp.where(nodes, values.weight, 0.0))
 
 
 def _weighs(batch: Batch) -> jax.Array:

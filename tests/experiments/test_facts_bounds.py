@@ -25,7 +25,7 @@ def test_each_role_has_something_to_win():
 
 
 def test_penalties_are_those_of_the_planted_mistakes():
-    """Half of five queries, one of a repeated id, one of a long answer: ids and answers may be empty."""
+    """Half of five queries, one of a repeated quote, one of a long answer: quotes and answers may be empty."""
     settings, penalty = CONFIG.pipeline, reached(CONFIG, DEMONSTRATORS, 1000).penalty
     most = 0.5 * settings.flood_rate + settings.repeat_rate + settings.long_rate
     assert -most - 0.03 < penalty < -most + 0.03

@@ -147,6 +147,15 @@ CASES = {
             "group": 2,
         },
     ),
+    "mmoa_rag, the generator alone": (
+        "mmoa_rag",
+        {
+            "env": EnvConfig("facts", {"tasks": 64}, eval_tasks=4),
+            "team": team(max_new_tokens=6, models={"rewriter": "reader", "selector": "reader"}, critic="head"),
+            "trained_roles": ("generator",),
+            "group": 2,
+        },
+    ),
     "maac": ("maac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="joint"), "group": 2}),
 }
 

@@ -1,13 +1,13 @@
 """The protocol `pipeline` of facts: a rewriter asks, a selector keeps documents, a generator answers. Each acts once.
 
     rewriter   Qa12>                     a1,*2     queries, see `facts.search`
-    selector   S0d3e1a1c2c2x3f1d|a12>    12        the ids of documents, in any order
+    selector   Sd3ea1cc2xf1d|a12>        a1c,c2x   documents that it keeps, as quotes in any order
     generator  Ga1cc2x|a12>              x         the answer
 
 A completion ends with eos. The documents are facts that the queries return, and ``distractors`` others, in the order of
 the task. At most ``documents`` - ``distractors`` returned facts are shown, and queries run in their order. Which others
 are shown is drawn for each task. Queries that return nothing lead to no documents. The generator reads the documents
-that the selector kept, in the order of its ids, ``kept`` of them at most.
+that the selector kept, in the order of its quotes, ``kept`` of them at most.
 
 An answer is compared character by character, as F1 compares words. The gold answer is one character. So F1 is 2 / (1 +
 number of characters) where the answer contains it, and 0 elsewhere. The answer x earns 1, and the answer xd 2/3.
@@ -15,11 +15,12 @@ number of characters) where the answer contains it, and 0 elsewhere. The answer 
 Out of form are
 
     rewriter   more than four queries, more than 11 characters, or a malformed query. The first four queries still run
-    selector   a character that is no digit, a repeated id, or an id that no document has. A character that is no
-               digit keeps nothing. Elsewhere the ids that a document has are kept once
+    selector   a part between commas that is no document, or a repeated quote. The quotes that are documents are kept
+               once
     generator  more than ``answer_length`` characters
 
-and every completion without eos. A selector that keeps nothing, and a generator that answers nothing, are in form.
+and every completion without eos. A selector without eos keeps nothing. A selector that writes nothing, and a generator
+that answers nothing, are in form.
 
 Rewards. A role's own is what only the role that acts is paid.
 
@@ -60,10 +61,10 @@ from jaxmarl_llm.envs.array_env import (
     to_all,
     unless_finished,
 )
-from jaxmarl_llm.envs.facts import tasks
+from jaxmarl_llm.envs.facts import exercises, tasks
 from jaxmarl_llm.envs.facts.protocol import Protocol
 from jaxmarl_llm.envs.facts.roles import COMPONENTS, PENALTIES, QUERIES, ROLES, check_penalties
-from jaxmarl_llm.envs.facts.search import last_entity, look_up, read_queries, search
+from jaxmarl_llm.envs.facts.search import COMMA, last_entity, look_up, read_queries, search, split
 from jaxmarl_llm.envs.facts.tasks import FACTS, QUESTION, Task, TaskConfig
 from jaxmarl_llm.envs.prompt_grammar import BAR, END, Piece, prompt_row
 
@@ -71,7 +72,7 @@ REWRITER, SELECTOR, GENERATOR = range(3)
 MARKS = "QSG"
 LONGEST = 3 * QUERIES - 1  # characters of four queries
 RESPONSE = LONGEST + 1
-ZERO = ord("0")
+QUOTES = (LONGEST + 1) // 4  # that a completion of this length may have
 NONE = -1  # no document
 
 
@@ -88,15 +89,15 @@ class Settings:
     hop_error_rate: float = 0.4  # the second query of a question with two hops is missing
     broad_rate: float = 0.2  # the first query is the entity alone
     flood_rate: float = 0.1  # there are five queries
-    selection_error_rate: float = 0.2  # ids are drawn at random
-    repeat_rate: float = 0.05  # an id is repeated
+    selection_error_rate: float = 0.2  # quotes are drawn at random
+    repeat_rate: float = 0.05  # a quote is repeated
     answer_error_rate: float = 0.3  # the answer is another entity of the kept facts
     long_rate: float = 0.05  # the answer has one character too many
 
     def check(self, path: str) -> None:
-        checks.in_range(path, self, 1, 10, "documents")  # an id is one digit
+        checks.in_range(path, self, 1, FACTS, "documents")
         checks.in_range(path, self, 0, self.documents - 1, "distractors")
-        checks.in_range(path, self, 1, self.documents, "kept")
+        checks.in_range(path, self, 1, min(QUOTES, self.documents), "kept")
         checks.in_range(path, self, 1, LONGEST - 1, "answer_length")
         check_penalties(path, self)
         checks.probabilities(path, self, "hop_error_rate", "broad_rate", "flood_rate", "selection_error_rate")
@@ -106,7 +107,7 @@ class Settings:
 def prompt_lengths(settings: Settings) -> tuple[int, int, int]:
     """The number of tokens of the longest prompt of each role."""
     asked = 1 + QUESTION + 1
-    return asked, asked + 4 * settings.documents + 1, asked + 3 * settings.kept + 1
+    return asked, asked + 3 * settings.documents + 1, asked + 3 * settings.kept + 1
 
 
 def prompt_length(settings: Settings) -> int:
@@ -153,10 +154,8 @@ def observe(settings: Settings, state: State) -> Observation:
     asked: Piece = (state.task["question"], state.task["question_length"])
     selects, answers = role == SELECTOR, role == GENERATOR
     read: list[Piece] = [(asked[0], asked[1] * (role == REWRITER))]
-    for i, place in enumerate(state.documents):
-        row = jnp.concatenate([jnp.array([ZERO + i]), state.task["facts"][place]])
-        read.append((row, 4 * (selects & (place >= 0))))
-    read += [(state.task["facts"][place], 3 * (answers & (place >= 0))) for place in state.kept]
+    for shown, places in ((selects, state.documents), (answers, state.kept)):
+        read += [(state.task["facts"][place], 3 * (shown & (place >= 0))) for place in places]
     tokens, length = prompt_row(encoded(MARKS)[role], read, [(selects | answers, [asked])], prompt_length(settings))
     return Observation(role[None], tokens[None], length[None], ~state.done[None])
 
@@ -180,7 +179,7 @@ def step(
     said, (ended, size) = tokens[0], completion_end(tokens[0], length[0])
     role, task = jnp.minimum(state.turn, GENERATOR), state.task
     asked = ask(settings, task, said, ended, size)
-    chosen = select(settings, state.documents, said, ended, size)
+    chosen = select(settings, task, state.documents, said, ended, size)
     f1, em = score(task["answer"], said, ended, size)
     brief = ended & (size <= settings.answer_length)
     after = State(
@@ -228,25 +227,28 @@ def ask(settings: Settings, task: Mapping[str, Array], tokens: Array, ended: Arr
     return Move(jnp.nonzero(shown, size=settings.documents, fill_value=NONE)[0].astype(jnp.int32), proper)
 
 
-def select(settings: Settings, documents: Int[Array, " D"], tokens: Array, ended: Array, size: Array) -> Move:
+def select(
+    settings: Settings, task: Mapping[str, Array], documents: Int[Array, " D"], tokens: Array, ended: Array, size: Array
+) -> Move:
     """The facts that a selector's completion keeps.
 
     Args:
         settings: The number of facts that are kept at most.
+        task: A row of `make_tasks`.
         documents: Places of the documents.
         tokens: The completion [R].
         ended: Whether it has an eos [].
         size: Its number of tokens without eos [].
     """
-    ids, here = tokens - ZERO, jnp.arange(len(tokens))
-    inside = here < size
-    digits = ended & (~inside | ((ids >= 0) & (ids <= 9))).all()
-    known = (ids >= 0) & (ids < (documents >= 0).sum())
-    repeated = (inside & (ids == ids[:, None]) & (here < here[:, None])).any(1)
-    kept = digits & inside & known & ~repeated
-    at = jnp.where(kept, jnp.cumsum(kept) - 1, settings.kept)
-    places = jnp.full(settings.kept, NONE, jnp.int32).at[at].set(documents[ids], mode="drop")
-    return Move(places, digits & (~inside | (known & ~repeated)).all())
+    quotes, here = split(tokens, size, len(documents), 3), jnp.arange(len(documents))
+    same = (quotes.text[:, None] == task["facts"][documents]).all(-1) & (documents >= 0)
+    known = ended & (quotes.size == 3) & same.any(1)
+    place = jnp.where(known, documents[jnp.argmax(same, axis=1)], NONE)
+    first = known & ~((place == place[:, None]) & (here < here[:, None])).any(1)
+    at = jnp.where(first, jnp.cumsum(first) - 1, settings.kept)
+    places = jnp.full(settings.kept, NONE, jnp.int32).at[at].set(place, mode="drop")
+    all_first = (quotes.number <= len(here)) & (first | (here >= quotes.number)).all()
+    return Move(places, ended & ((size == 0) | all_first))
 
 
 def score(answer: Array, tokens: Array, ended: Array, size: Array) -> tuple[Float[Array, ""], Bool[Array, ""]]:
@@ -296,9 +298,9 @@ def good_queries(task: Task) -> list[str]:
     return [task.question[:2], *("*" + relation for relation in task.question[2:])]
 
 
-def good_ids(task: Task, documents: Sequence[str]) -> str:
-    """The ids of those ``documents`` that are on the gold path of ``task``, in the order of the path."""
-    return "".join(str(documents.index(fact)) for fact in task.path if fact in documents)
+def good_quotes(task: Task, documents: Sequence[str]) -> list[str]:
+    """The ``documents`` that are on the gold path of ``task``, in the order of the path."""
+    return [fact for fact in task.path if fact in documents]
 
 
 def good_answer(task: Task, kept: Sequence[str]) -> str:
@@ -318,12 +320,14 @@ def demonstrated_queries(rng: np.random.Generator, settings: Settings, task: Tas
     return queries
 
 
-def demonstrated_ids(rng: np.random.Generator, settings: Settings, task: Task, documents: Sequence[str]) -> str:
-    """Ids for ``task`` with the mistakes of ``settings``. ``documents``: what the selector reads."""
-    ids = good_ids(task, documents)
+def demonstrated_quotes(
+    rng: np.random.Generator, settings: Settings, task: Task, documents: Sequence[str]
+) -> list[str]:
+    """Quotes for ``task`` with the mistakes of ``settings``. ``documents``: what the selector reads."""
+    quotes = good_quotes(task, documents)
     if documents and rng.random() < settings.selection_error_rate:
-        ids = "".join(map(str, rng.permutation(len(documents))[: max(1, len(ids))]))
-    return ids + ids[-1:] if rng.random() < settings.repeat_rate else ids
+        quotes = [documents[i] for i in rng.permutation(len(documents))[: max(1, len(quotes))]]
+    return [*quotes, *quotes[-1:]] if rng.random() < settings.repeat_rate else quotes
 
 
 def demonstrated_answer(rng: np.random.Generator, settings: Settings, task: Task, kept: Sequence[str]) -> str:
@@ -341,8 +345,9 @@ def demonstrated_answer(rng: np.random.Generator, settings: Settings, task: Task
 def demonstrations(config: TaskConfig, settings: Settings, seed: int, n: int) -> Samples:
     """Imperfect samples for fine-tuning: role -> tokens, length [n], completion, completion_length [n].
 
-    Prompts and completions are as wide as the longest ones of their role. They are whole episodes of demonstrators on
-    training tasks: each role reads what the one before it wrote.
+    Prompts and completions are as wide as the longest ones of their role, and of exercises. They are whole episodes of
+    demonstrators on training tasks: each role reads what the one before it wrote. The share ``config.copying`` of the
+    samples of a role are exercises in place of its own.
     """
     rng = np.random.default_rng([seed, 2])
     pairs: list[list[tuple[str, str]]] = []
@@ -350,21 +355,19 @@ def demonstrations(config: TaskConfig, settings: Settings, seed: int, n: int) ->
         task, noise = tasks.drawn(rng, config), rng.permutation(FACTS).tolist()
         queries = demonstrated_queries(rng, settings, task)
         documents = retrieved(settings, task.facts, noise, queries)
-        ids = demonstrated_ids(rng, settings, task, documents)
-        kept = [documents[int(i)] for i in dict.fromkeys(ids)][: settings.kept]
+        quotes = demonstrated_quotes(rng, settings, task, documents)
+        kept = list(dict.fromkeys(quotes))[: settings.kept]
         answer = demonstrated_answer(rng, settings, task, kept)
-        listed = "".join(f"{i}{fact}" for i, fact in enumerate(documents))
-        pairs.append(
-            [
-                (MARKS[REWRITER] + task.question + END, ",".join(queries)),
-                (MARKS[SELECTOR] + listed + BAR + task.question + END, ids),
-                (MARKS[GENERATOR] + "".join(kept) + BAR + task.question + END, answer),
-            ]
-        )
-    widths = prompt_lengths(settings)
-    sizes = RESPONSE, settings.documents + 2, settings.answer_length + 2  # of completions
-    of_role = zip(ROLES, zip(*pairs, strict=True), widths, sizes, strict=True)
-    return {role: text_samples(rows, width, size) for role, rows, width, size in of_role}
+        said = [
+            (MARKS[REWRITER] + task.question + END, COMMA.join(queries)),
+            (MARKS[SELECTOR] + "".join(documents) + BAR + task.question + END, COMMA.join(quotes)),
+            (MARKS[GENERATOR] + "".join(kept) + BAR + task.question + END, answer),
+        ]
+        pairs.append(exercises.with_exercises(rng, config.copying, task, said))
+    sizes = RESPONSE, RESPONSE, settings.answer_length + 2  # of completions: five queries, three quotes, an answer
+    least = (exercises.PROMPT, exercises.COMPLETION) if config.copying else (0, 0)
+    of_role = zip(ROLES, zip(*pairs, strict=True), prompt_lengths(settings), sizes, strict=True)
+    return {role: text_samples(rows, max(width, least[0]), max(size, least[1])) for role, rows, width, size in of_role}
 
 
 PROTOCOL = Protocol(make, make_tasks, demonstrations, prompt_length, RESPONSE)

@@ -41,6 +41,40 @@ class Queries(NamedTuple):
     clean: Bool[Array, ""]
 
 
+class Texts(NamedTuple):
+    """The parts of a completion between commas, Q of them at most.
+
+    Attributes:
+        text: The first T characters of each part.
+        size: Number of characters of each part; 0 for parts that are not there.
+        number: Number of parts of the completion, which may be above Q.
+        part: The part to which each token belongs, -1 for none.
+    """
+
+    text: Int[Array, "Q T"]
+    size: Int[Array, " Q"]
+    number: Int[Array, ""]
+    part: Int[Array, " R"]
+
+
+def split(tokens: Int[Array, " R"], size: Int[Array, ""], most: int, width: int) -> Texts:
+    """The parts of a completion between commas. An empty completion is one empty part.
+
+    Args:
+        tokens: The completion.
+        size: Its number of tokens without eos.
+        most: Q, the parts that are read; those behind them are counted alone.
+        width: T, the characters that are read of a part.
+    """
+    here = jnp.arange(len(tokens))
+    inside, comma = here < size, tokens == ord(COMMA)
+    part = jnp.where(inside & ~comma, jnp.cumsum(comma & inside), -1)
+    member = part == jnp.arange(most)[:, None]
+    first = jnp.argmax(member, axis=1)
+    text = tokens[jnp.minimum(first[:, None] + jnp.arange(width), len(tokens) - 1)]
+    return Texts(text, member.sum(1), (comma & inside).sum() + 1, part)
+
+
 def read_queries(tokens: Int[Array, " R"], size: Int[Array, ""], most: int) -> Queries:
     """The queries of a completion: its parts between commas. An empty completion is one empty query.
 
@@ -49,18 +83,12 @@ def read_queries(tokens: Int[Array, " R"], size: Int[Array, ""], most: int) -> Q
         size: Its number of tokens without eos.
         most: Q, the queries that are read; those behind them are counted alone.
     """
-    here = jnp.arange(len(tokens))
-    inside, comma = here < size, tokens == ord(COMMA)
-    part = jnp.cumsum(comma & inside) - (comma & inside)
-    of = jnp.where(inside & ~comma, part, -1)
-    member = of == jnp.arange(len(tokens) + 1)[:, None]  # by query; there are at most R commas
+    found = split(tokens, size, most, 2)
+    member = found.part == jnp.arange(len(tokens) + 1)[:, None]  # by query; there are at most R commas
     sizes = member.sum(1)
     fits = (~member | jnp.isin(tokens, encoded(ALPHABET))).all(1) & (sizes >= 1) & (sizes <= 2)
-    count = (comma & inside).sum() + 1
-    first = jnp.argmax(member[:most], axis=1)
-    text = tokens[jnp.minimum(first[:, None] + jnp.arange(2), len(tokens) - 1)]
-    there = jnp.arange(len(sizes)) < count
-    return Queries(text, sizes[:most], (fits & there)[:most], count, (fits | ~there).all())
+    there = jnp.arange(len(sizes)) < found.number
+    return Queries(found.text, found.size, (fits & there)[:most], found.number, (fits | ~there).all())
 
 
 def search(

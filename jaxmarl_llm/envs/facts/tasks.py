@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from string import ascii_lowercase
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from jaxmarl_llm.envs.array_env import PAD, task_draws
 from jaxmarl_llm.envs.splits import draw_task
 
 FACTS = 12  # of a task
-LETTERS, DIGITS = ascii_lowercase, "123456789"
+LETTERS, DIGITS = "abcdefghijkl", "123456"
 HOPS = 2  # at most
 QUESTION = 1 + HOPS  # characters of the longest question
 
@@ -37,12 +36,13 @@ class TaskConfig:
     entities: int = 6  # letters of a task
     relations: int = 4  # digits of a task
     two_hops: float = 0.5  # share of questions with two hops
+    copying: float = 0.75  # share of a role's demonstrations that are copying exercises, see `facts.exercises`
 
     def check(self, path: str) -> None:
         checks.tasks_and_seed(path, self)
         checks.in_range(path, self, 3, len(LETTERS), "entities")
         checks.in_range(path, self, 2, len(DIGITS), "relations")
-        checks.probabilities(path, self, "two_hops")
+        checks.probabilities(path, self, "two_hops", "copying")
         if self.entities * self.relations < FACTS:
             expected = f"at least {-(-FACTS // self.entities)} with entities={self.entities}: a task has {FACTS} facts"
             checks.refuse(path, "relations", expected, self.relations)
