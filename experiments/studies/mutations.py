@@ -111,7 +111,7 @@ MUTATIONS = (
     Mutation(
         "critics learn nothing",
         DRIVERS,
-        "values = None if target is None else target.of_nodes()",
+        "values = None if target is None else _of_trained(tree, learns, target.of_nodes())",
         "values = None",
         _case("iac"),
     ),
