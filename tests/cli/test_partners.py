@@ -182,6 +182,7 @@ class Flags(dict):
             "partner": None,
             "solo": None,
             "relay": 0,
+            "eval_tasks": None,
             "out": None,
             "mesh": ["1", "1", "1"],
             "best": False,
