@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.envs.checks import ARGS
-from jaxmarl_llm.envs.outside import ExpertError
+from jaxmarl_llm.envs.outside_experts import ExpertError
 from jaxmarl_llm.errors import ConfigError
 
 AT_ONCE = 8  # questions that are asked at the same time

@@ -20,8 +20,21 @@ def make():
 
 
 @pytest.fixture
-def capitals(tmp_path, monkeypatch):
-    (tmp_path / "own_capitals.py").write_text(CAPITALS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "own_capitals:make"
-    sys.modules.pop("own_capitals", None)
+def own_module(tmp_path, monkeypatch):
+    """own_module(name, text) makes a module that can be imported; returns the name of its function ``make``."""
+    made = []
+
+    def make(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        made.append(name)
+        return f"{name}:make"
+
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def capitals(own_module):
+    return own_module("own_capitals", CAPITALS)

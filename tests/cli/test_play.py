@@ -70,11 +70,8 @@ def make():
 
 
 @pytest.fixture
-def secrets(tmp_path, monkeypatch):
-    (tmp_path / "own_secrets.py").write_text(SECRETS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "own_secrets:make"
-    sys.modules.pop("own_secrets", None)
+def secrets(own_module):
+    return own_module("own_secrets", SECRETS)
 
 
 def test_people_at_one_terminal_see_their_own_role_alone(secrets, monkeypatch, capsys):

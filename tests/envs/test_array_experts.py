@@ -14,7 +14,7 @@ from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.envs import array_experts
 from jaxmarl_llm.envs.array_experts import HostExpert
 from jaxmarl_llm.envs.defer import array as defer
-from jaxmarl_llm.envs.outside import ExpertError
+from jaxmarl_llm.envs.outside_experts import ExpertError
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from tests.envs.test_expert import chat, endpoint, reply

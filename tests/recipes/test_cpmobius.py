@@ -2,29 +2,22 @@
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from jaxmarl_llm.config import from_dict, to_dict
+from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.configs.cpmobius import VARIANTS, get_config
 from jaxmarl_llm.credit.assign import assign
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import cpmobius
-from jaxmarl_llm.runs import loop
-from jaxmarl_llm.storage.checkpoint import Checkpointer
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.train_step import StepResult
+from tests.killed_run import killed_and_whole
 from tests.recipes.test_fidelity import SIZES, Table
-from tests.test_layering import ROOT
 from tests.training.test_pay_by_change import CONFIG
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
@@ -121,28 +114,7 @@ def test_an_untrained_coach_stays_byte_equal(tmp_path):
 def test_a_killed_run_goes_on_to_the_bit(tmp_path):
     """Killed with -9 behind the checkpoint of step 3: coach, player, best player and history are byte-equal."""
     cfg = dataclasses.replace(CONFIG, patience=1, run=dataclasses.replace(CONFIG.run, checkpoint_every=3))
-    whole = loop.fit(cfg, cpmobius.make(cfg), tmp_path / "whole")
-    config, run = tmp_path / "config.py", tmp_path / "run"
-    config.write_text(
-        "from ml_collections import ConfigDict\nfrom jaxmarl_llm.config import from_dict, to_dict\n"
-        "from jaxmarl_llm.recipes.cpmobius import Config\n"
-        f"def get_config(variant=''):\n    return ConfigDict(to_dict(from_dict(Config, {to_dict(cfg)!r})))\n"
-    )
-    command = [sys.executable, "-m", "experiments.train", f"--config={config}", f"--workdir={run}"]
-    command += [f"--compilation_cache={jax.config.jax_compilation_cache_dir}"]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=quiet, stderr=quiet)
-    saved, deadline = run / "checkpoints" / "3", time.time() + 240
-    while time.time() < deadline and process.poll() is None and not saved.exists():
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert saved.exists() and not (run / "checkpoints" / "6").exists()
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0 and "resumed" in done.stdout, done.stderr[-2000:]
-    got = Checkpointer(run).restore(loop.without_shared(whole))
-    assert got is not None and got[2] == 6 and digests(got[0]) == digests(loop.without_shared(whole))
+    run, whole = killed_and_whole(cpmobius, cfg, tmp_path)
     assert int(whole.kept["change"].returns) > 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 7)) and rows[-1]["change/best"] >= rows[-1]["change/score"]

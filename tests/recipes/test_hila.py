@@ -2,32 +2,25 @@
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmarl_llm.agents.team import Backbone, TeamConfig
-from jaxmarl_llm.config import from_dict, to_dict
+from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.configs.hila import VARIANTS, get_config, inner
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError, RunError
 from jaxmarl_llm.recipes import hila
 from jaxmarl_llm.rollout.array import make_rollout
 from jaxmarl_llm.runs import loop
-from jaxmarl_llm.storage.checkpoint import Checkpointer
-from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.packing import pack
 from jaxmarl_llm.types import EXPERT, MENU, POLICY
 from tests.envs.test_expert import chat, endpoint, reply
+from tests.killed_run import killed_and_whole
 from tests.recipes.test_fidelity import Table
-from tests.test_layering import ROOT
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -193,27 +186,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path):
         eval_every=0, checkpoint_every=3, rollouts=dataclasses.replace(RunConfig().rollouts, every=1)
     )
     cfg = outside("tests.recipes.test_hila:told", steps=6, run=run_config)
-    whole = loop.fit(cfg, hila.make(cfg), tmp_path / "whole")
-    config, run = tmp_path / "config.py", tmp_path / "run"
-    config.write_text(
-        "from ml_collections import ConfigDict\nfrom jaxmarl_llm.config import from_dict, to_dict\n"
-        "from jaxmarl_llm.recipes.hila import Config\n"
-        f"def get_config(variant=''):\n    return ConfigDict(to_dict(from_dict(Config, {to_dict(cfg)!r})))\n"
-    )
-    command = [sys.executable, "-m", "experiments.train", f"--config={config}", f"--workdir={run}"]
-    command += [f"--compilation_cache={jax.config.jax_compilation_cache_dir}"]
-    env, quiet = {**os.environ, "JAX_PLATFORMS": "cpu"}, subprocess.DEVNULL
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=quiet, stderr=quiet)
-    saved, deadline = run / "checkpoints" / "3", time.time() + 240
-    while time.time() < deadline and process.poll() is None and not saved.exists():
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert saved.exists() and not (run / "checkpoints" / "6").exists()
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0 and "resumed" in done.stdout, done.stderr[-2000:]
-    got = Checkpointer(run).restore(loop.without_shared(whole))
-    assert got is not None and got[2] == 6 and digests(got[0]) == digests(loop.without_shared(whole))
+    run, _ = killed_and_whole(hila, cfg, tmp_path)
     assert [row["step"] for row in metrics_of(run)] == list(range(1, 7))
     written = lambda folder: {path.name: path.read_bytes() for path in (folder / "rollouts").glob("*.zst")}
     assert written(run) == written(tmp_path / "whole") and len(written(run)) >= 6

@@ -1,4 +1,4 @@
-"""Suggestions of an outside expert for the next turn: a function, or a chat endpoint (`envs.outside`).
+"""Suggestions of an outside expert for the next turn: a function, or a chat endpoint (`envs.outside_experts`).
 
 The expert gets the problem and both agents' code and answers with JSON ``{"aux": ..., "main": ...}``, the edited
 functions as text. Each agent gets its own part in its next prompt, so no gradient flows through it. A function has the
@@ -9,14 +9,14 @@ Every failure raises `ExpertError`, which makes the transition invalid and is co
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmarl_llm.envs import outside
-from jaxmarl_llm.envs.checks import ARGS
-from jaxmarl_llm.envs.outside import EXPECTED, MAX_ANSWER, ExpertError, check_limits
+from jaxmarl_llm.envs import outside_experts
+from jaxmarl_llm.envs.outside_experts import EXPECTED, MAX_ANSWER, ExpertError, check_limits
 
 __all__ = ["EXPECTED", "MAX_ANSWER", "Edits", "Endpoint", "Expert", "ExpertError", "check_limits", "consult", "resolve"]
 
@@ -33,7 +33,7 @@ INSTRUCTIONS = (
 
 
 @dataclass(frozen=True)
-class Endpoint(outside.Endpoint):
+class Endpoint(outside_experts.Endpoint):
     """An expert behind a chat endpoint."""
 
     def __call__(self, task: Mapping[str, Any], helper: str, main: str) -> Any:
@@ -41,23 +41,7 @@ class Endpoint(outside.Endpoint):
         return self.chat(INSTRUCTIONS.format(entry=task["entry_point"]), question)
 
 
-def resolve(
-    expert: Any,
-    *,
-    path: str = ARGS,
-    model: str = "",
-    key_env: str = "OPENAI_API_KEY",
-    timeout: float = 10.0,
-    retries: int = 1,
-) -> Expert:
-    """The expert that a configuration names. Raises ConfigError.
-
-    expert: a callable, ``module:function`` or the base URL of an endpoint
-    path: the dotted name of the Config that holds the expert, for error messages
-    model, key_env: an endpoint's model, and the environment variable that holds its key
-    timeout, retries: an endpoint's seconds for one attempt, and its attempts after the first
-    """
-    return outside.resolve(expert, Endpoint, path=path, model=model, key_env=key_env, timeout=timeout, retries=retries)
+resolve = functools.partial(outside_experts.resolve, endpoint=Endpoint)  # the expert that a configuration names
 
 
 def consult(expert: Expert, task: Mapping[str, Any], helper: str, main: str) -> Edits:

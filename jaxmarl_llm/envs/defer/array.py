@@ -51,7 +51,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.envs import checks, outside
+from jaxmarl_llm.envs import checks, outside_experts
 from jaxmarl_llm.envs.array_env import (
     ArrayEnv,
     Observation,
@@ -82,7 +82,7 @@ INSTRUCTIONS = "You answer questions. Answer with one digit, and nothing else." 
 
 
 @dataclass(frozen=True)
-class Endpoint(outside.Endpoint):
+class Endpoint(outside_experts.Endpoint):
     """An expert behind a chat endpoint: a function of the question."""
 
     def __call__(self, question: str) -> str:
@@ -117,17 +117,17 @@ class Config:
         for name in ("peer_1", "peer_2", "creator", "expert", "taught"):
             if not all(0 <= share <= 1 for share in getattr(self, name)):
                 checks.refuse(path, name, "four probabilities in [0, 1]", getattr(self, name))
-        outside.check_limits(path, self.expert_timeout, self.expert_retries)
+        outside_experts.check_limits(path, self.expert_timeout, self.expert_retries)
         if self.asked and self.planted:
             checks.refuse(path, "planted", "false with an expert outside (asked)", self.planted)
         if self.asked:
             self.expert_outside(path)
 
-    def expert_outside(self, path: str = checks.ARGS) -> outside.Expert:
+    def expert_outside(self, path: str = checks.ARGS) -> outside_experts.Expert:
         """The expert that ``asked`` names. ``path``: the name of this Config in error messages."""
-        return outside.resolve(
+        return outside_experts.resolve(
             self.asked,
-            Endpoint,
+            endpoint=Endpoint,
             path=path,
             field="asked",
             model=self.expert_model,

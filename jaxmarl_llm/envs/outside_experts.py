@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxmarl_llm.envs.checks import refuse
+from jaxmarl_llm.envs.checks import ARGS, refuse
 from jaxmarl_llm.errors import ConfigError
 
 MAX_ANSWER = 1 << 18  # bytes of an endpoint's reply
@@ -128,9 +128,9 @@ def check_limits(path: str, timeout: float, retries: int) -> None:
 
 def resolve(
     expert: Any,
-    endpoint: Callable[..., Expert],
     *,
-    path: str,
+    endpoint: Callable[..., Expert],
+    path: str = ARGS,
     field: str = "expert",
     model: str = "",
     key_env: str = "OPENAI_API_KEY",
