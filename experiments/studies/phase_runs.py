@@ -21,7 +21,7 @@ from jaxmarl_llm.config import to_dict
 from jaxmarl_llm.runs.compiled import task_data
 from jaxmarl_llm.runs.phases import Phase, Recipe
 from jaxmarl_llm.training.drivers import RunData, TracedDriver
-from jaxmarl_llm.types import Params, TrainState
+from jaxmarl_llm.types import TrainState
 
 
 def stage(recipe: Recipe, phase: Phase) -> Callable[..., TrainState]:
@@ -29,29 +29,15 @@ def stage(recipe: Recipe, phase: Phase) -> Callable[..., TrainState]:
 
     The steps are those of a compiled run (`runs.compiled`).
     """
-    run = stage_with_figures(recipe, phase, lambda result: {})
-    return lambda seeds, data, states, steps: run(seeds, data, states, steps)[0]
 
-
-def stage_with_figures(
-    recipe: Recipe, phase: Phase, figures: Callable[[Any], dict[str, jax.Array]]
-) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """(seeds, data, states, steps) -> states after those steps of a phase, and figures of each step [seeds, steps].
-
-    Args:
-        recipe: The recipe.
-        phase: One of its phases.
-        figures: Result of a step -> scalars by name.
-    """
-
-    def run(seed: jax.Array, data: Any, state: TrainState, steps: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def run(seed: jax.Array, data: Any, state: TrainState, steps: jax.Array) -> TrainState:
         driver = TracedDriver(seed, data)
 
-        def step(state: TrainState, i: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-            state, result = phase.step(driver, state, i)
-            return state.replace(step=state.step + 1), figures(result)
+        def step(state: TrainState, i: jax.Array) -> tuple[TrainState, None]:
+            state, _ = phase.step(driver, state, i)
+            return state.replace(step=state.step + 1), None
 
-        return jax.lax.scan(step, state, steps)
+        return jax.lax.scan(step, state, steps)[0]
 
     return jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None)))
 
@@ -64,19 +50,6 @@ def _initial(recipe: Recipe, seeds: jax.Array) -> TrainState:
 def _begun(recipe: Recipe, phase: Phase, states: TrainState) -> TrainState:
     """States at the first step of a phase."""
     return jax.jit(jax.vmap(lambda state: recipe.begin(phase, state)))(states)
-
-
-def from_agents(recipe: Recipe, seeds: Sequence[int], agents: Params) -> TrainState:
-    """States at the begin of the last phase of a recipe whose models all have the same parameters.
-
-    Args:
-        recipe: The recipe. Its models have one architecture.
-        seeds: Lanes of one program.
-        agents: Parameters of one model, with a leading axis of seeds.
-    """
-    fresh = _initial(recipe, jnp.array(seeds))
-    every = {model.name: agents for model in recipe.team.models}
-    return _begun(recipe, recipe.phases[-1], fresh.replace(params={**fresh.params, "agents": every}))
 
 
 def after_stage_0(recipe: Recipe, seeds: Sequence[int], data: RunData | None = None) -> tuple[TrainState, RunData]:

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.studies import phase_runs
-from jaxmarl_llm.configs import mmoa_rag
 from jaxmarl_llm.configs.marshal import tiny
 from jaxmarl_llm.recipes.marshal import make
-from jaxmarl_llm.recipes.mmoa_rag import make as make_mmoa_rag
 from jaxmarl_llm.runs.compiled import make_program, task_data
 
 pytest.importorskip("pgx")
@@ -56,23 +54,3 @@ def test_a_stopped_run_goes_on_to_the_states_of_a_run_in_one_piece(tmp_path, mon
     # Adam makes steps of 3e-3 of gradients whose last bits differ.
     chex.assert_trees_all_close(states[-1].params, one_piece.params, atol=1e-4)
     assert parts_until(5)(SEEDS)[-1].step.tolist() == [6, 6]  # nothing is left to play
-
-
-def test_figures_of_every_step():
-    """One value for each seed and step, read from the results of the steps."""
-    recipe = make(dataclasses.replace(tiny(), sft=dataclasses.replace(tiny().sft, steps=0)))
-    phase = recipe.phases[-1]._replace(step=lambda driver, state, i: (state, 10 * driver.seed + i))
-    run = phase_runs.stage_with_figures(recipe, phase, lambda result: {"twice": 2.0 * result})
-    states = jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(jnp.array(SEEDS))
-    after, seen = run(jnp.array(SEEDS), None, states, jnp.arange(3))
-    assert seen["twice"].tolist() == [[60, 62, 64], [80, 82, 84]] and after.step.tolist() == [3, 3]
-
-
-def test_all_models_begin_with_the_given_parameters():
-    one, several = make_mmoa_rag(mmoa_rag.tiny()), make_mmoa_rag(mmoa_rag.generator())
-    (agents,) = jax.jit(jax.vmap(lambda seed: one.initial(seed, 0)))(jnp.array(SEEDS)).params["agents"].values()
-    begun = phase_runs.from_agents(several, SEEDS[::-1], agents)
-    assert {*begun.params["agents"]} == {*begun.params["reference"]} == {"reader", "generator"}
-    for name in ("agents", "reference"):
-        for params in begun.params[name].values():
-            chex.assert_trees_all_equal(params, agents)
