@@ -63,7 +63,8 @@ def harder() -> Config:
     4 and 5 hops, mistakes of .05 and .35, misroutes of .15, 150 supervised steps and G = 2. Success was .03 after stage
     0 and .02 after 410 steps of RL. 300 supervised steps brought .07. With the settings below it is .09 after stage 0.
     G = 2 brings .20 after 40 steps and .25 after 400. G = 4 brings .28 after 200 steps and .31 after 320. A learning
-    rate of 1.5e-3 took it to .06 (G = 2, 120 steps).
+    rate of 1.5e-3 took it to .06 (G = 2, 120 steps). The program of this calibration is not kept; docs/mechanisms.md
+    has the pilot.
     """
     specialists = [f"{kind}_{number}" for kind in ("add", "turn", "place", "look") for number in (1, 2)]
     return Config(
