@@ -231,7 +231,7 @@ def logprobs(tree, tasks):
 
 
 def test_a_host_rollout():
-    """Three turns, each behind what is cached: one task alone, three, and on eight devices, where prompts go whole."""
+    """Three turns, each behind what is cached: one task alone, three, and three on eight devices."""
     team = team_of(("a", "b"), max_new_tokens=3)
     params, trees = toys.params(team), []
     for devices, tasks in ((None, [0]), (None, [0, 1, 2]), (8, [0, 1, 2])):
@@ -244,7 +244,7 @@ def test_a_host_rollout():
             got = play_host(team, placed, pool, names, jax.random.key(5), settings)
         trees.append(got.tree)
         sent, whole = int(got.tree.counts.prompt_tokens), int(got.tree.nodes.length[got.tree.nodes.valid].sum())
-        assert (sent == whole) == (mesh is not None), (sent, whole)
+        assert sent < whole, (sent, whole)
     one, three, meshed = trees
     bits(logprobs(one, 1), logprobs(three, 1))
     bits(logprobs(three, 3), logprobs(meshed, 3))
