@@ -176,7 +176,7 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     count = cfg.tasks or env_runner.size
     batch, algorithm = min(count, cfg.batch), Algorithm(rule, cfg.reward)
     recorded = TrainStep(replace(cfg, batch=batch), team, env_runner, plan, {}, algorithm)
-    episodes = lambda: episodes_of(team, **latest, count=cfg.run.episodes) if latest else []
+    episodes = lambda: episodes_of(team, **latest, tasks=range(cfg.run.episodes)) if latest else []
 
     def sample(state: TrainState) -> offline.Tables:
         """The whole tree of every task, labelled."""

@@ -445,7 +445,7 @@ def make_recipe(
 
     def episodes() -> list[list[dict]]:
         shown = latest[-1:]
-        return [e for r in shown for e in episodes_of(team, r.played, r.credited, r.selected, cfg.run.episodes)]
+        return [e for r in shown for e in episodes_of(team, r.played, range(cfg.run.episodes), r.credited, r.selected)]
 
     made = make_phases(
         cfg,

@@ -220,22 +220,28 @@ def most_frequent(answers: Sequence[Any]) -> int:
     return max(range(len(answers)), key=lambda i: (counts[answers[i]], -i))
 
 
-def episodes_of(team: Team, played: RolloutResult, credited: Credited, selected: Array, count: int) -> list[list[dict]]:
-    """First line of play of the first tasks as text, for reports. Each role has its own rewards.
+def episodes_of(
+    team: Team,
+    played: RolloutResult,
+    tasks: Sequence[int],
+    credited: Credited | None = None,
+    selected: Array | None = None,
+) -> list[list[dict]]:
+    """First line of play of some tasks as text, for reports. Each role has its own rewards.
 
     Args:
         team: Roles and models.
         played: A rollout.
-        credited: Advantages of the rollout.
-        selected: Groups that are trained [K].
-        count: Number of tasks.
+        tasks: Numbers of tasks in the rollout.
+        credited: Advantages of the rollout; None: turns have none.
+        selected: Groups that are trained [K]; None: turns do not say.
 
     Returns:
-        Episodes: lists of turns.
+        Episodes: lists of turns. A task that was not played has none.
     """
     tree, out = played.tree, []
     moves = tree.transitions
-    for task in range(count):
+    for task in tasks:
         parent, episode = -1, []
         while True:
             here = np.flatnonzero(moves.played & (moves.task == task) & (moves.parent == parent))
@@ -243,18 +249,19 @@ def episodes_of(team: Team, played: RolloutResult, credited: Credited, selected:
                 break
             j = int(here[0])
             for s in moves.steps[j][moves.steps[j] >= 0]:
-                group, role = credited.group[s], int(tree.nodes.role[tree.steps.node[s]])
-                episode.append(
-                    {
-                        "turn": int(moves.turn[j]),
-                        "role": team.roles[role].name,
-                        "prompt": played.prompt_text(int(s)),
-                        "completion": played.completion_text(int(s)),
-                        "rewards": {k: float(v[j, role]) if moves.valid[j] else None for k, v in moves.rewards.items()},
-                        "advantage": float(credited.advantage[s]),
-                        "selected": bool(selected[group]),
-                    }
-                )
+                role = int(tree.nodes.role[tree.steps.node[s]])
+                turn = {
+                    "turn": int(moves.turn[j]),
+                    "role": team.roles[role].name,
+                    "prompt": played.prompt_text(int(s)),
+                    "completion": played.completion_text(int(s)),
+                    "rewards": {k: float(v[j, role]) if moves.valid[j] else None for k, v in moves.rewards.items()},
+                }
+                if credited is not None:
+                    turn["advantage"] = float(credited.advantage[s])
+                    if selected is not None:
+                        turn["selected"] = bool(selected[credited.group[s]])
+                episode.append(turn)
             parent = j
         if episode:
             out.append(episode)

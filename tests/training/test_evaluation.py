@@ -96,5 +96,5 @@ def test_episodes_show_each_role_its_own_rewards():
     )  # fmt: skip
     played = SimpleNamespace(tree=tree, prompt_text=str, completion_text=str)
     credited = SimpleNamespace(group=np.array([0, 1]), advantage=np.zeros(2))
-    (episode,) = evaluation.episodes_of(toys.team(), played, credited, np.array([True, True]), 1)
+    (episode,) = evaluation.episodes_of(toys.team(), played, range(2), credited, np.array([True, True]))
     assert [(turn["role"], turn["rewards"]) for turn in episode] == [("a", {"payoff": 1.0}), ("b", {"payoff": -1.0})]
