@@ -3,9 +3,10 @@
     python -m experiments.studies.text_baselines [--data=DIR] [--split=test]
 
 Summaries: the mean ROUGE-1 and ROUGE-L against the human summaries of an article, and the mean number of words. The
-best summary counts for each figure. *Best sentence* reads the human summaries, so it bounds what copying a sentence can
-reach. *One human against the others* is the mean over the summaries of articles that have several. The reward is that
-of the configuration `magrpo:two_writers`.
+best summary counts for each figure. *Best sentence* reads the human summaries, so it bounds what copying a sentence
+can reach. *Specific* is ROUGE-L minus that against the summaries of another article. *One human against the others* is
+the mean over the summaries of articles that have several. The reward is that of the configuration
+`magrpo:two_writers`.
 
 The game: a listener takes the title whose words score most for a hint by BM25, and the first title where several do.
 Hints are cut as in the environment. The interval has the standard error times 1.96 on both sides.
@@ -70,34 +71,28 @@ HINTS: dict[str, Any] = {
 }
 
 
-def summaries(config: writers.Config) -> list[tuple[str, float, float, float, float]]:
-    """Name, ROUGE-1, ROUGE-L, words and reward of every rule on the articles of ``config``."""
+def summaries(config: writers.Config) -> list[tuple[str, list[float]]]:
+    """Name of every rule, and its means on the articles of ``config``.
+
+    The means are ROUGE-1, ROUGE-L, specific, words and reward. The reward of a human against the others is left out.
+    """
     tasks, rows = writers.tasks(config), []
     for name, write in SUMMARIES.items():
-        texts = [(task, write(task)) for task in tasks]
-        rows.append((name, *_means([(rouge(said, task["targets"]), task, said) for task, said in texts], config)))
-    several = [task for task in tasks if len(task["targets"]) > 1]
-    if several:
-        among = [
-            (rouge(said, task["targets"][:i] + task["targets"][i + 1 :]), task, said)
-            for task in several
-            for i, said in enumerate(task["targets"])
-        ]
-        one, longest, words, _ = _means(among, config)
-        rows.append(("one human against the others", one, longest, words, math.nan))
-    return rows
+        rows.append((name, _means(config, [(task, write(task)) for task in tasks])))
+    among = [
+        ({**task, "targets": task["targets"][:i] + task["targets"][i + 1 :]}, said)
+        for task in tasks
+        if len(task["targets"]) > 1
+        for i, said in enumerate(task["targets"])
+    ]
+    return [*rows, ("one human against the others", _means(config, among)[:-1])] if among else rows
 
 
-def _means(
-    found: Sequence[tuple[Mapping[str, float], Task, str]], config: writers.Config
-) -> tuple[float, float, float, float]:
-    """ROUGE-1, ROUGE-L, words and reward, means over (figures, task, text)."""
-    return (
-        statistics.mean(figures["rouge1"] for figures, _, _ in found),
-        statistics.mean(figures["rougeL"] for figures, _, _ in found),
-        statistics.mean(len(said.split()) for _, _, said in found),
-        statistics.mean(paid(config, task, (said, False)) for _, task, said in found),
-    )
+def _means(config: writers.Config, said: Sequence[tuple[Task, str]]) -> list[float]:
+    """Means over pairs of a task and a text."""
+    judged = [writers.judge(config, task, text) for task, text in said]
+    means = [statistics.mean(row[name] for row in judged) for name in ("rouge1", "rougeL", "specific", "words")]
+    return [*means, statistics.mean(paid(config, task, (text, False)) for task, text in said)]
 
 
 def hints(config: game.Config) -> list[tuple[str, float]]:
@@ -120,11 +115,11 @@ def markdown(data: str | None, split: str) -> str:
     """
     written, played = writers.Config(data=data, split=split), game.Config(data=data, split=split)
     size, number = len(writers.tasks(written)), len(game.tasks(played))
-    lines = [f"## Summaries ({size} articles, {split})", "", "| rule | ROUGE-1 | ROUGE-L | words | reward |"]
-    lines.append("| --- |" + " ---: |" * 4)
-    for name, one, longest, words, reward in summaries(written):
-        shown = "" if math.isnan(reward) else f"{reward:.3f}"
-        lines.append(f"| {name} | {one:.3f} | {longest:.3f} | {words:.1f} | {shown} |")
+    lines = [f"## Summaries ({size} articles, {split})", "", "| rule | ROUGE-1 | ROUGE-L | specific | words | reward |"]
+    lines.append("| --- |" + " ---: |" * 5)
+    for name, means in summaries(written):
+        cells = [f"{x:.1f}" if i == 3 else f"{x:.3f}" for i, x in enumerate(means)] + [""] * (5 - len(means))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", f"## Listener by words ({number} tasks, {split})", "", "| hint | right | interval |"]
     lines.append("| --- | ---: | ---: |")
     for name, right in hints(played):

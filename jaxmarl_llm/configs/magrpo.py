@@ -13,13 +13,14 @@ maze_solo   the same for one agent who sees all of it: what the collaboration ga
 maze_text   the paper's 6x6 mazes in words (Qwen2.5-0.5B-Instruct from --config.team.backbone.path); for accelerators
 tree        `matrix`, chicken played twice: a tree of crossed joint actions, discounted child means
 smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it). Two
-            SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
+            SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step.
 reference_game
-            `reference_game`, SmolLM2-135M-Instruct with a LoRA for speaker and listener: stage 0, then RL on the right
-            choice; --config.env.args.data=DIR for all of SciTLDR. Meant for two cores and less than an hour
-two_writers `two_writers` with the same team: ROUGE-L of the editor's summary, half of it only at a permitted length
+            a speaker's hint about an abstract, a listener's choice of a title: stage 0, then RL on the right choice.
+            SmolLM2-135M-Instruct with a LoRA for each role; CPU. --config.env.args.data=DIR for all of SciTLDR.
+two_writers
+            the same team: ROUGE-L of the editor's summary is paid, half of it only for a permitted length.
 reference_game_tiny, two_writers_tiny
-            the same with one random model of bytes, the sample in the package, two steps of each stage; CPU, seconds
+            the same with one random model of bytes and the sample in the package, two steps of each stage; CPU.
 qwen3_1_7b  `tldr` for a slice of chips: a batch of 512 prompts, a mesh (docs/pods.md)
 
 The paper's runs for accelerators. `published` says what differs; docs/paper_runs.md has commands, meshes and figures:

@@ -25,6 +25,7 @@ TASK = {
     "title": "T",
     "text": "Old words. We tame cats with fish.",
     "targets": ["We tame cats.", "Dogs run."],
+    "others": ["Cats tame us."],
 }
 
 
@@ -42,10 +43,12 @@ def test_rewards_by_hand():
     """The best summary counts. "we cats tame": three words of three are shared, and two in order."""
     full = played(TASK, "We tame dogs.", "We tame cats.")
     assert full == {
-        "rougeL": 1, "length": 1, "rouge1": 1, "words": 3, "ended": 1, "proposal": pytest.approx(2 / 3)
+        "rougeL": 1, "length": 1, "rouge1": 1, "words": 3, "ended": 1, "proposal": pytest.approx(2 / 3),
+        "specific": pytest.approx(2 / 3),
     }  # fmt: skip
     mixed = played(TASK, "", "We cats tame.")
     assert (mixed["rouge1"], mixed["rougeL"], mixed["proposal"]) == (1, pytest.approx(2 / 3), 0)
+    assert mixed["specific"] == pytest.approx(0)  # "cats tame" is of the other article too
     assert played(TASK, "", "Dogs run.")["rougeL"] == 1  # the other summary
     assert played(TASK, "", "")["rougeL"] == 0 == played(TASK, "", ".")["length"]
 
@@ -58,6 +61,14 @@ def test_the_length_rule():
     assert share("We tame two more cats.") == 0
     assert share("We cats.", cut=True) == 0 == share("We cats")
     assert played(TASK, "", "We cats", config=config)["ended"] == 0 == played(TASK, "", "A.", cut=True)["ended"]
+
+
+def test_a_text_that_fits_every_article_is_not_specific():
+    """The articles are a ring, so the mean over a split is 0 for any fixed text."""
+    for tasks in (TRAIN, TEST):
+        judged = [writers.judge(writers.Config(), task, "We propose a method for learning networks.") for task in tasks]
+        assert sum(row["rougeL"] for row in judged) > 0.1 * len(tasks)
+        assert sum(row["specific"] for row in judged) == pytest.approx(0, abs=1e-9)
 
 
 def test_form_alone_earns_nothing():
@@ -115,6 +126,10 @@ def test_no_article_is_on_both_sides():
     targets = [{text for task in tasks for text in task["targets"]} for tasks in (TRAIN, TEST)]
     assert not targets[0] & targets[1]
     assert writers.tasks(writers.Config(seed=1)) != TRAIN and writers.tasks(writers.Config(count=5)) == TRAIN[:5]
+    others = {task["id"]: task["others"] for task in TRAIN}
+    assert others == {task["id"]: task["others"] for task in writers.tasks(writers.Config(seed=1))}
+    assert sorted(others.values()) == sorted(task["targets"] for task in TRAIN)
+    assert not any(task["others"] == task["targets"] for task in TRAIN)
     with pytest.raises(ConfigError, match=r"args\.count: expected at most 64, the usable articles in .*, got 65"):
         writers.tasks(writers.Config(count=65))
 

@@ -7,8 +7,8 @@
 
 Both roles are paid 1 where the listener names the title of the speaker's article (``chosen``), else 0. The answer is
 read by its words (`groups.named`). Any other answer is wrong, and never invalid. The other titles are of articles of
-the same field and split. All tasks of a group show the same titles, so a listener without a hint is right in one task
-of four on average, whatever its rule (`groups`).
+the same field and split. All tasks of a group show the same titles (`groups`). So a listener without a hint is right
+in one task of four on average, whatever its rule.
 
 A speaker may say the words that it expects in the title, and often hits them. It cannot copy a title, because it sees
 none. A hint says nothing about places of the list.
@@ -130,12 +130,12 @@ def observe(config: Config, state: State) -> dict[str, Prompt]:
 
 
 def speaker_prompt(config: Config, task: Mapping[str, Any]) -> Prompt:
-    """What the speaker reads: the beginning of the abstract."""
+    """The prompt of the speaker: the beginning of the abstract."""
     return Message("system", SYSTEM[SPEAKER]), Message("user", opening(task["text"], config.abstract_words))
 
 
 def listener_prompt(task: Mapping[str, Any], hint: str) -> Prompt:
-    """What the listener reads: the titles, and the ``hint`` behind them, so that prompts of a task begin alike."""
+    """The prompt of the listener: the titles, and the ``hint`` behind them, so that prompts of a task begin alike."""
     listed = "\n".join(f"- {title}" for title in task["titles"])
     return Message("system", SYSTEM[LISTENER]), Message("user", f"Titles:\n{listed}\nHint: {hint or NO_HINT}")
 

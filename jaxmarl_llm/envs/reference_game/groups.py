@@ -1,7 +1,7 @@
 """Groups of articles of one field: the titles that a listener chooses from, and how a choice is read.
 
 Articles of a split are parted into groups of equal size, each of articles that share rare words (BM25). Every article
-of a group is the wanted one in one task, and all tasks of a group show the same titles in the same order. So a listener
+of a group is the wanted one in one task. All tasks of a group show the same titles in the same order. So a listener
 that ignores the hint is right in one task of each group at most, whatever its rule. Titles that lie between the
 others, long titles and places of a list then say nothing.
 

@@ -41,7 +41,7 @@ def observe(config: Config, state: State) -> dict[str, Prompt]:
 
 
 def prompt(config: Config, task: Mapping[str, Any]) -> Prompt:
-    """What the agent reads of ``task``."""
+    """The prompt of the agent on ``task``."""
     listed = "\n".join(f"- {title}" for title in task["titles"])
     shown = f"Text: {opening(task['text'], config.abstract_words)}\nTitles:\n{listed}"
     return Message("system", SYSTEM), Message("user", shown)
