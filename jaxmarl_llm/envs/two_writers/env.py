@@ -14,8 +14,8 @@ Both roles are paid for the editor's text alone:
 
 So form alone earns nothing. With weights that sum to 1, a human summary of permitted length earns 1.
 
-Facts to log, which no shipped configuration gives a weight: ``rouge1``, ``words`` and ``ended`` of the editor's text,
-``proposal``, the ROUGE-L of the proposal, and ``specific``. The difference of ``rougeL`` and ``proposal`` is what the
+Facts to log have no weight in a shipped configuration. ``rouge1``, ``words`` and ``ended`` are of the editor's text.
+``proposal`` is the ROUGE-L of the proposal. The difference of ``rougeL`` and ``proposal`` is what the
 editor adds. ``specific`` is ``rougeL`` minus the ROUGE-L against the summaries of another article. It is about 0 for a
 text that fits every article.
 
