@@ -46,6 +46,7 @@ def played(task, hint, answer, *, config=game.Config(), **flags):
         ("Deep", False, None),  # two titles begin so
         ("Deep Nets: A Study of", False, None),  # longer than the title
         ("Deep Trees. On Trees", False, None),
+        ("Deep Trees Trees", False, None),
         ("The title is Deep Trees", False, None),
         ("Trees and", False, None),
         ("Deep Tre", False, None),
