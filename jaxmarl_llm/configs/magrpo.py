@@ -13,7 +13,14 @@ maze_solo   the same for one agent who sees all of it: what the collaboration ga
 maze_text   the paper's 6x6 mazes in words (Qwen2.5-0.5B-Instruct from --config.team.backbone.path); for accelerators
 tree        `matrix`, chicken played twice: a tree of crossed joint actions, discounted child means
 smollm2     `writing`, TLDR on SciTLDR (the sample in the package; --config.env.args.data=DIR for all of it). Two
-            SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step
+            SmolLM2-135M-Instruct (`make weights`) with a LoRA each; CPU, about a minute a step.
+reference_game
+            a speaker's hint about an abstract, a listener's choice of a title: stage 0, then RL on the right choice.
+            SmolLM2-135M-Instruct with a LoRA for each role; CPU. --config.env.args.data=DIR for all of SciTLDR.
+two_writers
+            the same team: ROUGE-L of the editor's summary is paid, half of it only for a permitted length.
+reference_game_tiny, two_writers_tiny
+            the same with one random model of bytes and the sample in the package, two steps of each stage; CPU.
 qwen3_1_7b  `tldr` for a slice of chips: a batch of 512 prompts, a mesh (docs/pods.md)
 
 The paper's runs for accelerators. `published` says what differs; docs/paper_runs.md has commands, meshes and figures:
@@ -99,6 +106,7 @@ PAPER_RUNS = {
 }
 VARIANTS = (
     *("tiny", "task", "sparse", "paper", "tree", "maze", "maze_solo", "maze_text"),
+    *("reference_game", "reference_game_tiny", "two_writers", "two_writers_tiny"),
     *("smollm2", "qwen3_1_7b", *PAPER_RUNS),
 )
 DUET = {"form": 1.0, "ratio": 1.0, "unique": 1.0, "topic": 1.0}
@@ -220,6 +228,59 @@ def smollm2() -> Config:
         optimizer=Optimizer(learning_rate=3e-4),
         run=RunConfig(eval_every=0, checkpoint_every=5, log_every=1),
     )
+
+
+def reference_game() -> Config:
+    return Config(
+        steps=60,
+        batch=8,
+        group=4,
+        team=TeamConfig(
+            parameter_sharing="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new_tokens=12
+        ),
+        # 160 held-out tasks are 40 whole groups, in which an answer without a hint is right once.
+        env=EnvConfig("reference_game", {"abstract_words": 80}, max_prompt=256, eval_tasks=160),
+        reward={"chosen": 1.0},
+        sampling=Sampling(temperature=0.8),
+        micro_tokens=1536,
+        optimizer=Optimizer(learning_rate=3e-4, max_grad_norm=1.0),
+        sft=SFT(steps=40, batch=8, samples=1024, min_fitting=0.9, optimizer=Optimizer(learning_rate=1e-3)),
+        run=RunConfig(eval_every=0, checkpoint_every=10, log_every=1),
+    )
+
+
+def two_writers() -> Config:
+    base = reference_game()
+    return dataclasses.replace(
+        base,
+        team=dataclasses.replace(base.team, max_new_tokens=28),
+        env=dataclasses.replace(base.env, name="two_writers"),
+        reward={"rougeL": 0.5, "length": 0.5},
+    )
+
+
+def _tiny_form(cfg: Config, **args: Any) -> Config:
+    """``cfg`` with one random model that reads bytes, for two steps of each stage. ``args``: of the environment."""
+    small = Backbone(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
+    return dataclasses.replace(
+        cfg,
+        steps=2,
+        batch=2,
+        group=2,
+        team=TeamConfig(parameter_sharing="shared", backbone=small, max_new_tokens=48, remat=False),
+        env=dataclasses.replace(cfg.env, args=args, workers=0, max_prompt=352, eval_tasks=4),
+        # Texts of bytes are long: the share of demonstrations that fit is not looked at.
+        sft=SFT(steps=2, batch=4, samples=32, min_fitting=0.0),
+        run=RunConfig(eval_every=0, eval_greedy=False, checkpoint_every=2, log_every=1),
+    )
+
+
+def reference_game_tiny() -> Config:
+    return _tiny_form(reference_game(), abstract_words=10, title_words=4, hint_words=4)
+
+
+def two_writers_tiny() -> Config:
+    return _tiny_form(two_writers(), abstract_words=10)
 
 
 def published(task: str, form: str = "") -> Config:

@@ -92,8 +92,9 @@ def test_the_defaults_are_accepted(name):
     assert refusal(name) is None
 
 
+REAL = ("assistant", "coding", "writing", "reference_game", "reference_game_solo", "two_writers")  # they have counts
 SIZES = [
-    *((name, "tasks") for name in MODULES if name not in ("assistant", "coding", "writing", "facts_text")),
+    *((name, "tasks") for name in MODULES if name not in (*REAL, "facts_text")),
     *((f"{name}{form}", "rounds") for name in ("chain", "safety", "dilemma") for form in ("", "_text")),
     ("matrix", "rounds"),
     *(("maze", field) for field in ("moves", "message", "agents", "size")),
@@ -101,7 +102,9 @@ SIZES = [
     *((name, "response") for name in ("dispatch", "dispatch_solo", "duet", "games", "matrix", "dilemma")),
     *(("relay_dispatch", field) for field in ("response", "keys", "spellings", "visible")),
     *(("games", field) for field in ("turns", "information", "lives", "hand", "colours")),
-    *((name, "count") for name in MODULES if name.endswith("_text") or name in ("assistant", "coding", "writing")),
+    *((name, "count") for name in MODULES if name.endswith("_text") or name in REAL),
+    *(("reference_game", field) for field in ("titles", "abstract_words", "title_words", "hint_words")),
+    *(("two_writers", field) for field in ("abstract_words", "most_words")),
     ("dilemma", "message"), ("safety", "length"), ("coding", "memory_mb"),
 ]  # fmt: skip
 

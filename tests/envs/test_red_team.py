@@ -11,11 +11,14 @@ import pytest
 from experiments.studies import red_team_coding, red_team_letters, red_team_table
 from experiments.studies.red_team_assistant import assistant_table
 from experiments.studies.red_team_facts import facts_table
+from experiments.studies.red_team_reference import game_table, writers_table
 from experiments.studies.red_team_writing import WRITING_TASKS, writing_table
 from jaxmarl_llm.envs.assistant import env as assistant
 from jaxmarl_llm.envs.coding import env as coding
 from jaxmarl_llm.envs.duet import array as duet
 from jaxmarl_llm.envs.facts import text as facts
+from jaxmarl_llm.envs.reference_game import env as reference_game
+from jaxmarl_llm.envs.two_writers import env as two_writers
 from jaxmarl_llm.envs.writing import env as writing
 from tests.envs.test_coding_rewards import needs_sandbox
 
@@ -53,6 +56,23 @@ def test_assistant(domain):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_questions_about_passages(split):
     check(facts_table(facts.Config(split=split)), least=0.99)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_reference_game(split):
+    table = game_table(reference_game.Config(split=split))
+    check(table, least=0.99)
+    assert sum(table.rewards["first words of the abstract, words compared"]) > 0.4 * len(table.reference)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_two_writers(split):
+    """Texts that do not depend on the abstract stay below a quarter of the reference."""
+    table = writers_table(two_writers.Config(split=split))
+    check(table, least=0.99)
+    blind = ("fixed fluent sentence", "frequent words of summaries", "stopwords", "invention", "the instruction")
+    assert all(np.mean(table.rewards[name]) < 0.25 for name in (*blind, "another task's reference"))
+    assert np.mean(table.rewards["lead sentence"]) > np.mean(table.rewards["another task's reference"])
 
 
 @needs_sandbox

@@ -22,6 +22,9 @@ def never(*args, **kwargs):
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),
         ("facts_text", {}, ("rewriter", "selector", "generator")),
+        ("reference_game", {"hint": "human"}, ("speaker", "listener")),
+        ("reference_game_solo", {}, ("solo",)),
+        ("two_writers", {}, ("proposer", "editor")),
     ],
 )
 def test_roles_are_those_of_the_environment_and_draw_no_task(name, args, roles, monkeypatch):
