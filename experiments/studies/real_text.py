@@ -1,8 +1,8 @@
 """Teams of language models on real text: what stage 0 and RL bring on held-out tasks.
 
-    python -m experiments.studies.real_text --team=two_writers             the page, from what is recorded
-    python -m experiments.studies.real_text --team=two_writers --run=all   run what is not recorded yet
-    python -m experiments.studies.real_text --team=two_writers --run=team --seeds=1
+    python -m experiments.studies.real_text --team=two_writers                        the page, from what is recorded
+    python -m experiments.studies.real_text --team=two_writers --run=all --data=DIR   run what is not recorded yet
+    python -m experiments.studies.real_text --team=two_writers --run=team --seeds=1 --data=DIR
 
 Teams, arms and claims are in `experiments.studies.text_teams`. An arm is stage 0 and RL of one seed. Arms that differ
 in RL alone share stage 0. Held-out tasks are played greedily: by the base model, after stage 0, and after RL. An
@@ -168,7 +168,9 @@ def check(team: TextTeam, done: Mapping[str, Any], where: str) -> None:
                 )
 
 
-def run(team: TextTeam, names: Sequence[str], seeds: int, done: Record, work: Path, save: Any) -> None:
+def run(
+    team: TextTeam, names: Sequence[str], seeds: int, done: Record, work: Path, save: Any, data: str | None = None
+) -> None:
     """Run what ``done`` lacks.
 
     Args:
@@ -178,14 +180,15 @@ def run(team: TextTeam, names: Sequence[str], seeds: int, done: Record, work: Pa
         done: The record, which grows.
         work: Folder of the runs.
         save: Called with episodes by place after each new part; the episodes are those of the first seed and arm.
+        data: Folder of the data; None: the sample in the package.
     """
     for seed in range(seeds):
         for name in names:
             arm = team.arms[name]
-            cfg = configuration(team, arm, seed)
+            cfg = configuration(team, arm, seed, data)
             begin, starts = start_name(arm), done.setdefault("starts", {})
             place = work / f"seed_{seed}"
-            at_start = configuration(team, Arm(start=arm.start), seed)
+            at_start = configuration(team, Arm(start=arm.start), seed, data)
             known = starts.setdefault(begin, {})
             if str(seed) not in known:
                 base, first = measure(at_start, None)
@@ -197,7 +200,12 @@ def run(team: TextTeam, names: Sequence[str], seeds: int, done: Record, work: Pa
                 begun(at_start, place / begin)
                 state = trained(cfg, place / begin, place / name, [*arm.changes])
                 rows, episodes = measure(cfg, state)
-                made = {"settings": fingerprint(cfg), "steps": cfg.steps, **spent(place / name), **origin()}
+                made = {
+                    "settings": fingerprint(configuration(team, arm, seed)),
+                    "steps": cfg.steps,
+                    **spent(place / name),
+                    **origin(),
+                }
                 recorded[str(seed)] = {TRAINED: rows, **made}
                 save({TRAINED: episodes} if seed == 0 and name == TEAM else {})
             jax.clear_caches()
@@ -280,7 +288,9 @@ def section(name: str, team: TextTeam, done: Mapping[str, Any]) -> str:
     runs = sorted({f"{p['date']}, commit `{p['commit']}`, {p['machine']}" for s in starts.values() for p in s.values()})
     lines += ["", f"Claim: {team.claim.text}, by more than {team.claim.delta:g}: **{decided or OPEN}**."]
     if tasks:
-        lines += [f"{tasks} held-out tasks. `python -m experiments.studies.real_text --team={name} --run=all`."]
+        lines += [
+            f"{tasks} held-out tasks. `python -m experiments.studies.real_text --team={name} --run=all --data=DIR`."
+        ]
         lines += [f"{'; '.join(runs)}. [Twenty episodes](results/real_text/{name}.md), before and after."]
     return "\n".join(["", *lines, ""])
 
@@ -322,7 +332,7 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     if asked:
         done.setdefault("claims_commit", stated_in(*STATED))
         names = list(team.arms) if "all" in asked else [arm for arm in team.arms if arm in asked]
-        run(team, names, flag_values.seeds, done, Path(flag_values.work) / name, save)
+        run(team, names, flag_values.seeds, done, Path(flag_values.work) / name, save, flag_values.data)
     save({})
     print(section(name, team, done))
 
@@ -331,6 +341,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("team", None, f"Team: {', '.join(TEAMS)}.", required=True)
     flags.DEFINE_list("run", [], "Arms to run; all: every one.")
     flags.DEFINE_integer("seeds", SEEDS, "Seeds 0 to N-1.", lower_bound=1)
+    flags.DEFINE_string("data", None, "Folder of the full data; without it the samples of the package are played.")
     flags.DEFINE_string("work", "runs/real_text", "Folder of the runs.")
     flags.DEFINE_string("records", "docs/results/real_text.json", "JSON file of the records.")
     flags.DEFINE_string("page", "docs/real_text.md", "Markdown file whose section is written.")

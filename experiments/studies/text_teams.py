@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.claims import Claim
 from jaxmarl_llm.config import replace_path
+from jaxmarl_llm.configs import joyagents_r1, magrpo
 from jaxmarl_llm.training.config import BaseConfig
 
 TEAM = "team"
@@ -42,6 +43,7 @@ class TextTeam:
         arms: Name -> arm; ``team`` is the first.
         shown: Other components, whose means are shown.
         parts: Component that is 1 for the tasks of a part -> name of the part; the primary figure is shown for each.
+        data: Argument of the environment that names the folder of the data.
     """
 
     config: Callable[[], BaseConfig]
@@ -50,6 +52,7 @@ class TextTeam:
     arms: Mapping[str, Arm]
     shown: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
+    data: str = "data"
 
 
 def _claim(what: str, delta: float) -> Claim:
@@ -63,18 +66,52 @@ def _claim(what: str, delta: float) -> Claim:
     )
 
 
-TEAMS: dict[str, TextTeam] = {}
+TEAMS: dict[str, TextTeam] = {
+    "call_team": TextTeam(
+        joyagents_r1.call_team,
+        "call",
+        _claim("the match of the call", 0.03),
+        {
+            TEAM: Arm(),
+            "no memory": Arm({"use_memory": False}),
+            "flat": Arm({"plan": "flat"}),
+        },
+        ("exact", "routed", "function", "malformed", "convention_met"),
+        {"unseen_function": "unseen functions"},
+        data="data_dir",
+    ),
+    "two_writers": TextTeam(
+        magrpo.two_writers,
+        "return",
+        _claim("the reward", 0.01),
+        {TEAM: Arm()},
+        ("rougeL", "rouge1", "specific", "proposal", "words", "ended"),
+    ),
+    "reference_game": TextTeam(
+        magrpo.reference_game,
+        "chosen",
+        _claim("the share of titles that are found", 0.05),
+        {
+            TEAM: Arm(),
+            "one model that sees all": Arm({"steps": 120}, start={"env.name": "reference_game_solo"}),
+            "human hint": Arm(start={"env.args.hint": "human"}),
+            "no hint": Arm(start={"env.args.hint": "none"}),
+        },
+        ("named", "hint_words", "hint_ended"),
+    ),
+}
 
 
-def configuration(team: TextTeam, arm: Arm, seed: int) -> BaseConfig:
+def configuration(team: TextTeam, arm: Arm, seed: int, data: str | None = None) -> BaseConfig:
     """The configuration of an arm.
 
     Args:
         team: The team.
         arm: What changes.
         seed: Seed of the run.
+        data: Folder of the data; None: the sample in the package. A record is compared without it.
     """
     cfg = dataclasses.replace(team.config(), seed=seed)
     for path, value in {**arm.start, **arm.changes}.items():
         cfg = replace_path(cfg, path, value)
-    return cfg
+    return cfg if data is None else replace_path(cfg, f"env.args.{team.data}", data)

@@ -131,7 +131,13 @@ def test_bad_names_and_pages_are_refused_before_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(real_text, "TEAMS", {"tiny": TEAM})
     page = tmp_path / "page.md"
     page.write_text("# Real text\n")
-    files = {"records": str(tmp_path / "records.json"), "page": str(page), "seeds": 3, "work": str(tmp_path / "work")}
+    files = {
+        "records": str(tmp_path / "records.json"),
+        "page": str(page),
+        "seeds": 3,
+        "work": str(tmp_path / "work"),
+        "data": None,
+    }
     flags = lambda team, run: types.SimpleNamespace(team=team, run=run, **files)
     for team, run, said in (
         ("tyny", [], "--team: no team 'tyny'; did you mean 'tiny'"),
