@@ -29,8 +29,8 @@ There is no reward for form. The other components are facts, which a configurati
     convention_met   1 if the call then has all those arguments as demanded
 
 With ``conventions=True`` some arguments need a written form that no prompt states and no demonstration shows: dates,
-units, places and ids (`conventions`). Demonstrations are then made of the other tasks alone. An entry of a memory can
-show the form of a similar call.
+units, places and ids (`conventions`). Of a task with such an argument demonstrations show the route alone. An entry of
+a memory can show the form of a similar call.
 
 Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.
 """
@@ -41,6 +41,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxmarl_llm.envs import checks
 from jaxmarl_llm.envs.call_team import calls
 from jaxmarl_llm.envs.call_team.prompts import MASTER, ROLES, hears, offered, prompt, strategy
 from jaxmarl_llm.envs.call_team.specialists import SPECIALISTS
@@ -137,15 +138,19 @@ def gold(task: Mapping[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
 def demonstrations(config: Config, tasks: Iterable[Mapping[str, Any]]) -> list[tuple[str, Prompt, str]]:
     """Samples (role, prompt, completion) of perfect teams, on the first ``config.demonstrated`` of the ``tasks``.
 
-    No sample has an argument under a convention: tasks with such an argument are passed over.
+    No call has an argument under a convention: of a task with such an argument only the route is shown.
 
     Raises:
         ConfigError: Each of the tasks has an argument under a convention.
     """
-    plain = [task for task in tasks if not task["governed"]]
-    if not plain:
-        raise ConfigError(
-            "config.sft.steps: expected 0: each training task of call_team has an argument under a convention"
-        )
-    chosen = plain[: config.demonstrated or None]
-    return [(role, prompt(task, role), reply) for task in chosen for role, reply in gold(task)]
+    chosen = list(tasks)[: config.demonstrated or None]
+    samples = [
+        (role, prompt(task, role), reply)
+        for task in chosen
+        for role, reply in gold(task)
+        if role == MASTER or not task["governed"]
+    ]
+    if len(samples) == len(chosen):
+        found = f"each of {len(chosen)} tasks has an argument under a convention"
+        raise ConfigError(f"{checks.ARGS}.demonstrated: expected tasks that show a call, but {found}")
+    return samples

@@ -4,7 +4,7 @@ Sources are BFCL (``simple_python``, ``multiple``, ``live_simple``), API-Bank, a
 tau-bench retail. A task of tau-bench offers three tools: the gold one and two that a hash of the task chooses. The
 query of such a task is the instruction up to the last sentence that fits into ``query_chars``.
 
-Left out, and counted in the log:
+Left out, and counted in the log, ``many`` in the split alone and the others in both:
 
     long      a query longer than ``query_chars`` characters, or a perfect call longer than ``call_chars``
     plain     a call without an argument that has to be there: there is nothing to match
@@ -220,9 +220,7 @@ def tasks(config: Config) -> list[Task]:
             task["functions"] = [f for f in task["functions"] if f["name"] in trained]
         chosen.append(task | {"unseen_function": row["name"] not in trained})
     told = ", ".join(f"{count} {why}" for why, count in sorted(out.items())) or "none"
-    logging.getLogger(__name__).info(
-        "call_team: split %s has %d tasks; left out of both splits: %s", config.split, len(chosen), told
-    )
+    logging.getLogger(__name__).info("call_team: split %s: %d tasks; left out: %s", config.split, len(chosen), told)
     if not chosen or config.count > len(chosen):
         checks.refuse(checks.ARGS, "count", f"at most {len(chosen)}, the tasks of split {config.split}", config.count)
     random.Random(config.seed).shuffle(chosen)
