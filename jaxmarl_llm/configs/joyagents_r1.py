@@ -173,6 +173,8 @@ def call_team_tiny() -> Config:
         steps=2,
         batch=2,
         team=TeamConfig(
+            parameter_sharing="lora",
+            lora_rank=4,
             backbone=Backbone(hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8),
             max_new_tokens=48,
             remat=False,
