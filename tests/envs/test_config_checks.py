@@ -92,8 +92,9 @@ def test_the_defaults_are_accepted(name):
     assert refusal(name) is None
 
 
+REAL = ("assistant", "call_team", "coding", "writing", "facts_text")
 SIZES = [
-    *((name, "tasks") for name in MODULES if name not in ("assistant", "coding", "writing", "facts_text")),
+    *((name, "tasks") for name in MODULES if name not in REAL),
     *((f"{name}{form}", "rounds") for name in ("chain", "safety", "dilemma") for form in ("", "_text")),
     ("matrix", "rounds"),
     *(("maze", field) for field in ("moves", "message", "agents", "size")),
@@ -101,7 +102,8 @@ SIZES = [
     *((name, "response") for name in ("dispatch", "dispatch_solo", "duet", "games", "matrix", "dilemma")),
     *(("relay_dispatch", field) for field in ("response", "keys", "spellings", "visible")),
     *(("games", field) for field in ("turns", "information", "lives", "hand", "colours")),
-    *((name, "count") for name in MODULES if name.endswith("_text") or name in ("assistant", "coding", "writing")),
+    *((name, "count") for name in MODULES if name.endswith("_text") or name in REAL),
+    *(("call_team", field) for field in ("demonstrated", "query_chars", "call_chars", "per_function")),
     ("dilemma", "message"), ("safety", "length"), ("coding", "memory_mb"),
 ]  # fmt: skip
 

@@ -22,6 +22,7 @@ def never(*args, **kwargs):
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),
         ("facts_text", {}, ("rewriter", "selector", "generator")),
+        ("call_team", {}, ("master", "maths", "places", "trade", "culture", "office")),
     ],
 )
 def test_roles_are_those_of_the_environment_and_draw_no_task(name, args, roles, monkeypatch):

@@ -71,7 +71,7 @@ def contents(tasks, column):
 
 
 def test_every_environment_is_here_or_has_a_data_set():
-    real = {"assistant", "coding", "writing", "facts_text"}
+    real = {"assistant", "call_team", "coding", "writing", "facts_text"}
     assert set(registry.MODULES) - real == {*GENERATED, *ONE_GAME}
     assert set(DATA) == set(loaders._READERS)
 
