@@ -152,7 +152,7 @@ def call_team() -> Config:
         team=TeamConfig(
             parameter_sharing="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new_tokens=48
         ),
-        env=EnvConfig("call_team", {"conventions": True, "demonstrated": 400}, max_prompt=352, eval_tasks=160),
+        env=EnvConfig("call_team", {"conventions": True, "demonstrated": 400}, max_prompt=384, eval_tasks=160),
         sampling=Sampling(temperature=0.8),
         reward=CALL,
         memory=MemoryConfig(capacity=128, retrieve=1, min_similarity=0.6),
