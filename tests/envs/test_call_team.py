@@ -167,6 +167,13 @@ def test_rewards_by_hand(reply, score):
 def test_a_gold_call_without_needed_arguments():
     grade = lambda arguments: calls.grade(("f", arguments), "f", {"a": [1, ""]}, {"properties": {"a": {}}}).score
     assert (grade({}), grade({"a": 1}), grade({"a": 2}), grade({"b": 1})) == (1, 1, 0, 0)
+    needed = {"properties": {"a": {}}, "required": ["a"]}  # the schema requires what the answers leave open
+    assert calls.grade(("f", {}), "f", {"a": [1, ""]}, needed).score == 0
+
+
+def test_an_exact_call_of_a_seen_function_is_no_unseen_one():
+    paid, _ = played(TASK | {"unseen_function": False}, "places", RIGHT)
+    assert (paid["exact"], paid["unseen_function"], paid["exact_unseen"]) == (1, 0, 0)
 
 
 def test_several_values_of_bfcl():
@@ -257,7 +264,7 @@ def test_steps_are_pure_and_refuse_other_roles():
     [
         ("geometry.area_circle", "", "bfcl", "maths"),
         ("f", "Retrieve the weather forecast for a city", "bfcl", "places"),
-        ("ModifyAlarm", "", "apibank", "office"),  # names in camel case are parted
+        ("PlayMusic", "", "apibank", "culture"),  # names in camel case are parted
         ("get_movies", "Find a hotel", "bfcl", "culture"),  # a word of the name counts more
         ("cancel_game", "Cancels a game of chess", "retail", "trade"),
         ("zzz", "", "bfcl", "office"),
@@ -467,6 +474,34 @@ SCHEMA = {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}, 
 )
 def test_why_a_call_is_left_out(change, why):
     assert call_tasks._reason(CONFIG, {"functions": [SCHEMA]} | ROW | change) == why
+
+
+def test_equal_queries_and_dialogues_are_on_one_side():
+    """One row is held out for its source; a row of its dialogue and a row with its query follow."""
+    row = lambda name, group, query, **more: {"name": name, "group": group, "query": query, **more}
+    rows = [row("a", "one", "Hi, you", upstream_test=True), row("b", "one", "x"), row("c", "two", "hi you")]
+    assert call_tasks._held_out(rows) == [True, True, True]
+    assert call_tasks._held_out([rows[1], row("c", "two", "y")]) == [False, False]
+
+
+def test_the_calls_of_a_dialogue(tmp_path):
+    """The query is what was said before the call. Tokens and calls of ToolSearcher are left out."""
+    folder = tmp_path / "apibank" / "lv1-lv2-samples" / "level"
+    folder.mkdir(parents=True)
+    user = lambda text: {"role": "User", "text": text}
+    api = lambda name, **given: {"role": "API", "api_name": name, "param_dict": given}
+    dialogues = {
+        "one": [user("a"), api("ToolSearcher", keywords="k"), api("Add", token="t", n=1), user("b"), api("Get", x="y")],
+        "two": [user("c"), api("Add", token="t", n="2", when="now")],
+    }
+    for name, turns in dialogues.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    first, second, third = call_sets.apibank_calls(tmp_path)
+    assert (first["query"], second["query"], third["query"]) == ("a", "a\nb", "c")
+    assert (first["answers"], second["answers"]) == ({"n": [1]}, {"x": ["y"]}) and first["group"] == second["group"]
+    assert [schema["name"] for schema in first["functions"]] == ["Add", "Get"]
+    kinds = {"n": {"type": "any"}, "when": {"type": "string"}}
+    assert first["functions"][0]["parameters"] == {"type": "dict", "properties": kinds, "required": ["n"]}
 
 
 # ---- wrong data ------------------------------------------------------------------------------------------------------
