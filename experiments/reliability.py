@@ -309,6 +309,7 @@ PARTS: dict[str, tuple[Row, ...]] = {
                 "envs/test_writing_rewards.py::test_hacks_do_not_pay_in_strict_mode",
                 "envs/test_red_team.py::test_writing",
                 "envs/test_red_team.py::test_assistant",
+                "envs/test_red_team.py::test_function_calls",
                 "envs/test_red_team.py::test_coding",
             ),
         ),

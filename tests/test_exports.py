@@ -25,6 +25,7 @@ WITHOUT_JAX = (
     "jaxmarl_llm.sandbox.judge",
     "jaxmarl_llm.rollout.env_pool",
     "jaxmarl_llm.envs.assistant.env",
+    "jaxmarl_llm.envs.call_team.env",
     "jaxmarl_llm.envs.coding.env",
     "jaxmarl_llm.envs.writing.env",
 )

@@ -2,8 +2,8 @@
 
     python -m experiments.data.make_fixtures --data_dir=DIR [--out=jaxmarl_llm/data/fixtures]
 
-DIR holds gsm8k/ bfcl/ hotpotqa/ taubench_retail/ scitldr/ as described in jaxmarl_llm/data/loaders.py, and humaneval/
-mbpp/ as described in jaxmarl_llm/data/code_tasks.py.
+DIR holds gsm8k/ bfcl/ hotpotqa/ taubench_retail/ scitldr/ as described in jaxmarl_llm/data/loaders.py, humaneval/ mbpp/
+as described in jaxmarl_llm/data/code_tasks.py, and apibank/ as described in jaxmarl_llm/data/call_sets.py.
 """
 
 from __future__ import annotations
@@ -70,13 +70,20 @@ def gsm8k(source: Path, out: Path) -> str:
 
 
 def bfcl(source: Path, out: Path) -> str:
-    for category in ("simple_python", "multiple"):
+    for category in ("simple_python", "multiple", "live_simple"):
         name = f"BFCL_v4_{category}.json"
         rows = pick([r for r in jsonl(source / name) if len(json.dumps(r)) < 2500], 30)
         answers = {r["id"]: r for r in jsonl(source / "possible_answer" / name)}
         write_jsonl(out / name, rows)
         write_jsonl(out / "possible_answer" / name, [answers[r["id"]] for r in rows])
-    return "30 rows each of simple_python and multiple with their possible answers, unchanged"
+    return "30 rows each of simple_python, multiple and live_simple with their possible answers, unchanged"
+
+
+def apibank(source: Path, out: Path) -> str:
+    files = [p for p in sorted((source / "lv1-lv2-samples").glob("*/*.jsonl")) if 0 < p.stat().st_size < 1200]
+    for path in pick(files, 30):
+        write(out / path.relative_to(source), path.read_text("utf-8"))
+    return "30 of the 264 dialogues, each of less than 1,200 bytes, unchanged"
 
 
 def hotpotqa(source: Path, out: Path) -> str:
@@ -154,7 +161,7 @@ def main() -> None:
     parser.add_argument("--data_dir", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=FIXTURES)
     flags = parser.parse_args()
-    for cut in (gsm8k, bfcl, hotpotqa, taubench_retail, scitldr, humaneval, mbpp):
+    for cut in (gsm8k, bfcl, apibank, hotpotqa, taubench_retail, scitldr, humaneval, mbpp):
         source, out = flags.data_dir / cut.__name__, flags.out / cut.__name__
         what = cut(source, out)
         notes = (source / "SOURCE.txt").read_text("utf-8").split("\n")

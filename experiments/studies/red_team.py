@@ -10,8 +10,9 @@ The references. Writing: a human summary with a run of the abstract's sentences 
 abstract with a later part of it (arxiv), whichever pair pays most; a task without such a pair counts as 0. Nobody
 wrote introductions for arxiv, so whole sentences of the abstract are the reference there, and strategies that copy
 sentences come close to it. Assistant: the scripted perfect team. Coding: the canonical solution. Questions about
-passages (`facts_text`): gold titles as queries, their numbers, the gold answer. The reference game: a human summary as
-the hint, and a listener that knows the title. Two writers: a human summary, which is one of those that pay. Letters
+passages (`facts_text`): gold titles as queries, their numbers, the gold answer. Calls (`call_team`): the right route
+and the gold call; with conventions on the tasks that have one, in the demanded form. The reference game: a human
+summary as the hint, and a listener that knows the title. Two writers: a human summary, one of those that pay. Letters
 (the small text tasks): a perfect team, whose master repeats what its specialist says. Some roles play the strategy and
 the others are perfect, where the strategy says so. A spoilt perfect reply comes close to the reference where most of
 it is right.
@@ -29,6 +30,7 @@ from pathlib import Path
 from absl import flags
 
 from experiments.studies.red_team_assistant import assistant_table
+from experiments.studies.red_team_calls import calls_table
 from experiments.studies.red_team_coding import coding_table
 from experiments.studies.red_team_facts import facts_table
 from experiments.studies.red_team_letters import LETTERS, letters_table
@@ -37,6 +39,7 @@ from experiments.studies.red_team_table import Table, markdown
 from experiments.studies.red_team_writing import WRITING_TASKS, writing_table
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.envs.assistant import env as assistant
+from jaxmarl_llm.envs.call_team import env as call_team
 from jaxmarl_llm.envs.coding import env as coding
 from jaxmarl_llm.envs.facts import text as facts
 from jaxmarl_llm.envs.reference_game import env as game
@@ -69,6 +72,9 @@ def tables(data: str | None = None, count: int = 0, only: str = "", split: str =
     made["facts_text"] = lambda: facts_table(facts.Config(data_dir=data, split=split), count)
     made["reference_game"] = lambda: game_table(game.Config(data=data, split=split, count=count))
     made["two_writers"] = lambda: writers_table(writers.Config(data=data, split=split, count=count))
+    for title, demanded in (("call_team", False), ("call_team, conventions", True)):
+        told_calls = call_team.Config(data_dir=data, split=split, conventions=demanded)
+        made[title] = partial(calls_table, told_calls, count)
     for name in LETTERS:
         made[f"letters, {name}"] = partial(letters_table, name, count)
     return (make() for title, make in made.items() if title.startswith(only))

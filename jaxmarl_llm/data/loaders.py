@@ -243,10 +243,10 @@ def _hotpotqa(root: Path, split: str) -> tuple[Tasks, list[Path]]:
     return tasks, [path]
 
 
-def _bfcl(root: Path, split: str) -> tuple[Tasks, list[Path]]:
-    files = [p for c in CATEGORIES if (p := root / f"BFCL_v4_{c}.json").exists()]
+def _bfcl(root: Path, split: str, categories: tuple[str, ...] = CATEGORIES) -> tuple[Tasks, list[Path]]:
+    files = [p for c in categories if (p := root / f"BFCL_v4_{c}.json").exists()]
     if not files:
-        raise ConfigError(f"{root}: none of the files BFCL_v4_<category>.json, category in {', '.join(CATEGORIES)}")
+        raise ConfigError(f"{root}: none of the files BFCL_v4_<category>.json, category in {', '.join(categories)}")
     tasks = []
     for path in files:
         answers = {}

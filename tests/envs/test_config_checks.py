@@ -92,7 +92,15 @@ def test_the_defaults_are_accepted(name):
     assert refusal(name) is None
 
 
-REAL = ("assistant", "coding", "writing", "reference_game", "reference_game_solo", "two_writers")  # they have counts
+REAL = (
+    "assistant",
+    "call_team",
+    "coding",
+    "writing",
+    "reference_game",
+    "reference_game_solo",
+    "two_writers",
+)  # have counts
 SIZES = [
     *((name, "tasks") for name in MODULES if name not in (*REAL, "facts_text")),
     *((f"{name}{form}", "rounds") for name in ("chain", "safety", "dilemma") for form in ("", "_text")),
@@ -105,6 +113,7 @@ SIZES = [
     *((name, "count") for name in MODULES if name.endswith("_text") or name in REAL),
     *(("reference_game", field) for field in ("titles", "abstract_words", "title_words", "hint_words")),
     *(("two_writers", field) for field in ("abstract_words", "most_words")),
+    *(("call_team", field) for field in ("demonstrated", "query_chars", "call_chars", "per_function")),
     ("dilemma", "message"), ("safety", "length"), ("coding", "memory_mb"),
 ]  # fmt: skip
 

@@ -10,10 +10,12 @@ import pytest
 
 from experiments.studies import red_team_coding, red_team_letters, red_team_table
 from experiments.studies.red_team_assistant import assistant_table
+from experiments.studies.red_team_calls import CALLS, calls_table
 from experiments.studies.red_team_facts import facts_table
 from experiments.studies.red_team_reference import game_table, writers_table
 from experiments.studies.red_team_writing import WRITING_TASKS, writing_table
 from jaxmarl_llm.envs.assistant import env as assistant
+from jaxmarl_llm.envs.call_team import env as call_team
 from jaxmarl_llm.envs.coding import env as coding
 from jaxmarl_llm.envs.duet import array as duet
 from jaxmarl_llm.envs.facts import text as facts
@@ -73,6 +75,18 @@ def test_two_writers(split):
     blind = ("fixed fluent sentence", "frequent words of summaries", "stopwords", "invention", "the instruction")
     assert all(np.mean(table.rewards[name]) < 0.25 for name in (*blind, "another task's reference"))
     assert np.mean(table.rewards["lead sentence"]) > np.mean(table.rewards["another task's reference"])
+
+
+@pytest.mark.parametrize("conventions", [False, True])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_function_calls(split, conventions):
+    """Every mean is far below the reference, except that of the right call without the conventions."""
+    table = calls_table(call_team.Config(split=split, conventions=conventions))
+    check(table, least=0.99)
+    means = {name: np.mean(values) for name, values in table.rewards.items()}
+    assert max(means[name] for name in CALLS) < 0.6 and means["copied arguments"] > 0  # the strategies are not idle
+    if conventions:
+        assert 0.2 < means["the right call without the conventions"] < 0.9
 
 
 @needs_sandbox

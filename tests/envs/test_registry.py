@@ -25,6 +25,7 @@ def never(*args, **kwargs):
         ("reference_game", {"hint": "human"}, ("speaker", "listener")),
         ("reference_game_solo", {}, ("solo",)),
         ("two_writers", {}, ("proposer", "editor")),
+        ("call_team", {}, ("master", "maths", "places", "trade", "culture", "office")),
     ],
 )
 def test_roles_are_those_of_the_environment_and_draw_no_task(name, args, roles, monkeypatch):

@@ -71,7 +71,16 @@ def contents(tasks, column):
 
 
 def test_every_environment_is_here_or_has_a_data_set():
-    real = {"assistant", "coding", "writing", "facts_text", "reference_game", "reference_game_solo", "two_writers"}
+    real = {
+        "assistant",
+        "call_team",
+        "coding",
+        "writing",
+        "facts_text",
+        "reference_game",
+        "reference_game_solo",
+        "two_writers",
+    }
     assert set(registry.MODULES) - real == {*GENERATED, *ONE_GAME}
     assert set(DATA) == set(loaders._READERS)
 

@@ -36,6 +36,8 @@ def test_a_paper_configuration_refuses_the_samples_of_the_package(spec):
         preflight.epochs(cfg, tasks)
 
 
-@pytest.mark.parametrize("spec", ["joyagents_r1.py:smollm2", "joyagents_r1.py:mixed", "magrpo.py:smollm2"])
+@pytest.mark.parametrize(
+    "spec", ["joyagents_r1.py:smollm2", "joyagents_r1.py:mixed", "joyagents_r1.py:call_team", "magrpo.py:smollm2"]
+)
 def test_small_configurations_take_the_samples(spec):
     preflight.epochs(*training_tasks(spec))
