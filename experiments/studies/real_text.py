@@ -63,9 +63,10 @@ class Watch:
 
     def batch(self, state: TrainState, suffix: str, numbers: Sequence[int], played: RolloutResult) -> None:
         """See a batch, as `EvaluationWatcher.batch`."""
-        mine = {i: number for i, number in enumerate(numbers) if number in self._numbers}
-        for number, episode in zip(mine.values(), episodes_of(self._team, played, list(mine)), strict=True):
-            self.episodes[number] = episode
+        for i, number in enumerate(numbers):
+            found = episodes_of(self._team, played, [i]) if number in self._numbers else []
+            if found:  # a task that could not be played has none
+                self.episodes[number] = found[0]
 
     def end(self, state: TrainState, rows: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Keep an evaluation, as `EvaluationWatcher.end`."""

@@ -33,6 +33,22 @@ def reply_message(role: str, action: Action) -> Message:
     return action.message(role) if action.ids else Message("assistant", action.text)
 
 
+def action_of(role: str, actions: Mapping[str, Action], done: bool) -> Action:
+    """The action of the one role that acts.
+
+    Args:
+        role: The role that acts.
+        actions: What a step was given.
+        done: Whether the episode has finished.
+
+    Raises:
+        ValueError: The episode has finished, or the step was given other actions.
+    """
+    if done or set(actions) != {role}:
+        raise ValueError(f"expected one action of {role!r} in an unfinished episode, got {sorted(actions)}")
+    return actions[role]
+
+
 def quotes(reader: str, prompt: Prompt, speaker: str, text: str) -> bool:
     """Whether a prompt quotes a message: it has the speaker's own turn, or its text between ends of words.
 

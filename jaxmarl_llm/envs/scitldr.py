@@ -10,6 +10,7 @@ URL. ``split`` is train or test.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def articles(data: str | None, split: str, seed: int) -> tuple[list[Article], st
             expected = f"a folder with SciTLDR-A or scitldr ({FETCH})"
             raise ConfigError(f"{checks.ARGS}.data: expected {expected}, got {data!r}: no such folder in it")
     return loaders.load("scitldr", data_dir=data, split=split, seed=seed)
+
+
+def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an environment that need no data but the package's, for plans. ``args``: those of a run."""
+    return dict(args) if args.get("data") else {k: v for k, v in args.items() if k != "count"}
 
 
 def first(tasks: list[Article], count: int, source: str) -> list[Article]:

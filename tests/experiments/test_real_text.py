@@ -108,7 +108,7 @@ def test_effects_pair_the_tasks_of_a_seed():
     ("found", "seeds", "said"),
     [
         ((0.5, 0.03, 0.9), 3, HOLDS), ((0.5, 0.01, 0.9), 3, OPEN), ((-0.5, -0.9, 0.01), 3, FAILS),
-        ((0.5, 0.03, 0.9), 2, OPEN), (None, 3, OPEN),
+        ((0.5, 0.03, 0.9), 2, OPEN), (None, 3, OPEN), ((-0.5, -0.9, 0.03), 3, OPEN),
     ],
 )  # fmt: skip
 def test_the_whole_interval_decides(found, seeds, said):
@@ -157,3 +157,10 @@ def test_every_team_has_arms_that_can_be_made():
         assert next(iter(team.arms)) == "team" and team.claim.delta > 0, name
         for arm in team.arms.values():
             text_teams.configuration(team, arm, 0).check("config")
+
+
+def test_a_task_that_was_not_played_has_no_episode(monkeypatch):
+    monkeypatch.setattr(real_text, "episodes_of", lambda team, played, tasks: [[task] for task in tasks if task != 1])
+    watch = real_text.Watch(None, [10, 11, 13])
+    watch.batch(None, "", range(10, 14), None)
+    assert watch.episodes == {10: [0], 13: [3]}

@@ -51,7 +51,7 @@ from jaxmarl_llm.envs.assistant import shop
 from jaxmarl_llm.envs.assistant.prompts import DOMAINS, ROLES, SYSTEM, Config, ask, context, database, hears, own
 from jaxmarl_llm.envs.assistant.prompts import search as find
 from jaxmarl_llm.envs.assistant.reference_episodes import script
-from jaxmarl_llm.envs.chat import cut, reply_message, with_memory
+from jaxmarl_llm.envs.chat import action_of, cut, reply_message, with_memory
 from jaxmarl_llm.envs.chat import strategy_by_accuracy as strategy
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
@@ -118,9 +118,7 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
 
     ``seed`` has no effect. ``actions``: the message of the role that acts.
     """
-    if set(actions) != {state.role} or state.final is not None or state.turn >= config.max_turns:
-        raise ValueError(f"expected one action of {state.role!r} in an unfinished episode, got {sorted(actions)}")
-    action = actions[state.role]
+    action = action_of(state.role, actions, state.final is not None or state.turn >= config.max_turns)
     move = _lead if state.role == "master" else _specialize
     new, readable = move(config, state, action.text, reply_message(state.role, action))
     new = replace(

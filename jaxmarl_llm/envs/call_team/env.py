@@ -46,7 +46,7 @@ from jaxmarl_llm.envs.call_team import calls
 from jaxmarl_llm.envs.call_team.prompts import MASTER, ROLES, hears, offered, prompt, strategy
 from jaxmarl_llm.envs.call_team.specialists import SPECIALISTS
 from jaxmarl_llm.envs.call_team.tasks import Config, tasks
-from jaxmarl_llm.envs.chat import with_memory
+from jaxmarl_llm.envs.chat import action_of, with_memory
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Prompt, Rewards
 
@@ -90,9 +90,7 @@ def step(seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State,
 
     ``seed`` has no effect. ``actions``: the reply of the role that acts.
     """
-    if state.done or set(actions) != {state.role}:
-        raise ValueError(f"expected one action of {state.role!r} in an unfinished episode, got {sorted(actions)}")
-    text = actions[state.role].text
+    text = action_of(state.role, actions, state.done).text
     if state.role == MASTER and text.strip() in SPECIALISTS:
         return replace(state, role=text.strip()), {}, False
     paid = _paid(state, text)

@@ -41,9 +41,9 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 from jaxmarl_llm.envs import bm25, checks, scitldr
-from jaxmarl_llm.envs.chat import asked, entry, with_memory
+from jaxmarl_llm.envs.chat import action_of, asked, entry, with_memory
 from jaxmarl_llm.envs.reference_game.groups import first_words, named, parted
-from jaxmarl_llm.envs.scitldr import opening
+from jaxmarl_llm.envs.scitldr import opening, stand_in
 from jaxmarl_llm.envs.writing.prose import FUNCTION
 from jaxmarl_llm.envs.writing.rewards import STEM, STOPWORDS
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
@@ -146,9 +146,7 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
     ``seed`` has no effect. ``actions``: the text of the role that acts.
     """
     role = SPEAKER if state.hint is None else LISTENER
-    if state.done or set(actions) != {role}:
-        raise ValueError(f"expected one action of {role} in an unfinished episode, got {sorted(actions)}")
-    action = actions[role]
+    action = action_of(role, actions, state.done)
     if role == SPEAKER:
         return replace(state, hint=opening(action.text, config.hint_words), ended=not action.truncated), {}, False
     place = named(action.text, state.task["titles"], action.truncated)
@@ -238,11 +236,6 @@ def tasks(config: Config) -> list[Task]:
     order = list(found)
     random.Random(f"reference_game {config.split} {config.seed}").shuffle(order)
     return scitldr.first([dict(task) for group in order for task in group], config.count, source)
-
-
-def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of this environment that need no data but the package's, for plans. ``args``: those of a run."""
-    return dict(args) if args.get("data") else {k: v for k, v in args.items() if k != "count"}
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from jaxmarl_llm.envs.chat import with_memory
+from jaxmarl_llm.envs.chat import action_of, with_memory
 from jaxmarl_llm.envs.reference_game import env as game
 from jaxmarl_llm.envs.reference_game.env import Config, State, Task, stand_in, strategy, tasks
 from jaxmarl_llm.envs.reference_game.groups import first_words, named
@@ -52,9 +52,7 @@ def step(seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State,
 
     ``seed`` has no effect. ``actions``: the text of the agent.
     """
-    if state.done or set(actions) != {ROLE}:
-        raise ValueError(f"expected one action of {ROLE} in an unfinished episode, got {sorted(actions)}")
-    action = actions[ROLE]
+    action = action_of(ROLE, actions, state.done)
     place = named(action.text, state.task["titles"], action.truncated)
     paid = {"chosen": float(place == state.task["answer"]), "named": float(place is not None)}
     return State(state.task, done=True), {ROLE: paid}, True

@@ -40,8 +40,8 @@ from functools import partial
 from typing import Any, Literal
 
 from jaxmarl_llm.envs import checks, scitldr
-from jaxmarl_llm.envs.chat import asked, entry, with_memory
-from jaxmarl_llm.envs.scitldr import opening
+from jaxmarl_llm.envs.chat import action_of, asked, entry, with_memory
+from jaxmarl_llm.envs.scitldr import opening, stand_in
 from jaxmarl_llm.envs.writing.prose import SENTENCE, ended, misfits
 from jaxmarl_llm.envs.writing.rouge import rouge
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
@@ -136,9 +136,7 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
     ``seed`` has no effect. ``actions``: the text of the role that acts.
     """
     role = PROPOSER if state.proposal is None else EDITOR
-    if state.done or set(actions) != {role}:
-        raise ValueError(f"expected one action of {role} in an unfinished episode, got {sorted(actions)}")
-    action = actions[role]
+    action = action_of(role, actions, state.done)
     if role == PROPOSER:
         return replace(state, proposal=action.text), {}, False
     after = replace(state, done=True)
@@ -202,11 +200,6 @@ def tasks(config: Config) -> list[Task]:
 def ask(config: Config, text: str) -> Task:
     """The task of a person's ``text``, which the proposer reads."""
     return {"id": "asked", "asked": True, "title": "", "text": text, "targets": []}
-
-
-def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of this environment that need no data but the package's, for plans. ``args``: those of a run."""
-    return dict(args) if args.get("data") else {k: v for k, v in args.items() if k != "count"}
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:

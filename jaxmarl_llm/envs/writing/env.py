@@ -39,6 +39,7 @@ from typing import Any, Literal
 from jaxmarl_llm.data import loaders, remote
 from jaxmarl_llm.envs import checks
 from jaxmarl_llm.envs.chat import asked, entry, reply_message, with_memory
+from jaxmarl_llm.envs.scitldr import stand_in
 from jaxmarl_llm.envs.writing import prose, rewards, rouge, word_lists
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Message, Prompt, Rewards
@@ -353,11 +354,6 @@ def _permitted(config: Config, row: Mapping[str, Any]) -> bool:
 def ask(config: Config, text: str) -> Task:
     """The task of a person's ``text``, which both roles write about. ``max_source`` does not apply."""
     return {"id": "asked", "title": "", "text": text, "targets": [], "source": "asked"}
-
-
-def stand_in(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of this environment that need no data but the package's, for plans. ``args``: those of a run."""
-    return dict(args) if args.get("data") else {k: v for k, v in args.items() if k != "count"}
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:
