@@ -136,7 +136,7 @@ def lengths_of_run(rows: Sequence[Mapping[str, Any]], source: str, last: int = 1
 def memory_options(cfg: BaseConfig) -> dict[str, Any]:
     """Keyword arguments of `costs.model.memory` for ``cfg``: its optimizer, and the copies of parameters it keeps."""
     o = cfg.optimizer
-    copies = int(cfg.loss.needs_reference) + cfg.past.size
+    copies = int(cfg.loss.needs_reference) + cfg.past.size + cfg.staleness
     return {"optimizer": o.name, "copies": copies, "masters": o.float32_master_weights, "offload": o.offload}
 
 

@@ -44,6 +44,7 @@ from jaxmarl_llm.rollout.host import HostRollout, HostSettings, Recall, play
 from jaxmarl_llm.rollout.launches import SamplerFactory, here
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.rollout.recall import mean_embedding
+from jaxmarl_llm.rollout.watching import later
 from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Role, Team, TrainState, Tree
 
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
@@ -160,10 +161,23 @@ class EnvRunner(ABC):
         """
 
     def _watched(self, played: RolloutResult, held_out: bool) -> RolloutResult:
-        """``played``, after the watcher has seen it."""
+        """``played``, after the watcher has seen it, or will see it (`watching.later`)."""
+        kept = later()
+        if kept is None:
+            self.see(played, held_out)
+        else:
+            kept.append((played, held_out))
+        return played
+
+    def see(self, played: RolloutResult, held_out: bool) -> None:
+        """Show a rollout to the watcher, where there is one.
+
+        Args:
+            played: The rollout.
+            held_out: Whether its tasks were held out.
+        """
         if self.watcher is not None:
             self.watcher(played, held_out)
-        return played
 
     @abstractmethod
     def demonstrations(

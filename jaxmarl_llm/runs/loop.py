@@ -143,6 +143,8 @@ def _fit(
                 _finish(recipe, files, logger, best, int(state.step), code)
             health.close()
     finally:
+        if recipe.rollouts is not None:
+            recipe.rollouts.drop()
         recipe.env_runner.watcher = recipe.env_runner.evaluations = recipe.recorder = None
         if primary:  # also after a failure: the last lines of the metrics show the reason
             with deadlines.stage("save"):
@@ -334,7 +336,7 @@ def _check_numbers(cfg: BaseConfig, step: int, bad: int, metrics: Mapping[str, f
             f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; stopped; {_kept(saver)}"
         )
     gap = metrics.get("logprob_diff", 0.0)
-    if cfg.run.max_logprob_diff and gap > cfg.run.max_logprob_diff:
+    if cfg.run.max_logprob_diff and not cfg.staleness and gap > cfg.run.max_logprob_diff:
         raise FloatingPointError(
             f"step {step}: sampler and learner log-probs differ by {gap:.3g} > run.max_logprob_diff="
             f"{cfg.run.max_logprob_diff:g}; the update would be biased"

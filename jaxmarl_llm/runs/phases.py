@@ -33,6 +33,7 @@ from jaxmarl_llm.rollout.menus import check_menus
 from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.runs.ahead import Programs, no_programs, programs_of
 from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training import stale
 from jaxmarl_llm.training.config import OTHERS, BaseConfig, weights_of
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate
@@ -40,6 +41,7 @@ from jaxmarl_llm.training.finite import check_parameters
 from jaxmarl_llm.training.learner import Learner, make_learner
 from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.optimizers import Optimizer, to_memory
+from jaxmarl_llm.training.overlap import NextRollout
 from jaxmarl_llm.training.step_metrics import diagnose
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
 from jaxmarl_llm.training.train_step import Algorithm, Driver, RewardSchedule, StepResult, TrainStep, find_update
@@ -89,6 +91,7 @@ class Recipe:
         context: Memory entries in demonstrations, at most.
         recorder: Sees every training step from the host, and what `HostDriver.record` takes; None: nobody does.
         ahead: Function from a state to compilers of programs that RL needs.
+        rollouts: Plays the rollout of the next step while a step updates; None: each step plays its own.
     """
 
     cfg: BaseConfig
@@ -102,6 +105,7 @@ class Recipe:
     context: int = 0
     recorder: Recorder | None = None
     ahead: Programs = no_programs
+    rollouts: NextRollout | None = None
 
     @functools.cached_property
     def total_steps(self) -> int:
@@ -129,7 +133,7 @@ class Recipe:
             params |= phase.begin(params["agents"])
         trained = [phase.step for phase in self.phases if isinstance(phase.step, TrainStep)]
         last = self.phases[self.phase_of(max(step - 1, 0))]  # a state is as its last step left it
-        return TrainState(
+        state = TrainState(
             step=jnp.int32(0),
             key=stream(seed, STEPS),
             params=params,
@@ -137,6 +141,7 @@ class Recipe:
             memory=self.stores(),
             counters={"skipped": jnp.int32(0)},
         ).with_kept({keeper.name: keeper.begin(own, params["agents"]) for own in trained for keeper in own.keepers})
+        return stale.begin(state, self.cfg.staleness) if self.cfg.staleness else state
 
     def optimizers(self, phase: Phase, agents: Params) -> PyTree:
         """Fresh optimizer states of a phase."""
@@ -154,7 +159,8 @@ class Recipe:
         """The state at the first step of a phase."""
         agents = state.params["agents"]
         params = {**state.params, **phase.begin(agents)}
-        return state.replace(params=params, opt_state=self.optimizers(phase, agents))
+        state = state.replace(params=params, opt_state=self.optimizers(phase, agents))
+        return stale.begin(state, self.cfg.staleness) if self.cfg.staleness else state
 
     def step(self, state: TrainState, logger: Logger) -> tuple[TrainState, dict[str, float]]:
         """Take the state one step on, from the host: ``state.step`` counts it.
@@ -176,7 +182,8 @@ class Recipe:
             record = None
             if (recorder := self.recorder) is not None:
                 record = lambda own, result: recorder(own, now + 1, now - self.starts[k], before, before, result)
-            driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug, logprobs, record)
+            more = now + 1 - self.starts[k] < self.phases[k].steps
+            driver = HostDriver(self.cfg.seed, logger, self.cfg.run.debug, logprobs, record, self.rollouts, more)
             state, result = step(driver, state, now - self.starts[k])
             if driver.debug:
                 check_parameters(state.params["agents"], now + 1)
@@ -187,7 +194,9 @@ class Recipe:
             return state.replace(step=state.step + 1), self.phases[k].metrics(result)
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """Metrics on the held-out tasks."""
+        """Metrics on the held-out tasks. A rollout that is played ahead ends before."""
+        if self.rollouts is not None:
+            self.rollouts.wait()
         with meshes.use_mesh(self.mesh):
             return self.evaluator(state)
 
@@ -304,6 +313,8 @@ def make_phases(
     """
     if cfg.update is not None and not any(isinstance(phase.step, TrainStep) for phase in phases):
         raise ConfigError(f"config.update: expected None: recipe {cfg.recipe} updates by phases of its own")
+    if cfg.staleness and not all(isinstance(phase.step, TrainStep) for phase in phases):
+        raise ConfigError(f"config.staleness: expected 0: recipe {cfg.recipe} samples in phases of its own")
     if isinstance(env_runner, ArrayEnvRunner):
         check_step(env_runner.task, cfg.env.name, max(role.max_new_tokens for role in team.roles))
     mesh = meshes.open_mesh(cfg.mesh, team.models)
@@ -312,6 +323,7 @@ def make_phases(
         raise ConfigError(f"config.mesh.rollout_blocks: expected 1 with the array environment {cfg.env.name!r}")
     if isinstance(mesh, meshes.Split):
         beyond = {"env.name": env_runner.array, "team.critic": bool(team.critics), "past.size": bool(cfg.past.size)}
+        beyond["staleness"] = bool(cfg.staleness)
         for name, asked in beyond.items():
             if asked:
                 raise ConfigError(f"config.mesh.models: expected 'all' with config.{name} as it is, got 'split'")
@@ -407,6 +419,8 @@ def make_recipe(
             "config.credit.baseline=%s has no effect with credit.normalise=std: standardised advantages have mean 0",
             cfg.credit.baseline,
         )
+    if cfg.staleness and cfg.loss.tis_clip is None:
+        logging.warning("config.loss.tis_clip=None with config.staleness: no weight corrects for the older policy")
     plan.check(env_runner.env)
     try_choice(plan, team)
     if isinstance(env_runner.env, ArrayEnv):
@@ -459,4 +473,5 @@ def make_recipe(
     )
     if made.mesh is None:
         made.ahead = programs_of(step)
+        made.rollouts = NextRollout(env_runner) if cfg.staleness else None
     return made

@@ -20,6 +20,7 @@ from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
 
+STALE_LIMIT = 16  # copies of the parameters that a run keeps for stale rollouts
 OTHERS = "others"  # key of ``reward``: the weight of every component without a weight of its own
 
 
@@ -129,6 +130,7 @@ class BaseConfig:
     micro_tokens: int = 16_384  # trunk tokens P + G R of one micro-batch, on each device that holds rows
     sft: SFT = SFT()
     past: Past = Past()  # earlier policies as opponents
+    staleness: int = 0  # steps that the policy of a rollout is behind the one that the step updates
     mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
     run: RunConfig = RunConfig()
 
@@ -143,6 +145,9 @@ class BaseConfig:
             load_object(f"{path}.update", self.update)
         if self.sampling.temperature == 0:
             raise ConfigError(f"{path}.sampling.temperature: expected > 0 for training, got 0")
+        at_least(f"{path}.staleness", self.staleness, 0, STALE_LIMIT)
+        if self.staleness and self.past.size:
+            raise ConfigError(f"{path}.past.size: expected 0 with {path}.staleness, got {self.past.size}")
         if self.engine.urls and self.past.size:
             raise ConfigError(f"{path}.past.size: expected 0 with {path}.engine.urls, got {self.past.size}")
         if self.engine.urls and self.env.lanes:

@@ -26,8 +26,10 @@ from jaxmarl_llm.training.finite import check_traced_choices, number_of, update_
 from jaxmarl_llm.training.learner import Batch, Learner, NodeTargets, Scored, optimize, update_models
 from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.losses import Loss, aggregation_weights
+from jaxmarl_llm.training.overlap import NextRollout
 from jaxmarl_llm.training.packing import pack
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
+from jaxmarl_llm.training.stale import inputs_of
+from jaxmarl_llm.training.train_step import Played, StepResult, TrainStep
 from jaxmarl_llm.types import Array, Model, Params, PyTree, TrainState, Tree
 
 update_memory = jax.jit(memory.update, static_argnames=("config",))
@@ -46,6 +48,8 @@ class HostDriver:
         logprobs: Takes the log-probs that the update computes; None: nobody reads them.
         record: Takes a rollout that no step of RL played, with the parts of a step that describe it; None: nobody reads
             it. The recorder of the run sees steps of RL by itself.
+        rollouts: Plays rollouts ahead; None: each step plays its own.
+        more: Whether another step of the phase follows, whose rollout may be played ahead.
     """
 
     seed: int
@@ -53,6 +57,8 @@ class HostDriver:
     debug: bool = False
     logprobs: LearnerLogprobs | None = None
     record: Callable[[TrainStep, StepResult], None] | None = None
+    rollouts: NextRollout | None = None
+    more: bool = False
 
     @contextlib.contextmanager
     def stage(self, name: str, first: str | None = None) -> Any:
@@ -87,6 +93,13 @@ class HostDriver:
             assignment=assignment,
         )
         return played.tree, played
+
+    def take(self, state: TrainState, play: Callable[[], Played]) -> Played:
+        return play() if self.rollouts is None else self.rollouts.take(inputs_of(state), play)
+
+    def begin(self, state: TrainState, play: Callable[[], Played]) -> None:
+        if self.rollouts is not None and self.more:
+            self.rollouts.begin(inputs_of(state), play)
 
     def lay_out(
         self,
@@ -222,6 +235,12 @@ class TracedDriver:
         if self.debug:
             check_traced_choices(step.plan, tree, number_of(state))
         return tree, None
+
+    def take(self, state: TrainState, play: Callable[[], Played]) -> Played:
+        return play()
+
+    def begin(self, state: TrainState, play: Callable[[], Played]) -> None:
+        """Nothing: one program has no threads."""
 
     def lay_out(
         self,

@@ -84,6 +84,8 @@ OF_UPDATES = {
     "logprob_diff": "logprob_diff",
     "nll": "nll",
     "ratio": "ratio",
+    "importance_weight": "importance_weight",
+    "tis_clipped": "tis_clipped",
     "imitation": "imitation",
 }
 

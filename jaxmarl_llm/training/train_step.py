@@ -29,7 +29,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.env_runner import Demonstrations, EnvRunner
 from jaxmarl_llm.rollout.keys import IMITATION, OPPONENTS, STEP_SELECTION, TASKS, stream
 from jaxmarl_llm.rollout.plans import Plan
-from jaxmarl_llm.training import finite
+from jaxmarl_llm.training import finite, stale
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.imitation import Imitation
 from jaxmarl_llm.training.learner import Batch, Learner
@@ -330,6 +330,18 @@ class Driver(Protocol):
     ) -> tuple[Tree, Any]:
         """Play a batch of training tasks."""
 
+    def take(self, state: TrainState, play: Callable[[], Played]) -> Played:
+        """The rollout of a step: what ``play`` returns, or returned when it was begun before this step.
+
+        ``state``: state before the step.
+        """
+
+    def begin(self, state: TrainState, play: Callable[[], Played]) -> None:
+        """May begin the rollout of the next step, which `take` then returns.
+
+        ``state``: arrays that the rollout reads, and its number. ``play``: plays; it reads no arrays of the update.
+        """
+
     def lay_out(
         self,
         step: TrainStep,
@@ -393,19 +405,18 @@ class TrainStep:
             rl_step: Counts those of this phase.
         """
         cfg, algorithm = self.cfg, self.algorithm
-        key = jax.random.fold_in(state.key, state.step)
-        tasks = shuffled(stream(driver.seed, TASKS), self.env_runner.size, rl_step * cfg.batch, cfg.batch)
         with driver.stage("rollout", f"rollout {self.plan.name}"):
-            params, assignment = self.opponents(state, key)
-            tasks, metrics = driver.host(tasks), dict[str, Any]()
-            once = lambda tasks, key: driver.play(self, state, params, driver.host(tasks), key, assignment)
-            if algorithm.play is None:
-                tree, played = once(tasks, key)
-            else:
-                tree, played, tasks, seen = algorithm.play(self, once, tasks, key, rl_step, state)
-                tasks, metrics = driver.host((tasks, dict(seen)))
+            played = driver.take(state, lambda: self.play(driver, state, rl_step))
+            tree, metrics = played.tree, dict(played.metrics)
             if driver.debug:
                 finite.check_rollout(self.team, tree, finite.number_of(state))
+        if cfg.staleness:
+            metrics["staleness"] = driver.host(jnp.mean(state.step - tree.steps.version))
+            state = stale.push(state, cfg.staleness)
+            after = state.replace(step=state.step + 1)
+            if algorithm.play is None:  # another one may read what this step leaves
+                driver.begin(after, lambda: self.play(driver, after, rl_step + 1))
+        key = jax.random.fold_in(state.key, state.step)
         with driver.stage("reward"):
             weights = algorithm.reward(rl_step) if callable(algorithm.reward) else algorithm.reward
             if driver.debug:
@@ -422,18 +433,41 @@ class TrainStep:
             trained = self.trained(driver, credited, selected, tree, key, rl_step)
         with driver.stage("update", "update"):
             imitation = self.imitation(driver, tree, key, rl_step)
-            batches = driver.lay_out(self, tree, played, credited.advantage, trained, targets, imitation)
+            batches = driver.lay_out(self, tree, played.played, credited.advantage, trained, targets, imitation)
             state, updated = self.updated(driver, state, batches)
         metrics |= {f"critic/{name}/loss": m["value_loss"] for name, m in updated.items() if "value_loss" in m}
         if algorithm.memory is not None:
             with driver.stage("memory", "memory"):
                 learnt = driver.host(self.assign(tree, algorithm.memory_reward))
-                state, seen = driver.remember(self, state, tree, played, learnt.returns, learnt.valid)
+                state, seen = driver.remember(self, state, tree, played.played, learnt.returns, learnt.valid)
                 metrics |= seen
         if cfg.past.size:
             state = driver.when((rl_step + 1) % cfg.past.every == 0, _push_snapshot, state)
-        result = StepResult(tree, played, credited, selected, updated, metrics, tasks, dict(weights), trained)
+        result = StepResult(
+            tree, played.played, credited, selected, updated, metrics, played.tasks, dict(weights), trained
+        )
         return self.kept(driver, state, result)
+
+    def play(self, driver: Driver, state: TrainState, rl_step: Step) -> Played:
+        """Play the tasks of a step. The state is only read.
+
+        Args:
+            driver: Runs the parts.
+            state: State before the step.
+            rl_step: Number of the step in its phase.
+        """
+        cfg = self.cfg
+        key = jax.random.fold_in(state.key, state.step)
+        numbers = shuffled(stream(driver.seed, TASKS), self.env_runner.size, rl_step * cfg.batch, cfg.batch)
+        players = stale.acting(state, cfg.staleness, rl_step) if cfg.staleness else state
+        params, assignment = self.opponents(players, key)
+        tasks = driver.host(numbers)
+        once = lambda tasks, key: driver.play(self, players, params, driver.host(tasks), key, assignment)
+        if self.algorithm.play is None:
+            return Played(*once(tasks, key), tasks, {})
+        tree, played, tasks, seen = self.algorithm.play(self, once, tasks, key, rl_step, state)
+        tasks, metrics = driver.host((tasks, dict(seen)))
+        return Played(tree, played, tasks, metrics)
 
     @property
     def on_host(self) -> str | None:

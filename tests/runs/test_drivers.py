@@ -22,6 +22,7 @@ from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import SFT
 from jaxmarl_llm.training.drivers import HostDriver, TracedDriver, scanned, stacked
+from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.types import TrainState
 
@@ -135,6 +136,17 @@ CASES = {
             "group": 3,
             "selected_groups": 2,
             "memory": MemoryConfig(capacity=8, retrieve=2, warmup=4),
+        },
+    ),
+    "grpo, two steps behind": (
+        "grpo",
+        {
+            "env": MATRIX,
+            "reward": {"payoff": 1.0},
+            "team": team(),
+            "group": 4,
+            "staleness": 2,
+            "loss": Loss(tis_clip=2.0),
         },
     ),
     "iac": ("iac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="head"), "gae_lambda": 0.5}),

@@ -1,0 +1,88 @@
+"""Plays the rollout of the next step in a thread while this step updates: see ``config.staleness``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import jax
+
+from jaxmarl_llm.rollout.env_runner import EnvRunner
+from jaxmarl_llm.rollout.watching import watched_later
+from jaxmarl_llm.types import PyTree
+
+T = TypeVar("T")
+
+
+class NextRollout:
+    """At most one rollout that was begun ahead.
+
+    A rollout is taken only where its inputs are those that the step has: the same arrays, not equal ones. So a state
+    from elsewhere, as one of a checkpoint, is played anew. Keys and parameters are the same, and so are the samples.
+
+    Args:
+        env_runner: Runner that plays. Its watcher sees a rollout when the rollout is taken.
+    """
+
+    def __init__(self, env_runner: EnvRunner):
+        self._runner = env_runner
+        self._begun: tuple[PyTree, Future] | None = None
+
+    def begin(self, inputs: PyTree, play: Callable[[], Any]) -> None:
+        """Begin to play, and return at once.
+
+        Args:
+            inputs: Number of the step, and the arrays that the rollout depends on.
+            play: Plays. It is called in a thread.
+        """
+        self.drop()
+        future: Future = Future()
+
+        def work() -> None:
+            try:
+                with watched_later() as seen:
+                    future.set_result((play(), seen))
+            except BaseException as error:  # of any kind: the step that takes the rollout raises it
+                future.set_exception(error)
+
+        self._begun = inputs, future
+        threading.Thread(target=work, daemon=True, name="next rollout").start()
+
+    def take(self, inputs: PyTree, play: Callable[[], T]) -> T:
+        """The result of ``play``, which may have been called already. Raises what it raised.
+
+        Args:
+            inputs: As in `begin`.
+            play: Plays, where no rollout of these inputs was begun.
+        """
+        if self._begun is None:
+            return play()
+        begun, future = self._begun
+        if not _same(begun, inputs):
+            self.drop()
+            return play()
+        self._begun = None
+        result, seen = future.result()
+        for arguments in seen:
+            self._runner.see(*arguments)
+        return result
+
+    def wait(self) -> None:
+        """Return when no rollout is in progress. The rollout stays, and can be taken."""
+        if self._begun is not None:
+            self._begun[1].exception()
+
+    def drop(self) -> None:
+        """Wait for the rollout in progress, and forget it."""
+        self.wait()
+        self._begun = None
+
+
+def _same(one: tuple[int, PyTree], other: tuple[int, PyTree]) -> bool:
+    """Whether two inputs have one number and the same arrays."""
+    (number, arrays), (wanted, others) = one, other
+    if number != wanted or jax.tree.structure(arrays) != jax.tree.structure(others):
+        return False
+    return all(a is b for a, b in zip(jax.tree.leaves(arrays), jax.tree.leaves(others), strict=True))
