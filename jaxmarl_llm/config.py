@@ -146,9 +146,37 @@ def diff(a: Any, b: Any, prefix: str = "config") -> list[str]:
     return lines
 
 
+LATER = "later"
+
+
+def later(default: Any) -> Any:
+    """A field of a configuration that was added after runs were recorded.
+
+    Args:
+        default: With this value a run does what it did before the field was there.
+    """
+    return dataclasses.field(default=default, metadata={LATER: True})
+
+
+def _without_later(cfg: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` of ``cfg`` without the fields of `later` that have their default, at any depth."""
+    out = dict(values)
+    for f in dataclasses.fields(cfg):
+        own = getattr(cfg, f.name)
+        if f.metadata.get(LATER) and own == f.default:
+            del out[f.name]
+        elif dataclasses.is_dataclass(own):
+            out[f.name] = _without_later(own, values[f.name])
+    return out
+
+
 def fingerprint(cfg: Any) -> str:
-    """SHA-256 of the canonical JSON of ``cfg``. Equal configs have equal fingerprints, however they were built."""
-    canonical = to_dict(from_dict(type(cfg), cfg))  # converted first: lr=1 and lr=1.0 are the same float
+    """SHA-256 of the canonical JSON of ``cfg``. Equal configs have equal fingerprints, however they were built.
+
+    A field of `later` is left out at its default, so fingerprints of before the field stay valid.
+    """
+    converted = from_dict(type(cfg), cfg)  # lr=1 and lr=1.0 are the same float
+    canonical = _without_later(converted, to_dict(converted))
     return hashlib.sha256(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

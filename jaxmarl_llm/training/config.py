@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxmarl_llm.agents.snapshots import Past
 from jaxmarl_llm.agents.team import TeamConfig
-from jaxmarl_llm.config import ROW_LIMIT, at_least, finite, in_range, load_object
+from jaxmarl_llm.config import ROW_LIMIT, at_least, finite, in_range, later, load_object
 from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.distributed.deadlines import Deadlines
 from jaxmarl_llm.distributed.meshes import MeshConfig
@@ -130,7 +130,7 @@ class BaseConfig:
     micro_tokens: int = 16_384  # trunk tokens P + G R of one micro-batch, on each device that holds rows
     sft: SFT = SFT()
     past: Past = Past()  # earlier policies as opponents
-    staleness: int = 0  # steps that the policy of a rollout is behind the one that the step updates
+    staleness: int = later(0)  # steps that the policy of a rollout is behind the one that the step updates
     mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
     run: RunConfig = RunConfig()
 
