@@ -39,8 +39,8 @@ SEEDS = 20  # no claim is decided before both of its arms have as many
 TOGETHER = 10  # seeds of one program
 CLIP, FAR = 2.0, 8
 STATED = ("experiments/studies/staleness.py", "jaxmarl_llm/configs")
-NOW, ONE, ONE_WEIGHED = "of the newest policy", "1 step behind", "1 step behind, weighed"
-MANY, MANY_WEIGHED = f"{FAR} steps behind", f"{FAR} steps behind, weighed"
+NOW, ONE, ONE_WEIGHED = "of the newest policy", "1 step behind", "1 step behind and weighed"
+MANY, MANY_WEIGHED = f"{FAR} steps behind", f"{FAR} steps behind and weighed"
 ARMS: dict[str, dict[str, Any]] = {
     NOW: {},
     ONE_WEIGHED: {"staleness": 1, "loss.tis_clip": CLIP},
