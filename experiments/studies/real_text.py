@@ -249,6 +249,16 @@ def shown(found: tuple[float, float, float] | None) -> str:
     return "" if found is None else f"{found[0]:.3f} ({found[1]:.3f} to {found[2]:.3f})"
 
 
+def mean_of(parts: Mapping[str, Any], place: str, metric: str, only: str | None = None) -> str:
+    """The cell of a mean over tasks and seeds. It is empty where the environment does not pay what it needs.
+
+    Arguments as of `values`.
+    """
+    if any(name is not None and name not in part[place] for part in parts.values() for name in (metric, only)):
+        return ""
+    return f"{np.nanmean(np.concatenate([*values(parts, place, metric, only).values()])):.3f}"
+
+
 def section(name: str, team: TextTeam, done: Mapping[str, Any]) -> str:
     """The section of a team on the page, as Markdown. ``done``: its record."""
     of_all = lambda rows: bootstrap(np.stack(list(rows.values())))
@@ -259,10 +269,9 @@ def section(name: str, team: TextTeam, done: Mapping[str, Any]) -> str:
     ]
 
     def cells(parts: Mapping[str, Any], place: str) -> str:
-        others = [values(parts, place, team.metric, only) for only in team.parts]
-        others += [values(parts, place, metric) for metric in team.shown]
-        means = [np.nanmean(np.concatenate([*rows.values()])) for rows in others]
-        return " | ".join([shown(of_all(values(parts, place, team.metric))), *(f"{mean:.3f}" for mean in means)])
+        others = [mean_of(parts, place, team.metric, only) for only in team.parts]
+        others += [mean_of(parts, place, metric) for metric in team.shown]
+        return " | ".join([shown(of_all(values(parts, place, team.metric))), *others])
 
     starts = done.get("starts", {})
     for begin, parts in starts.items():
@@ -338,12 +347,17 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     print(section(name, team, done))
 
 
-if __name__ == "__main__":
+def define_flags() -> None:
+    """Flags that this command and `cross_play` share."""
     flags.DEFINE_string("team", None, f"Team: {', '.join(TEAMS)}.", required=True)
-    flags.DEFINE_list("run", [], "Arms to run; all: every one.")
-    flags.DEFINE_integer("seeds", SEEDS, "Seeds 0 to N-1.", lower_bound=1)
     flags.DEFINE_string("data", None, "Folder of the full data; without it the samples of the package are played.")
     flags.DEFINE_string("work", "runs/real_text", "Folder of the runs.")
     flags.DEFINE_string("records", "docs/results/real_text.json", "JSON file of the records.")
     flags.DEFINE_string("page", "docs/real_text.md", "Markdown file whose section is written.")
+
+
+if __name__ == "__main__":
+    define_flags()
+    flags.DEFINE_list("run", [], "Arms to run; all: every one.")
+    flags.DEFINE_integer("seeds", SEEDS, "Seeds 0 to N-1.", lower_bound=1)
     config_flags.run(main, required=())

@@ -18,6 +18,15 @@ from jaxmarl_llm.training.config import BaseConfig
 TEAM = "team"
 SEEDS = 3
 
+# Tokens that a team samples in a step of RL, for each one that one model samples there. An arm of one model has so many
+# times as many steps. Counts are means of demonstrations of the full data with the stop token of SmolLM2 (2026-11-28).
+# A node-wise task of G = 4 has 4 routes of 2.2 tokens and 7 calls of 23.2, one model 4 calls.
+CALL_TOKENS = 1.84
+# A proposal has 20.7 tokens, a summary 16.1, and one model writes the summary alone.
+WRITER_TOKENS = 2.29
+# A hint has 6.3 tokens, an answer 6.6, and one model writes the answer alone.
+GAME_TOKENS = 1.96
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -41,9 +50,12 @@ class TextTeam:
         metric: What a held-out task brought: the primary figure. ``return``, or a component that the environment pays.
         claim: That RL is above stage 0.
         arms: Name -> arm; ``team`` is the first.
-        shown: Other components, whose means are shown.
+        shown: Other components, whose means are shown where the environment of an arm pays them. The one of the arm
+            ``team`` pays all of them.
         parts: Component that is 1 for the tasks of a part -> name of the part; the primary figure is shown for each.
         data: Argument of the environment that names the folder of the data.
+        crossed: The two roles that `experiments.studies.cross_play` takes from runs of different seeds; None: it has
+            nothing to cross.
     """
 
     config: Callable[[], BaseConfig]
@@ -53,6 +65,18 @@ class TextTeam:
     shown: tuple[str, ...] = ()
     parts: Mapping[str, str] = field(default_factory=dict)
     data: str = "data"
+    crossed: tuple[str, str] | None = None
+
+
+def _alone(config: Callable[[], BaseConfig], name: str, tokens: float) -> Arm:
+    """One model in place of the team, which samples as many tokens in RL.
+
+    Args:
+        config: The configuration of the team.
+        name: Environment of one role.
+        tokens: Tokens of a team's step for each token of a step of one model.
+    """
+    return Arm({"steps": round(tokens * config().steps)}, start={"env.name": name})
 
 
 def _claim(what: str, delta: float) -> Claim:
@@ -75,6 +99,7 @@ TEAMS: dict[str, TextTeam] = {
             TEAM: Arm(),
             "no memory": Arm({"use_memory": False}),
             "flat": Arm({"plan": "flat"}),
+            "one model": _alone(joyagents_r1.call_team, "call_team_solo", CALL_TOKENS),
         },
         ("exact", "routed", "function", "malformed", "convention_met"),
         {"unseen_function": "unseen functions"},
@@ -84,7 +109,7 @@ TEAMS: dict[str, TextTeam] = {
         magrpo.two_writers,
         "return",
         _claim("the reward", 0.01),
-        {TEAM: Arm()},
+        {TEAM: Arm(), "one model": _alone(magrpo.two_writers, "two_writers_solo", WRITER_TOKENS)},
         ("rougeL", "rouge1", "specific", "proposal", "words", "ended"),
     ),
     "reference_game": TextTeam(
@@ -93,11 +118,14 @@ TEAMS: dict[str, TextTeam] = {
         _claim("the share of titles that are found", 0.05),
         {
             TEAM: Arm(),
-            "one model that sees all": Arm({"steps": 120}, start={"env.name": "reference_game_solo"}),
+            "one model that sees all": _alone(magrpo.reference_game, "reference_game_solo", GAME_TOKENS),
+            "frozen listener": Arm({"trained_roles": ("speaker",)}),
+            "frozen speaker": Arm({"trained_roles": ("listener",)}),
             "human hint": Arm(start={"env.args.hint": "human"}),
             "no hint": Arm(start={"env.args.hint": "none"}),
         },
         ("named", "hint_words", "hint_ended"),
+        crossed=("speaker", "listener"),
     ),
 }
 

@@ -27,6 +27,7 @@ Kept: the above. Changed, each by intent: the stop token is trained and padding 
 distribution sampled from. A batch has many tasks, with one update on all of them (the library trains task by task,
 partly off policy). Gradients are clipped only if ``optimizer.max_grad_norm`` says so. Early termination is off unless
 ``stop_above`` is set. With one agent and normalise std this is GRPO without a clip (tests/recipes/test_magrpo.py).
+All roles learn. ``trained_roles`` is for comparisons: RL then trains some roles, beside frozen partners.
 
 Expected: `experiments/configs/magrpo.py:tiny` passes the untrained team and one agent alone at equal sampled tokens.
 """
@@ -37,7 +38,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxmarl_llm.credit.assign import Credit, standard_rule
-from jaxmarl_llm.envs.contract import Environment
+from jaxmarl_llm.envs.contract import Environment, roles_of
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import JOINT, Plan, flat, handoff, product
 from jaxmarl_llm.runs import phases
@@ -45,6 +46,7 @@ from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.training.train_step import Algorithm
+from jaxmarl_llm.training.trained_roles import check_trained_roles, only
 
 MODES = ("flat", "tree", "best", "first")
 
@@ -58,6 +60,7 @@ class Config(BaseConfig):
     tree_mode: str = "flat"  # flat, tree, best or first
     joint: str = "aligned"  # how the agents' samples are combined: aligned or cross
     stop_above: float | None = None  # a state whose joint actions' mean reward is above it is not played on
+    trained_roles: tuple[str, ...] | None = None  # roles that learn in RL, None: all; others stay as after stage 0
     credit: Credit = Credit(group="task_role_turn", normalise="none")
     loss: Loss = Loss(clip_low=None, aggregation="sum")
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.0)
@@ -83,6 +86,8 @@ class Config(BaseConfig):
             raise ConfigError(
                 f"{path}.credit.discount: expected 0 with tree_mode={self.tree_mode}: what goes on is chosen"
             )
+        if self.trained_roles is not None:
+            check_trained_roles(path, self.trained_roles, self.env.roles(), self.team.parameter_sharing)
 
 
 def make_plan(cfg: Config) -> Plan:
@@ -96,11 +101,19 @@ def make_plan(cfg: Config) -> Plan:
     return plan._replace(stop_above=cfg.stop_above, reward=tuple(sorted(cfg.reward.items())))
 
 
-def algorithm(cfg: Config) -> Algorithm:
-    """Group-relative advantages of ``cfg.credit``; joint actions share a reward."""
-    return Algorithm(standard_rule(cfg.credit), cfg.reward)
+def algorithm(cfg: Config, env: Environment | None = None) -> Algorithm:
+    """Group-relative advantages of ``cfg.credit``; joint actions share a reward.
+
+    Args:
+        cfg: The configuration.
+        env: An environment in place of the one that ``cfg`` names.
+    """
+    if cfg.trained_roles is None:
+        return Algorithm(standard_rule(cfg.credit), cfg.reward)
+    learns = only(cfg.trained_roles, cfg.env.roles() if env is None else roles_of(env))
+    return Algorithm(standard_rule(cfg.credit), cfg.reward, trainable_roles=learns)
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     """Recipe of ``cfg``. ``env``: an environment in place of the one that ``cfg.env`` names."""
-    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg), env=env)
+    return phases.make_recipe(cfg, make_plan(cfg), algorithm(cfg, env), env=env)

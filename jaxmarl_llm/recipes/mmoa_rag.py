@@ -27,24 +27,19 @@ learned it after 3,000 steps. The program that measured this is not kept, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import jax.numpy as jnp
 
 from jaxmarl_llm.agents.team import TeamConfig
-from jaxmarl_llm.config import one_of
 from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.envs.contract import Environment, need_roles, roles_of
 from jaxmarl_llm.envs.registry import EnvConfig
-from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.training.actor_critic import CriticAdvantage
 from jaxmarl_llm.training.config import ActorCritic
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.train_step import Algorithm
+from jaxmarl_llm.training.trained_roles import check_trained_roles, only
 
 NEEDED = ("rewriter", "selector", "generator")
 
@@ -66,21 +61,7 @@ class Config(ActorCritic):
         super().check(path)
         self.check_critic(path, ("head", "separate"))
         need_roles(f"{path}.env", self.env.name, self.env.roles(), NEEDED)
-        if not self.trained_roles:
-            raise ConfigError(f"{path}.trained_roles: expected one or several of {', '.join(NEEDED)}, got none")
-        for role in self.trained_roles:
-            one_of(f"{path}.trained_roles", role, NEEDED)
-        if {*self.trained_roles} != {*NEEDED} and self.team.parameter_sharing == "shared":
-            raise ConfigError(
-                f"{path}.trained_roles: expected {', '.join(NEEDED)} with {path}.team.parameter_sharing='shared': one "
-                "model plays all roles"
-            )
-
-
-def trainable_roles(cfg: Config, names: tuple[str, ...]) -> Callable[[Any], Any]:
-    """RL step -> which roles learn at it [A]: those of ``cfg.trained_roles``. ``names``: roles of the environment."""
-    learns = jnp.array([name in cfg.trained_roles for name in names])
-    return lambda step: learns
+        check_trained_roles(path, self.trained_roles, NEEDED, self.team.parameter_sharing)
 
 
 def make_plan(cfg: Config) -> Plan:
@@ -95,7 +76,7 @@ def algorithm(cfg: Config, env: Environment | None = None) -> Algorithm:
         standard_rule(cfg.credit),
         cfg.reward,
         critic=CriticAdvantage(cfg),
-        trainable_roles=None if {*cfg.trained_roles} >= {*names} else trainable_roles(cfg, names),
+        trainable_roles=only(cfg.trained_roles, names),
     )
 
 

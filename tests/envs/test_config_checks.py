@@ -95,11 +95,13 @@ def test_the_defaults_are_accepted(name):
 REAL = (
     "assistant",
     "call_team",
+    "call_team_solo",
     "coding",
     "writing",
     "reference_game",
     "reference_game_solo",
     "two_writers",
+    "two_writers_solo",
 )  # have counts
 SIZES = [
     *((name, "tasks") for name in MODULES if name not in (*REAL, "facts_text")),
@@ -112,8 +114,12 @@ SIZES = [
     *(("games", field) for field in ("turns", "information", "lives", "hand", "colours")),
     *((name, "count") for name in MODULES if name.endswith("_text") or name in REAL),
     *(("reference_game", field) for field in ("titles", "abstract_words", "title_words", "hint_words")),
-    *(("two_writers", field) for field in ("abstract_words", "most_words")),
-    *(("call_team", field) for field in ("demonstrated", "query_chars", "call_chars", "per_function")),
+    *((f"two_writers{form}", field) for form in ("", "_solo") for field in ("abstract_words", "most_words")),
+    *(
+        (f"call_team{form}", field)
+        for form in ("", "_solo")
+        for field in ("demonstrated", "query_chars", "call_chars", "per_function")
+    ),
     ("dilemma", "message"), ("safety", "length"), ("coding", "memory_mb"),
 ]  # fmt: skip
 

@@ -275,7 +275,7 @@ def data(tmp_path, **changed):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["reference_game", "reference_game_solo", "two_writers"])
+@pytest.mark.parametrize("name", ["reference_game", "reference_game_solo", "two_writers", "two_writers_solo"])
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -25,6 +25,8 @@ def never(*args, **kwargs):
         ("reference_game", {"hint": "human"}, ("speaker", "listener")),
         ("reference_game_solo", {}, ("solo",)),
         ("two_writers", {}, ("proposer", "editor")),
+        ("two_writers_solo", {}, ("solo",)),
+        ("call_team_solo", {}, ("solo",)),
         ("call_team", {}, ("master", "maths", "places", "trade", "culture", "office")),
     ],
 )

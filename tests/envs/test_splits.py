@@ -74,12 +74,14 @@ def test_every_environment_is_here_or_has_a_data_set():
     real = {
         "assistant",
         "call_team",
+        "call_team_solo",
         "coding",
         "writing",
         "facts_text",
         "reference_game",
         "reference_game_solo",
         "two_writers",
+        "two_writers_solo",
     }
     assert set(registry.MODULES) - real == {*GENERATED, *ONE_GAME}
     assert set(DATA) == set(loaders._READERS)

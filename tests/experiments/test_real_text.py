@@ -11,8 +11,9 @@ from experiments.claims import FAILS, HOLDS, OPEN
 from experiments.studies import real_text, text_teams
 from experiments.studies.text_teams import Arm, TextTeam
 from jaxmarl_llm.config import from_dict
+from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.recipes import grpo
+from jaxmarl_llm.recipes import grpo, magrpo
 from tests.cli.tiny_runs import SHAPE
 
 TASKS = 20
@@ -102,6 +103,60 @@ def test_effects_pair_the_tasks_of_a_seed():
     assert "by more than 0.02: **holds**" in text and "| two steps, RL | not recorded yet |" in text
     gained = next(line for line in text.split("\n") if line.startswith("| team, RL |"))
     assert f"{mean:.3f} ({low:.3f} to {high:.3f}) | 3 | 1 | 10 | 1 |" in gained
+
+
+def test_a_component_that_an_environment_does_not_pay_is_an_empty_cell():
+    """The other columns keep their places. A part needs the component that marks it."""
+    team = dataclasses.replace(TEAM, shown=("accuracy", "routed"), parts={"part": "first", "strange": "none"})
+    text = real_text.section("tiny", team, record(np.zeros((2, 4)), np.ones((2, 4)), np.full((2, 4), 3.0)))
+    lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in text.split("\n") if line.startswith("|")}
+    assert [cell.strip() for cell in lines["arm"][:5]] == ["return", "first", "none", "accuracy", "routed"]
+    for label, mean in (("team, base", 0), ("team, stage 0", 1), ("team, RL", 3)):
+        cells = [cell.strip() for cell in lines[label]]
+        assert cells[:5] == [real_text.shown((mean,) * 3), f"{mean:.3f}", "", f"{mean:.3f}", ""] and len(cells) == 10
+
+
+def test_the_team_pays_all_columns_and_one_model_its_primary_figure():
+    """A misspelt column would be empty for all arms."""
+    for name, team in text_teams.TEAMS.items():
+        paid = {}
+        for arm, setting in team.arms.items():
+            env = text_teams.configuration(team, setting, 0).env
+            paid[arm] = {"return", *env.module.make(env.build()).components}
+            assert team.metric in paid[arm] and set(text_teams.configuration(team, setting, 0).reward) <= paid[arm]
+        assert {*team.shown, *team.parts} <= paid["team"], name
+        (alone,) = [arm for arm in team.arms if arm.startswith("one model")]
+        assert {*team.shown, *team.parts} - paid[alone], name
+
+
+def test_one_model_samples_as_many_tokens_as_its_team():
+    """Of the writers the words of demonstrations of the sample stand for tokens."""
+    for name, factor in (
+        ("call_team", text_teams.CALL_TOKENS),
+        ("two_writers", text_teams.WRITER_TOKENS),
+        ("reference_game", text_teams.GAME_TOKENS),
+    ):
+        team = text_teams.TEAMS[name]
+        (arm,) = [arm for key, arm in team.arms.items() if key.startswith("one model")]
+        assert arm.start == {"env.name": f"{name}_solo"} and arm.changes == {
+            "steps": round(factor * team.config().steps)
+        }
+    words = {"proposer": [], "editor": [], "solo": []}
+    for env in (EnvConfig(name).environment(0) for name in ("two_writers", "two_writers_solo")):
+        for role, _, text in env.demonstrations(env.tasks):
+            words[role].append(len(text.split()) + 1)
+    proposer, editor, solo = (np.mean(row) for row in words.values())
+    assert (proposer + editor) / solo == pytest.approx(text_teams.WRITER_TOKENS, rel=0.1)
+
+
+def test_an_arm_with_a_frozen_role_trains_the_other_one():
+    team = text_teams.TEAMS["reference_game"]
+    for frozen, learns in (("listener", [True, False]), ("speaker", [False, True])):
+        arm = team.arms[f"frozen {frozen}"]
+        assert real_text.start_name(arm) == real_text.start_name(team.arms["team"])  # they share stage 0
+        rule = magrpo.algorithm(text_teams.configuration(team, arm, 0)).trainable_roles
+        assert np.asarray(rule(0)).tolist() == learns
+    assert magrpo.algorithm(text_teams.configuration(team, team.arms["team"], 0)).trainable_roles is None
 
 
 @pytest.mark.parametrize(

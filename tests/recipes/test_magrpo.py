@@ -359,6 +359,29 @@ def test_centres_update_differently_unless_scaled_and_the_log_says_so(tmp_path, 
     assert "no effect" in said[0] and "credit.baseline=none" in said[0]
 
 
+def test_the_chosen_roles_learn():
+    learns = lambda chosen: magrpo.algorithm(config(trained_roles=chosen)).trainable_roles
+    assert [np.asarray(learns((role,))(3)).tolist() for role in matrix.ROLES] == [[True, False], [False, True]]
+    assert learns(matrix.ROLES) is None is learns(None)
+
+
+@pytest.mark.slow
+def test_rl_trains_the_chosen_roles_alone(tmp_path):
+    """Stage 0 changes both models. RL leaves the model of the other role as it is, to the bit."""
+    sft = SFT(steps=10, batch=32, samples=64, optimizer=Optimizer(learning_rate=1e-2))
+    cfg = config(trained_roles=("second",), steps=1, sft=sft)
+    cfg.check("config")
+    recipe = magrpo.make(cfg)
+    states = [recipe.init(0)]
+    with Logger(tmp_path, resume_step=None, total_steps=11, tensorboard=False) as logger:
+        for _ in range(11):
+            states.append(recipe.step(jax.tree.map(jnp.copy, states[-1]), logger)[0])
+    recipe.env_runner.close()
+    first, taught, last = (jax.device_get(states[i].params["agents"]) for i in (0, 10, 11))
+    assert [role for role in matrix.ROLES if not equal(first[role], taught[role])] == ["first", "second"]
+    assert [role for role in matrix.ROLES if not equal(taught[role], last[role])] == ["second"]
+
+
 @pytest.mark.slow
 def test_chicken_is_solved_by_the_joint_return_and_not_by_individual_ones():
     """Social sum 10 needs mutual yielding, which is no equilibrium of the game with individual rewards."""
@@ -380,6 +403,12 @@ BAD = [
     ({"tree_mode": "tree"}, "config.credit.group: expected 'node' with tree_mode=tree"),
     ({"tree_mode": "best", "credit": Credit(group="node")}, "config.credit.discount: expected 0 with tree_mode=best"),
     ({"group": 1}, "config.group: expected >= 2"),
+    ({"trained_roles": ()}, "config.trained_roles: expected one or several of first, second, got none"),
+    ({"trained_roles": ("third",)}, "config.trained_roles: unknown value 'third'"),
+    (
+        {"trained_roles": ("first",), "team": TeamConfig(backbone=TINY, parameter_sharing="shared")},
+        "config.trained_roles: expected first, second with config.team.parameter_sharing='shared'",
+    ),
 ]
 
 

@@ -32,6 +32,8 @@ With ``conventions=True`` some arguments need a written form that no prompt stat
 units, places and ids (`conventions`). Of a task with such an argument demonstrations show the route alone. An entry of
 a memory can show the form of a similar call.
 
+`call_team.solo` is one agent that reads all offered functions.
+
 Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.
 """
 
@@ -41,13 +43,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxmarl_llm.envs import checks
-from jaxmarl_llm.envs.call_team import calls
+from jaxmarl_llm.envs.call_team import judge
+from jaxmarl_llm.envs.call_team.judge import gold_call, judged
 from jaxmarl_llm.envs.call_team.prompts import MASTER, ROLES, hears, offered, prompt, strategy
 from jaxmarl_llm.envs.call_team.specialists import SPECIALISTS
-from jaxmarl_llm.envs.call_team.tasks import Config, tasks
+from jaxmarl_llm.envs.call_team.tasks import Config, tasks, taught
 from jaxmarl_llm.envs.chat import action_of, with_memory
-from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, HostEnv, Prompt, Rewards
 
 __all__ = [
@@ -55,10 +56,7 @@ __all__ = [
     "tasks", "verify", "with_memory",
 ]  # fmt: skip
 
-COMPONENTS = (
-    *("call", "exact", "routed", "function", "malformed"),
-    *("unseen_function", "exact_unseen", "convention", "convention_met"),
-)
+COMPONENTS = (*judge.COMPONENTS, "routed")
 
 
 @dataclass(frozen=True)
@@ -99,26 +97,9 @@ def step(seed: int, state: State, actions: Mapping[str, Action]) -> tuple[State,
 
 def _paid(state: State, text: str) -> dict[str, float]:
     """The components of an episode that ends with ``text``."""
-    task, call = state.task, calls.read(text)
-    unread = state.role == MASTER or isinstance(call, str)
-    owned = {function["name"] for function in offered(task, state.role)}
-    if isinstance(call, str) or state.role == MASTER or call[0] not in owned:
-        graded = calls.Grade(0.0, False, not task["governed"])
-    else:
-        schema = next(f for f in task["functions"] if f["name"] == task["name"])
-        graded = calls.grade(call, task["name"], task["answers"], schema, task["governed"])
-    exact, unseen, governed = float(graded.exact), float(task["unseen_function"]), float(bool(task["governed"]))
-    return {
-        "call": graded.score,
-        "exact": exact,
-        "routed": float(state.role == task["specialist"]),
-        "function": float(graded.function),
-        "malformed": float(unread),
-        "unseen_function": unseen,
-        "exact_unseen": exact * unseen,
-        "convention": governed,
-        "convention_met": governed * graded.met,
-    }
+    task, owned = state.task, {function["name"] for function in offered(state.task, state.role)}
+    paid = judged(task, None if state.role == MASTER else text, owned)
+    return {**paid, "routed": float(state.role == task["specialist"])}
 
 
 def verify(state: State) -> Rewards:
@@ -128,27 +109,17 @@ def verify(state: State) -> Rewards:
 
 def gold(task: Mapping[str, Any]) -> tuple[tuple[str, str], tuple[str, str]]:
     """The replies of a perfect team on ``task``: (role, reply) of both turns."""
-    schema = next(f for f in task["functions"] if f["name"] == task["name"])
-    arguments = calls.gold_arguments(task["answers"], schema["required"])
-    return (MASTER, task["specialist"]), (task["specialist"], calls.write(task["name"], arguments))
+    return (MASTER, task["specialist"]), (task["specialist"], gold_call(task))
 
 
 def demonstrations(config: Config, tasks: Iterable[Mapping[str, Any]]) -> list[tuple[str, Prompt, str]]:
-    """Samples (role, prompt, completion) of perfect teams, on the first ``config.demonstrated`` of the ``tasks``.
+    """Samples (role, prompt, completion) of perfect teams, on the `taught` ones of the ``tasks``.
 
     No call has an argument under a convention: of a task with such an argument only the route is shown.
-
-    Raises:
-        ConfigError: Each of the tasks has an argument under a convention.
     """
-    chosen = list(tasks)[: config.demonstrated or None]
-    samples = [
+    return [
         (role, prompt(task, role), reply)
-        for task in chosen
+        for task in taught(config, tasks)
         for role, reply in gold(task)
         if role == MASTER or not task["governed"]
     ]
-    if len(samples) == len(chosen):
-        found = f"each of {len(chosen)} tasks has an argument under a convention"
-        raise ConfigError(f"{checks.ARGS}.demonstrated: expected tasks that show a call, but {found}")
-    return samples

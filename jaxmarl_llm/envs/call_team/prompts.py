@@ -5,7 +5,7 @@ Shared arguments: ``role`` is the role that reads or writes. ``task`` is a row o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmarl_llm.envs.call_team.specialists import SPECIALISTS
@@ -41,11 +41,15 @@ def signature(function: Mapping[str, Any]) -> str:
 
 def prompt(task: Mapping[str, Any], role: str) -> Prompt:
     """The prompt of a role. The master reads the query alone, and a specialist also the functions that it owns."""
-    asked = f"{QUERY}{task['query']}"
     if role == MASTER:
-        return Message("system", ROUTE), Message("user", asked)
-    functions = [signature(function) for function in offered(task, role)] or [NONE]
-    return Message("system", CALL), Message("user", "\n".join(["Functions:", *functions, asked]))
+        return Message("system", ROUTE), Message("user", f"{QUERY}{task['query']}")
+    return call_prompt(task, offered(task, role))
+
+
+def call_prompt(task: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> Prompt:
+    """The prompt of a role that writes a call: the signatures of the ``functions`` that it has, and the query."""
+    listed = [signature(function) for function in functions] or [NONE]
+    return Message("system", CALL), Message("user", "\n".join(["Functions:", *listed, f"{QUERY}{task['query']}"]))
 
 
 def strategy(role: str, prompt: Prompt, action: Action, rewards: Mapping[str, float]) -> str:

@@ -42,6 +42,7 @@ from jaxmarl_llm.envs.assistant import shop
 from jaxmarl_llm.envs.assistant.function_calls import standardize
 from jaxmarl_llm.envs.call_team import calls, conventions
 from jaxmarl_llm.envs.call_team.specialists import owner
+from jaxmarl_llm.errors import ConfigError
 
 UNSEEN_SHARE = 0.12  # of all functions
 HELD_OUT_SHARE = 0.3  # of the queries of a function with several
@@ -234,3 +235,16 @@ def _in_turn(chosen: Sequence[Task]) -> list[Task]:
     sides = [[task for task in chosen if task["unseen_function"] == unseen] for unseen in (False, True)]
     pairs = itertools.zip_longest(*sides)
     return [task for pair in pairs for task in pair if task is not None]
+
+
+def taught(config: Config, tasks: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The ``tasks`` that demonstrations are made of: the first ``config.demonstrated``.
+
+    Raises:
+        ConfigError: Each of them has an argument under a convention, so no demonstration could show a call.
+    """
+    chosen = list(tasks)[: config.demonstrated or None]
+    if all(task["governed"] for task in chosen):
+        found = f"each of {len(chosen)} tasks has an argument under a convention"
+        raise ConfigError(f"{checks.ARGS}.demonstrated: expected tasks that show a call, but {found}")
+    return chosen

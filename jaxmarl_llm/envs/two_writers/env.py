@@ -26,6 +26,7 @@ articles one, so the rewards of both sides cannot be compared.
 What the reward cannot see: whether a summary is true. Human summaries of one article share few words.
 On the test split they reach ROUGE-L .23 with each other, and so does the lead sentence. A fixed string of frequent
 words reaches almost as much (`experiments.studies.text_baselines`). Compare a team with all three.
+`two_writers.solo` is one agent that writes the summary from the abstract.
 
 Shared arguments: ``config`` has the settings, ``task`` is a row of `tasks`, and ``state`` the state of an episode.
 """
@@ -52,7 +53,8 @@ __all__ = [
 
 Task = dict[str, Any]
 ROLES = PROPOSER, EDITOR = ("proposer", "editor")
-COMPONENTS = ("rougeL", "length", "rouge1", "words", "ended", "specific", "proposal")
+JUDGED = ("rougeL", "length", "rouge1", "words", "ended", "specific")  # components of a summary
+COMPONENTS = (*JUDGED, "proposal")
 PROPOSED = 17  # words of a demonstrated proposal, at most
 EDITED = 7  # words of a demonstrated summary, at least
 NOTHING = "(nothing)"
@@ -148,7 +150,7 @@ def step(config: Config, seed: int, state: State, actions: Mapping[str, Action])
 
 
 def judge(config: Config, task: Mapping[str, Any], text: str, *, truncated: bool = False) -> dict[str, float]:
-    """The components of a summary, all but ``proposal``.
+    """The components `JUDGED` of a summary.
 
     Args:
         config: The settings.
@@ -203,21 +205,30 @@ def ask(config: Config, text: str) -> Task:
 
 
 def demonstrations(config: Config, tasks: Iterable[Task]) -> list[tuple[str, Prompt, str]]:
-    """Samples (role, prompt, completion) of ``tasks``, made of the abstract's own words.
+    """Samples (role, prompt, completion) of ``tasks``: the proposal and the summary of `shown_texts`.
 
-    The proposer writes a sentence of the shown abstract, or its first `PROPOSED` words. The editor writes a part of
-    the proposal that begins where a clause begins, as a sentence. ROUGE-L against the human summary decides which
-    ones. A task without a part of `EDITED` words teaches the proposer alone.
+    A task without a summary teaches the proposer alone.
     """
     samples = []
     for task in tasks:
-        best = lambda texts, task=task: max(texts, key=lambda text: rouge(text, task["targets"])["rougeL"], default="")
-        sentences = SENTENCE.split(opening(task["text"], config.abstract_words))
-        proposal = best([opening(sentence, PROPOSED) for sentence in sentences if sentence.strip()])
+        proposal, summary = shown_texts(config, task)
         samples.append((PROPOSER, proposer_prompt(config, task), proposal))
-        if summary := best(parts(proposal)):
+        if summary:
             samples.append((EDITOR, editor_prompt(config, task, proposal), summary))
     return samples
+
+
+def shown_texts(config: Config, task: Task) -> tuple[str, str]:
+    """The proposal and the summary of a demonstration, made of the abstract's own words.
+
+    The proposal is a sentence of the shown abstract, or its first `PROPOSED` words. The summary is a part of the
+    proposal that begins where a clause begins, as a sentence. ROUGE-L against the human summary decides which ones.
+    The summary is empty where the proposal has no part of `EDITED` words.
+    """
+    best = lambda texts: max(texts, key=lambda text: rouge(text, task["targets"])["rougeL"], default="")
+    sentences = SENTENCE.split(opening(task["text"], config.abstract_words))
+    proposal = best([opening(sentence, PROPOSED) for sentence in sentences if sentence.strip()])
+    return proposal, best(parts(proposal))
 
 
 def parts(text: str) -> Iterator[str]:
