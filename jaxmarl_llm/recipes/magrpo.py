@@ -37,6 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxmarl_llm.config import later
 from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.envs.contract import Environment, roles_of
 from jaxmarl_llm.errors import ConfigError
@@ -60,7 +61,8 @@ class Config(BaseConfig):
     tree_mode: str = "flat"  # flat, tree, best or first
     joint: str = "aligned"  # how the agents' samples are combined: aligned or cross
     stop_above: float | None = None  # a state whose joint actions' mean reward is above it is not played on
-    trained_roles: tuple[str, ...] | None = None  # roles that learn in RL, None: all; others stay as after stage 0
+    # roles that learn in RL, None: all; others stay as after stage 0
+    trained_roles: tuple[str, ...] | None = later(None)
     credit: Credit = Credit(group="task_role_turn", normalise="none")
     loss: Loss = Loss(clip_low=None, aggregation="sum")
     optimizer: Optimizer = Optimizer(learning_rate=1e-4, max_grad_norm=0.0)
