@@ -62,7 +62,7 @@ def base() -> joyagents_r1.Config:
         batch=8,
         team=replace(cfg.team, backbone=backbone),
         optimizer=replace(cfg.optimizer, learning_rate=1e-3, total_steps=80),
-        sft=replace(cfg.sft, steps=150, batch=32),
+        sft=replace(cfg.sft, steps=300, batch=64),
     )
 
 
