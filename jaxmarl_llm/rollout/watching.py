@@ -12,7 +12,7 @@ _LATER: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("rollouts t
 
 
 def later() -> Seen | None:
-    """Where rollouts of this thread are kept for their watchers; None: watchers see them at once."""
+    """The list to which rollouts of this thread go; None: watchers see them at once."""
     return _LATER.get()
 
 

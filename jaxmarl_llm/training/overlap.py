@@ -83,6 +83,6 @@ class NextRollout:
 def _same(one: tuple[int, PyTree], other: tuple[int, PyTree]) -> bool:
     """Whether two inputs have one number and the same arrays."""
     (number, arrays), (wanted, others) = one, other
-    if number != wanted or jax.tree.structure(arrays) != jax.tree.structure(others):
-        return False
-    return all(a is b for a, b in zip(jax.tree.leaves(arrays), jax.tree.leaves(others), strict=True))
+    mine, form = jax.tree.flatten(arrays)
+    theirs, same_form = jax.tree.flatten(others)
+    return number == wanted and form == same_form and all(a is b for a, b in zip(mine, theirs, strict=True))

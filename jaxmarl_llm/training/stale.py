@@ -48,7 +48,7 @@ def push(state: TrainState, steps: int) -> TrainState:
 
 
 def inputs_of(state: TrainState) -> tuple[int, PyTree]:
-    """What tells the rollout of one step from that of another: the number of the step, and the arrays that play."""
+    """The inputs of the next rollout, which tell it from others: the number of the step, and the arrays that play."""
     return int(state.step), (state.key, state.params.get(NAME), state.kept.get(NAME))
 
 
