@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -83,6 +84,5 @@ class NextRollout:
 def _same(one: tuple[int, PyTree], other: tuple[int, PyTree]) -> bool:
     """Whether two inputs have one number and the same arrays."""
     (number, arrays), (wanted, others) = one, other
-    mine, form = jax.tree.flatten(arrays)
-    theirs, same_form = jax.tree.flatten(others)
-    return number == wanted and form == same_form and all(a is b for a, b in zip(mine, theirs, strict=True))
+    mine, theirs = jax.tree.leaves(arrays), jax.tree.leaves(others)
+    return number == wanted and len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
