@@ -20,7 +20,7 @@ from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxmarl_llm.config import COUNT_LIMIT, one_of
+from jaxmarl_llm.config import COUNT_LIMIT, later, one_of
 from jaxmarl_llm.distributed.heads import check_heads
 from jaxmarl_llm.distributed.sharding import (
     ATTENTION,
@@ -33,9 +33,13 @@ from jaxmarl_llm.distributed.sharding import (
     whole,
 )
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.types import Model, TrainState
+from jaxmarl_llm.types import Model, PyTree, TrainState
 
 T = TypeVar("T")
+
+
+# Settings of generation's own layout -> their values without one, which are the least.
+LAYOUT = {"rollout_tensor": 0, "rollout_blocks": 1, "rollout_devices": 0}
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class MeshConfig:
 
     Generation may have a layout of its own (`rollout_layout`). Then each rollout moves the weights to it.
     rollout_tensor: devices that cut weights while completions are sampled. rollout_blocks: blocks of devices, each of
-    which samples for one model at a time, so that as many models sample at once.
+    which samples for one model at a time, so that as many models sample at once. rollout_devices: devices that sample
+    and do not train. With ``staleness`` they sample while the others train.
     """
 
     data: int = -1  # devices along data: each has its own tasks
@@ -57,6 +62,7 @@ class MeshConfig:
     models: str = "all"  # all: models run one after another on all devices; split: each on its own part
     rollout_tensor: int = 0  # devices that cut weights during generation; 0: as tensor
     rollout_blocks: int = 1  # blocks of devices that generate for different models at once
+    rollout_devices: int = later(0)  # devices, the last ones, that sample and do not train; 0: all devices do both
 
     def check(self, path: str) -> None:
         """Raise ConfigError for impossible sizes. ``path``: name of these settings in the message."""
@@ -68,18 +74,27 @@ class MeshConfig:
         if len(free) > 1:
             raise ConfigError(f"{path}: expected -1 on one axis at most, got it on {' and '.join(free)}")
         one_of(f"{path}.models", self.models, ("all", "split"))
-        for name, least in (("rollout_tensor", 0), ("rollout_blocks", 1)):
+        for name, least in LAYOUT.items():
             if not least <= getattr(self, name) <= COUNT_LIMIT:
                 raise ConfigError(f"{path}.{name}: expected >= {least}, got {getattr(self, name)}")
-        if self.models == "split" and self.has_layout:
-            raise ConfigError(
-                f"{path}.rollout_tensor, {path}.rollout_blocks: expected 0 and 1 with {path}.models=split"
-            )
+        if self.models == "split":
+            self.refuse_layout(path, f"with {path}.models=split")
+
+    def refuse_layout(self, path: str, why: str) -> None:
+        """Raise ConfigError where generation has a layout of its own.
+
+        Args:
+            path: name of these settings in the message.
+            why: the reason, for the message.
+        """
+        for name, standard in LAYOUT.items():
+            if (value := getattr(self, name)) != standard:
+                raise ConfigError(f"{path}.{name}: expected {standard} {why}, got {value}")
 
     @property
     def has_layout(self) -> bool:
         """Whether generation has a layout of its own."""
-        return bool(self.rollout_tensor) or self.rollout_blocks > 1
+        return any(getattr(self, name) != standard for name, standard in LAYOUT.items())
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str = "config.mesh") -> Mesh:
@@ -193,6 +208,27 @@ def map_models(models: Sequence[str], function: Callable[[str], T]) -> list[T]:
         return [future.result() for future in started]
 
 
+def parted(cfg: MeshConfig, path: str = "config.mesh") -> tuple[list[Any], list[Any]]:
+    """Devices that train, and those that sample alone: the last ``rollout_devices``.
+
+    Args:
+        cfg: the configured sizes.
+        path: name of ``cfg`` in messages.
+
+    Raises:
+        ConfigError: no device is left to train, or there are several processes.
+    """
+    devices, count = list(jax.devices()), cfg.rollout_devices
+    if count and jax.process_count() > 1:
+        raise ConfigError(f"{path}.rollout_devices: expected 0 with several processes, got {count}")
+    if count >= len(devices):
+        raise ConfigError(
+            f"{path}.rollout_devices: expected <= {len(devices) - 1}, because one of {len(devices)} devices trains at "
+            f"least, got {count}"
+        )
+    return devices[: len(devices) - count], devices[len(devices) - count :]
+
+
 def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh") -> Mesh | Split | None:
     """Mesh or meshes of a run; None for one device.
 
@@ -202,16 +238,17 @@ def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh
     cfg.check(path)
     if cfg.models == "split":
         return _open_split(cfg, models, path)
-    if replace(cfg, rollout_tensor=0, rollout_blocks=1) == MeshConfig(data=1):
+    devices, _ = parted(cfg, path)
+    if replace(cfg, rollout_tensor=0, rollout_blocks=1, rollout_devices=0) == MeshConfig(data=1):
         if jax.process_count() > 1:
             raise ConfigError(
                 f"config.mesh: 1 device for {jax.process_count()} processes, which have {jax.device_count()}; "
                 "data=-1 takes all"
             )
-        if jax.device_count() > 1:
-            logging.info("config.mesh: 1 of %d devices is used; data=-1 takes all", jax.device_count())
+        if len(devices) > 1:
+            logging.info("config.mesh: 1 of %d devices is used; data=-1 takes all", len(devices))
         return None
-    mesh = make_mesh(cfg)
+    mesh = make_mesh(cfg, devices)
     if mesh.size == 1:
         return None
     for model in models:
@@ -247,11 +284,12 @@ class Layout(NamedTuple):
     """Arrangement of the devices while completions are sampled.
 
     mesh: has the axes of `sharding`, with attn_dp; fsdp cuts rows alone. blocks: models that sample at once, each on
-    one part of the data axis; 1: one after another, on all devices.
+    one part of the data axis; 1: one after another, on all devices. apart: none of the devices trains.
     """
 
     mesh: Mesh
     blocks: int
+    apart: bool = False
 
     @property
     def tensor(self) -> int:
@@ -266,7 +304,7 @@ def rollout_layout(
 
     Args:
         cfg: the configured sizes.
-        mesh: result of `open_mesh`. The layout has its devices, in the same order.
+        mesh: result of `open_mesh`. The layout has its devices in the same order, or the devices that sample alone.
         models: the models of the team.
         path: name of ``cfg`` in messages.
 
@@ -275,9 +313,14 @@ def rollout_layout(
     """
     if not cfg.has_layout:
         return None
+    if cfg.rollout_devices:
+        own = np.array(parted(cfg, path)[1]).reshape(-1, 1, 1)
+        mesh = Mesh(own, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     if not isinstance(mesh, Mesh):
-        raise ConfigError(f"{path}.rollout_tensor, {path}.rollout_blocks: expected 0 and 1 on one device")
+        cfg.refuse_layout(path, "on one device")
+    assert isinstance(mesh, Mesh)
     layout = layout_of(cfg, mesh, [model.policy.config.num_kv_heads for model in models], path)
+    layout = layout._replace(apart=bool(cfg.rollout_devices))
     for model in models:
         heads, parts = model.policy.config.num_heads, layout.tensor
         check_heads(parts, model.name, heads, heads, f"{path}.rollout_tensor")
@@ -315,6 +358,23 @@ def layout_of(cfg: MeshConfig, mesh: Mesh, kv_heads: Sequence[int], path: str = 
     sizes = ((rest, 1) if blocks == 1 else (blocks, rest)) + (tensor // whole, whole)
     axes = (*AXES[:2], ATTENTION, AXES[2])
     return Layout(Mesh(mesh.devices.reshape(sizes), axes, axis_types=(AxisType.Auto,) * len(axes)), blocks)
+
+
+@contextlib.contextmanager
+def sampling_on(layout: Layout | None) -> Iterator[Callable[[PyTree], PyTree]]:
+    """Context manager: programs of its body run on the devices of a layout that are apart from training.
+
+    Args:
+        layout: arrangement of the devices; without one, or where its devices also train, nothing changes.
+
+    Yields:
+        Function from a tree of arrays to copies on each of these devices. It returns the tree where nothing changes.
+    """
+    if layout is None or not layout.apart:
+        yield lambda tree: tree
+        return
+    with use_mesh(layout.mesh):
+        yield lambda tree: put(tree, whole(layout.mesh))
 
 
 def check_alike(models: Sequence[Model], key: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from absl import logging
 
 from jaxmarl_llm.agents.memory import MemoryConfig, decode_text, read
-from jaxmarl_llm.distributed.meshes import Layout, model_mesh, use_mesh
+from jaxmarl_llm.distributed.meshes import Layout, model_mesh, sampling_on, use_mesh
 from jaxmarl_llm.distributed.sharding import current, put_whole, to_host, to_rollout
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.chat import asked
@@ -423,21 +423,23 @@ class HostEnvRunner(EnvRunner):
         assignment=None,
     ):
         source = self.held_out if held_out else self.tasks
-        recall = None if memory_config is None else self.recall(team, params, memory, memory_config)
+        chosen = [source[i] for i in indices]
         settings = HostSettings(
             plan,
             sampling,
             max_prompt=self.cfg.max_prompt,
             version=version,
-            recall=recall,
             assignment=None if assignment is None else np.asarray(assignment),
             sampler=self._sampler(),
         )
-        chosen = [source[i] for i in indices]
-        if self.cfg.lanes:
-            got = scheduler.play(team, params, self.pool(), chosen, key, settings, self.cfg.lanes)
-        else:
-            got = play(team, params, self.pool(), chosen, key, settings)
+        with sampling_on(self.layout) as copied:
+            params, memory, key = self._weights(params), copied(memory), copied(key)
+            if memory_config is not None:
+                settings = settings._replace(recall=self.recall(team, params, memory, memory_config))
+            if self.cfg.lanes:
+                got = scheduler.play(team, params, self.pool(), chosen, key, settings, self.cfg.lanes)
+            else:
+                got = play(team, params, self.pool(), chosen, key, settings)
 
         def prompt(row: int) -> str:
             return "\n".join(f"[{m.speaker}] {m.text}" for m in got.records[row].prompt)
@@ -457,6 +459,12 @@ class HostEnvRunner(EnvRunner):
         failures = [failure._replace(task=int(indices[failure.task])) for failure in got.failures]
         completion = lambda row: got.records[row].action.text
         return self._watched(RolloutResult(got.tree, prompt, completion, failures, got, watched), held_out)
+
+    def _weights(self, params: Params) -> Params:
+        """Parameters of a rollout: where devices sample alone, all of them are copied there at once."""
+        if self.layout is None or not self.layout.apart:
+            return params
+        return to_rollout(self.layout.mesh, {k: params[k] for k in ("shared", "agents")})
 
     def _sampler(self) -> SamplerFactory:
         """What samples completions."""

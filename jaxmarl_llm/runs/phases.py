@@ -241,10 +241,7 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
             raise ConfigError(f"config.engine.urls: expected none with the array environment {cfg.env.name!r}")
         if cfg.mesh.models == "split":
             raise ConfigError("config.mesh.models: expected 'all' with config.engine.urls, got 'split'")
-        if cfg.mesh.has_layout:
-            raise ConfigError(
-                "config.mesh.rollout_tensor, config.mesh.rollout_blocks: expected 0 and 1 with config.engine.urls"
-            )
+        cfg.mesh.refuse_layout("config.mesh", "with config.engine.urls")
         env_runner.engines = Engines(cfg.engine, team, cfg.env.max_prompt)
     return env_runner, team
 
@@ -471,7 +468,8 @@ def make_recipe(
         evaluate=lambda state: evaluate(cfg, team, env_runner, state, remembers),
         episodes=episodes,
     )
-    if made.mesh is None:
+    if made.mesh is None and not cfg.mesh.rollout_devices:
         made.ahead = programs_of(step)
-        made.rollouts = NextRollout(env_runner) if cfg.staleness else None
+    if cfg.staleness and (made.mesh is None or cfg.mesh.rollout_devices):
+        made.rollouts = NextRollout(env_runner)
     return made

@@ -252,10 +252,14 @@ def make(mesh, **changes):
     [
         ({"rollout_tensor": -1}, {}, r"config\.mesh\.rollout_tensor: expected >= 0, got -1"),
         ({"rollout_blocks": 0}, {}, r"config\.mesh\.rollout_blocks: expected >= 1, got 0"),
-        ({"data": 1, "rollout_tensor": 2}, {}, r"rollout_tensor, config\.mesh\.rollout_blocks: .* on one device"),
+        ({"data": 1, "rollout_tensor": 2}, {}, r"config\.mesh\.rollout_tensor: expected 0 on one device, got 2"),
         ({"rollout_tensor": 3}, {}, r"8 devices are no 1 blocks \(rollout_blocks\) of parts of 3 devices"),
         ({"rollout_blocks": 3}, {}, r"8 devices are no 3 blocks"),
-        ({"rollout_blocks": 2, "models": "split", "data": 4}, {}, r"expected 0 and 1 with config\.mesh\.models=split"),
+        (
+            {"rollout_blocks": 2, "models": "split", "data": 4},
+            {},
+            r"rollout_blocks: expected 1 with config\.mesh\.models=split",
+        ),
         (
             {"rollout_tensor": 8},
             {"team": {"backbone": {**SMALL, "num_heads": 4, "num_kv_heads": 4}}},
@@ -270,9 +274,11 @@ def make(mesh, **changes):
         (
             {"rollout_blocks": 2},
             {"engine": {"urls": {"first": "http://127.0.0.1:1"}, "weights": "shared"}},
-            r"config\.mesh\.rollout_blocks: expected 0 and 1 with config\.engine\.urls",
+            r"config\.mesh\.rollout_blocks: expected 1 with config\.engine\.urls",
         ),
         ({"rollout_blocks": 2}, {"env": {"name": "matrix", "eval_tasks": 4}}, r"expected 1 with the array environment"),
+        ({"rollout_devices": 8}, {}, r"config\.mesh\.rollout_devices: expected <= 7, because one of 8 devices trains"),
+        ({"rollout_devices": 4, "models": "split"}, {}, r"rollout_devices: expected 0 with config\.mesh\.models=split"),
     ],
 )
 def test_what_has_no_layout_says_so(mesh, changes, message):
