@@ -49,7 +49,7 @@ class NextRollout:
                 future.set_exception(error)
 
         self._begun = inputs, future
-        threading.Thread(target=work, daemon=True, name="next rollout").start()
+        threading.Thread(target=work, name="next rollout").start()  # the interpreter waits for it at its end
 
     def take(self, inputs: PyTree, play: Callable[[], T]) -> T:
         """The result of ``play``, which may have been called already. Raises what it raised.

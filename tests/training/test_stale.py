@@ -194,6 +194,8 @@ def test_an_error_of_the_thread_reaches_the_step_that_takes_the_rollout(tmp_path
     with pytest.raises(ConfigError, match="the environment is away"):
         recipe.rollouts.take(inputs, lambda: "played anew")
     assert recipe.rollouts.take(inputs, lambda: "played anew") == "played anew"
+    recipe.rollouts.begin(inputs, lambda: threading.current_thread().daemon)
+    assert recipe.rollouts.take(inputs, lambda: None) is False  # at the end of the interpreter it is not cut off
 
 
 def test_the_policy_moves_on_without_an_alarm_for_the_sampler(tmp_path):
