@@ -193,7 +193,7 @@ def rollout_variables(mesh: Mesh, layout: Layout | None, tree: PyTree, own: Sequ
 
     ``own``: collections of the variables that differ between models.
     """
-    where, blocks = (mesh, 1) if layout is None else layout
+    where, blocks = (mesh, 1) if layout is None else layout[:2]
 
     def whole(path: Any, place: PartitionSpec, x: Any) -> Any:
         shape = x.shape
@@ -245,7 +245,7 @@ def compile_stages(
     ``rollout``, ``accumulate`` and ``apply``, some. ``layout``: of generation.
     """
     spec = jax.ShapeDtypeStruct
-    where, blocks = (mesh, 1) if layout is None else layout
+    where, blocks = (mesh, 1) if layout is None else layout[:2]
     applied = TOGETHER if blocks == 1 else Blocks(tuple(team.own))
 
     def rows(shape: tuple[int, ...], dtype: Any) -> Any:  # shapes stand for the arrays of a batch

@@ -92,7 +92,7 @@ def measure(
     held = {"parameters": team.parameter_bytes, "optimizer": team.optimizer_bytes, "rollout copy": team.playing_bytes}
     program = repr((team.policy.config, bare.team.remat, bare.loss, bare.optimizer, bare.sampling, mesh.shape, shape))
     program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
-    grid, blocks = (mesh, 1) if layout is None else layout
+    grid, blocks = (mesh, 1) if layout is None else layout[:2]
     cuts = mesh.shape["tensor"] if layout is None else layout.tensor  # devices that cut weights during generation
     if layout is not None:
         program += f" rollout {blocks} blocks, {grid.shape}"

@@ -40,8 +40,11 @@ def workload_of(
     """Workload of a training configuration, and the assumptions it makes, one line each.
 
     cfg: the configuration. given: lengths of the roles that are not in ``by_role``, and of what is None there. by_role:
-    lengths of single roles, by name. Raises ConfigError for an unknown role and an impossible length.
+    lengths of single roles, by name. Raises ConfigError for an unknown role, an impossible length, and devices that
+    sample and do not train, which the costs do not know.
     """
+    if cfg.mesh.rollout_devices:
+        raise ConfigError("config.mesh.rollout_devices: expected 0: costs are of devices that sample and train")
     task, notes = cfg.env.environment(), []
     env: ArrayEnv | HostEnv
     memory = getattr(cfg, "memory", None)

@@ -178,6 +178,13 @@ def test_bad_flags_are_refused_in_one_line(given, message):
     assert "\n" not in str(error.value)
 
 
+def test_devices_that_sample_alone_are_not_planned():
+    cfg = config_flags.load(f"{JOY}:tiny")
+    cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, rollout_devices=1))
+    with pytest.raises(ConfigError, match=r"^config\.mesh\.rollout_devices: expected 0: costs are of devices"):
+        plan_command.predict(cfg, Flags())
+
+
 def test_a_run_whose_metrics_do_not_fit_is_refused(tmp_path):
     cfg = config_flags.load(f"{JOY}:tiny")
     folder = metrics(tmp_path, {"sft/nll": 1.0})
