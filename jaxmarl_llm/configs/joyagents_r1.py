@@ -150,7 +150,11 @@ def call_team() -> Config:
         steps=60,
         batch=4,
         team=TeamConfig(
-            parameter_sharing="lora", backbone=Backbone(path="weights/smollm2"), lora_rank=8, max_new_tokens=48
+            parameter_sharing="lora",
+            backbone=Backbone(path="weights/smollm2"),
+            lora_rank=8,
+            max_new_tokens=48,
+            remat=False,
         ),
         env=EnvConfig("call_team", {"conventions": True, "demonstrated": 400}, max_prompt=384, eval_tasks=160),
         sampling=Sampling(temperature=0.8),
