@@ -139,8 +139,8 @@ MUTATIONS = (
     Mutation(
         "keys of another step",
         STEP,
-        "key = jax.random.fold_in(state.key, state.step)\n        tasks",
-        f"key = jax.random.fold_in(state.key, state.step + {COMPILED})\n        tasks",
+        "key = jax.random.fold_in(state.key, state.step)\n        numbers",
+        f"key = jax.random.fold_in(state.key, state.step + {COMPILED})\n        numbers",
         _case("grpo"),
     ),
     Mutation(
