@@ -27,6 +27,7 @@ from absl import flags
 
 from experiments.claims import OPEN, Claim, decide, minus
 from experiments.studies.common import interval, origin, read_record, replace_section, stated_in
+from experiments.studies.mechanisms import column, seeds_of, write
 from jaxmarl_llm.agents.team import Backbone
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.config import fingerprint, replace_path
@@ -49,7 +50,6 @@ ARMS: dict[str, dict[str, Any]] = {
     MANY: {"staleness": FAR},
 }
 MARKS = "<!-- staleness -->", "<!-- /staleness -->"
-Record = dict[str, dict[str, Any]]
 
 
 def base() -> joyagents_r1.Config:
@@ -135,10 +135,9 @@ def measure(cfg: joyagents_r1.Config, seeds: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def merged(parts: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """One figure of all parts of an arm, in the order of their seeds."""
-    by_seed = {seed: value for part in parts for seed, value in zip(part["seeds"], part[key], strict=True)}
-    return [by_seed[seed] for seed in sorted(by_seed)]
+def by_seed(parts: list[dict[str, Any]], key: str) -> dict[int, float]:
+    """One figure of all parts of an arm: seed -> value, in rising order. ``key``: name of the figure."""
+    return dict(sorted(zip(seeds_of(parts), column(parts, key), strict=True)))
 
 
 def check(done: Mapping[str, Any], where: str) -> None:
@@ -159,15 +158,16 @@ def table(done: Mapping[str, Any]) -> str:
             lines.append(f"| {name} | not recorded yet | | | |")
             continue
         minutes = sum(part["minutes"] for part in parts)
-        area, last = merged(parts, "area"), merged(parts, "last")
+        area, last = ([*by_seed(parts, key).values()] for key in ("area", "last"))
         lines.append(f"| {name} | {interval(area)} | {interval(last)} | {len(area)} | {minutes:.0f} |")
     lines += ["", "| claim | effect | delta | |", "|" + " --- |" * 4]
     for claim, one, other in CLAIMS.values():
-        pair = [merged(done.get(arm, []), "area") for arm in (one, other)]
-        if not pair[0] or len(pair[0]) != len(pair[1]):
+        first, second = (by_seed(done.get(arm, []), "area") for arm in (one, other))
+        shared = [seed for seed in first if seed in second]
+        if len(shared) < 2:
             lines.append(f"| {claim.text} | not recorded yet | {claim.delta:g} | |")
             continue
-        effect = minus(*pair)
+        effect = minus([first[seed] for seed in shared], [second[seed] for seed in shared])
         verdict = decide(claim, effect) if len(effect) >= SEEDS else OPEN
         lines.append(f"| {claim.text} | {interval(effect)} | {claim.delta:g} | **{verdict}** |")
     runs = sorted({f"{p['date']}, commit `{p['commit']}`, {p['machine']}" for parts in done.values() for p in parts})
@@ -180,21 +180,21 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         if name not in ("all", *ARMS):
             raise ConfigError(f"--run: no arm {name!r}; expected all or one of {'; '.join(ARMS)}")
     records = read_record(file)
-    done: dict[str, list[Record]] = records.setdefault("arms", {})
+    done: dict[str, Any] = records.setdefault("arms", {})
     check(done, str(file))
 
     def save() -> None:
         if asked:
-            file.write_text(json.dumps(records, separators=(",", ":")))
-        page.write_text(replace_section(page.read_text(), *MARKS, table(done)))
+            write(file, json.dumps(records, separators=(",", ":")))
+        write(page, replace_section(page.read_text(), *MARKS, table(done)))
 
     if asked:
         records.setdefault("claims_commit", stated_in(*STATED))
     for first in range(flag_values.first, flag_values.first + flag_values.seeds, TOGETHER):
         for name in ARMS if "all" in asked else asked:
-            recorded: Any = done.setdefault(name, [])
+            recorded = done.setdefault(name, [])
             last = min(first + TOGETHER, flag_values.first + flag_values.seeds)
-            missing = [s for s in range(first, last) if s not in merged_seeds(recorded)]
+            missing = [s for s in range(first, last) if s not in seeds_of(recorded)]
             if missing:
                 recorded.append(measure(configuration(ARMS[name]), missing))
                 new = recorded[-1]
@@ -202,11 +202,6 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
                 save()
     save()
     print(table(done))
-
-
-def merged_seeds(parts: Sequence[Mapping[str, Any]]) -> set[int]:
-    """The seeds of all parts of an arm."""
-    return {seed for part in parts for seed in part["seeds"]}
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 # Settings of generation's own layout -> their values without one, which are the least.
-LAYOUT = {"rollout_tensor": 0, "rollout_blocks": 1, "rollout_devices": 0}
+LAYOUT: dict[str, Any] = {"rollout_tensor": 0, "rollout_blocks": 1, "rollout_devices": 0}
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh
     if cfg.models == "split":
         return _open_split(cfg, models, path)
     devices, _ = parted(cfg, path)
-    if replace(cfg, rollout_tensor=0, rollout_blocks=1, rollout_devices=0) == MeshConfig(data=1):
+    if replace(cfg, **LAYOUT) == MeshConfig(data=1):
         if jax.process_count() > 1:
             raise ConfigError(
                 f"config.mesh: 1 device for {jax.process_count()} processes, which have {jax.device_count()}; "

@@ -15,6 +15,7 @@ from jaxmarl_llm.rollout.watching import watched_later
 from jaxmarl_llm.types import PyTree
 
 T = TypeVar("T")
+Inputs = tuple[int, PyTree]  # number of a step, and the arrays that its rollout depends on
 
 
 class NextRollout:
@@ -29,9 +30,9 @@ class NextRollout:
 
     def __init__(self, env_runner: EnvRunner):
         self._runner = env_runner
-        self._begun: tuple[PyTree, Future] | None = None
+        self._begun: tuple[Inputs, Future] | None = None
 
-    def begin(self, inputs: PyTree, play: Callable[[], Any]) -> None:
+    def begin(self, inputs: Inputs, play: Callable[[], Any]) -> None:
         """Begin to play, and return at once.
 
         Args:
@@ -51,7 +52,7 @@ class NextRollout:
         self._begun = inputs, future
         threading.Thread(target=work, name="next rollout").start()  # the interpreter waits for it at its end
 
-    def take(self, inputs: PyTree, play: Callable[[], T]) -> T:
+    def take(self, inputs: Inputs, play: Callable[[], T]) -> T:
         """The result of ``play``, which may have been called already. Raises what it raised.
 
         Args:
@@ -81,7 +82,7 @@ class NextRollout:
         self._begun = None
 
 
-def _same(one: tuple[int, PyTree], other: tuple[int, PyTree]) -> bool:
+def _same(one: Inputs, other: Inputs) -> bool:
     """Whether two inputs have one number and the same arrays."""
     (number, arrays), (wanted, others) = one, other
     mine, theirs = jax.tree.leaves(arrays), jax.tree.leaves(others)

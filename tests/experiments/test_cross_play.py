@@ -1,4 +1,4 @@
-"""Cross-play of the study of real text: roles of several runs in one state, the record, intervals, and the page."""
+"""Cross-play: a state with roles of several runs, the record, intervals, and the page."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Stale rollouts: who sampled what, by states that the test keeps; overlap changes no bit; a thread never deceives."""
+"""Stale rollouts are those of an earlier state. A rollout that a thread plays ahead changes nothing."""
 
 import dataclasses
 import threading
@@ -27,8 +27,6 @@ from jaxmarl_llm.training.train_step import policy_update
 from tests.training.relay import RUN, SMALL, make, steps
 
 FAST = Optimizer(name="sgd", learning_rate=2.0, max_grad_norm=0.0)
-
-
 MEMORY = MemoryConfig(capacity=8, retrieve=1, warmup=1, min_similarity=-1.0)
 PARTS = {"plain": {}, "memory": {"memory": MEMORY, "memory_reward": {"accuracy": 1.0}}}
 
