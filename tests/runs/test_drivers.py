@@ -168,6 +168,15 @@ CASES = {
             "group": 2,
         },
     ),
+    "comam": (
+        "comam",
+        {
+            "env": EnvConfig("facts", {"protocol": "remember", "tasks": 64, "copying": 0.0}, eval_tasks=4),
+            "team": team(max_new_tokens=7),
+            "local": {"kept_recall": 0.8, "kept_overlap": 0.2, "format": 0.5},
+            "group": 4,
+        },
+    ),
     "maac": ("maac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="joint"), "group": 2}),
 }
 
