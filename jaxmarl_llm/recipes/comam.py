@@ -13,7 +13,9 @@ episodes of each task. Agent n is paid
 
 ``reward`` weighs the components of r_ans, and ``local`` those of r_n. Overlap is the intersection over the union. Each
 agent has a GRPO of its own: (r - mean) / std over the episodes of a task, at one turn of one role, and PPO's clip.
-All turns of the extractor have the return of its episode. Weights have no gradient.
+All turns of the extractor have the return of its episode, and read the same statements in all episodes of a task. The
+profiler and the retriever read what was written in their own episode. So an agent may earn more because of the one
+before it: a short store has an easy profile. Weights have no gradient.
 
 Kept: the above, with G = 8. Inferred: ranks ascend from 0, so that the reverse of four episodes has v = .6138. With
 ranks from 1 it would be .7489. Chosen: equal rewards of answers have the mean of their ranks. With an argsort, v of
