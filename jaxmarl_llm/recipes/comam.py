@@ -11,11 +11,13 @@ episodes of each task. Agent n is paid
 
     w = softmax(v)            v_n = NDCG of the task's episodes, ordered by r_n, with ranks by r_ans as relevance
 
-``reward`` weighs the components of r_ans, and ``local`` those of r_n. Overlap is the intersection over the union. Each
-agent has a GRPO of its own: (r - mean) / std over the episodes of a task, at one turn of one role, and PPO's clip.
+``reward`` weighs the components of r_ans, and ``local_reward`` those of r_n. Overlap is the intersection over the
+union. Each agent has a GRPO of its own, with PPO's clip. Its advantages are (r - mean) / std over the episodes of a
+task, at one turn of one role. Weights have no gradient.
+
 All turns of the extractor have the return of its episode, and read the same statements in all episodes of a task. The
 profiler and the retriever read what was written in their own episode. So an agent may earn more because of the one
-before it: a short store has an easy profile. Weights have no gradient.
+before it: a short store has an easy profile.
 
 Kept: the above, with G = 8. Inferred: ranks ascend from 0, so that the reverse of four episodes has v = .6138. With
 ranks from 1 it would be .7489. Chosen: equal rewards of answers have the mean of their ranks. With an argsort, v of
@@ -64,7 +66,7 @@ class Config(BaseConfig):
     team: TeamConfig = TeamConfig(max_new_tokens=13)
     env: EnvConfig = EnvConfig("facts", {"protocol": "remember"})
     reward: dict[str, float] = field(default_factory=lambda: {"answer": 1.0})  # r_ans
-    local: dict[str, float] = field(default_factory=lambda: dict(LOCAL))  # r_n of all agents
+    local_reward: dict[str, float] = field(default_factory=lambda: dict(LOCAL))  # r_n of all agents
     weights: str = "ranks"  # w: ranks, uniform (1 / number of roles), or none (0)
     credit: Credit = Credit(group="task_role_turn")
 
@@ -72,15 +74,15 @@ class Config(BaseConfig):
         super().check(path)
         at_least(f"{path}.group", self.group, 2)
         one_of(f"{path}.weights", self.weights, WEIGHTS)
-        if not self.local:
-            raise ConfigError(f"{path}.local: expected weights of reward components, got none")
-        for name, weight in self.local.items():
-            finite(f"{path}.local.{name}", weight)
+        if not self.local_reward:
+            raise ConfigError(f"{path}.local_reward: expected weights of reward components, got none")
+        for name, weight in self.local_reward.items():
+            finite(f"{path}.local_reward.{name}", weight)
 
 
 def rule(cfg: Config) -> CreditRule:
     """Local rewards plus the weighted reward of the answer, compared as ``cfg.credit`` says. ``cfg``: settings."""
-    paid = WeighByRanks(tuple(cfg.local.items()), cfg.weights, "config.local")
+    paid = WeighByRanks(tuple(cfg.local_reward.items()), cfg.weights, "config.local_reward")
     return chain(paid, *standard_rule(cfg.credit).rules)
 
 

@@ -32,8 +32,8 @@ def test_claims_of_a_run_in_miniature(monkeypatch):
         env = dataclasses.replace(cfg.env, args={**cfg.env.args, "tasks": 64, "copying": 0.0}, eval_tasks=64)
         team = TeamConfig(backbone=SMALL, max_new_tokens=7, remat=False)
         sft = SFT(80, 32, Optimizer(learning_rate=2e-2), samples=512)
-        local = {**cfg.local, "format": 1.0}
-        arm = dataclasses.replace(cfg, steps=2, batch=2, group=4, env=env, team=team, sft=sft, local=local)
+        local = {**cfg.local_reward, "format": 1.0}
+        arm = dataclasses.replace(cfg, steps=2, batch=2, group=4, env=env, team=team, sft=sft, local_reward=local)
         return dataclasses.replace(arm, optimizer=Optimizer(learning_rate=1e-2))
 
     for name in ("tiny", "local", "uniform"):

@@ -88,7 +88,7 @@ def compiled_weights():
 
     def weights(tree):
         paid = tree.transitions.rewards
-        local = sum(weight * paid[name] for name, weight in CONFIG.local.items())
+        local = sum(weight * paid[name] for name, weight in CONFIG.local_reward.items())
         return rule.of_tasks(tree, Signal(paid["answer"], sizes=SIZES), local)
 
     return jax.jit(weights)
@@ -205,8 +205,11 @@ def test_variants_are_configurations():
 BAD = [
     ({"group": 1}, r"^config\.group: expected >= 2, got 1$"),
     ({"weights": "ndcg"}, r"^config\.weights: unknown value 'ndcg'; choose from 'ranks', 'uniform', 'none'$"),
-    ({"local": {}}, r"^config\.local: expected weights of reward components, got none$"),
-    ({"local": {"profile": float("nan")}}, r"^config\.local\.profile: expected a finite number, got nan$"),
+    ({"local_reward": {}}, r"^config\.local_reward: expected weights of reward components, got none$"),
+    (
+        {"local_reward": {"profile": float("nan")}},
+        r"^config\.local_reward\.profile: expected a finite number, got nan$",
+    ),
 ]
 
 
@@ -219,7 +222,7 @@ def test_bad_configurations(change, message):
 
 def test_rewards_that_the_environment_does_not_pay():
     with pytest.raises(
-        ConfigError, match=r"^config\.local: the environment pays no 'kept_recall'; it pays em, evidence"
+        ConfigError, match=r"^config\.local_reward: the environment pays no 'kept_recall'; it pays em, evidence"
     ):
         comam.make(dataclasses.replace(CONFIG, env=EnvConfig("facts"), reward={"em": 1.0}))
     with pytest.raises(ConfigError, match=r"^config\.reward: environment 'facts' pays no 'em'; it pays answer, kept"):

@@ -173,7 +173,8 @@ CASES = {
         {
             "env": EnvConfig("facts", {"protocol": "remember", "tasks": 64, "copying": 0.0}, eval_tasks=4),
             "team": team(max_new_tokens=7),
-            "local": {"kept_recall": 0.8, "kept_overlap": 0.2, "format": 0.5},
+            "reward": {"answer": 1.0, "format": 1.0},  # shared and local ranks differ, so that weights do
+            "local_reward": {"kept_recall": 0.8, "kept_overlap": 0.2, "format": -0.8},
             "group": 4,
         },
     ),

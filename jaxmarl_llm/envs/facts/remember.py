@@ -15,9 +15,10 @@ it is a statement that the prompt shows, and once. The first eight quotes are re
 nothing. The answer is read off by a
 rule: it walks the question over the retriever's quotes, in their order.
 
-Recall and overlap compare the quotes of a completion with a gold set. With g gold statements, h of them quoted, and n
-quotes of any kind, recall is h / g, and overlap is the intersection over the union, h / (n + g - h). A repeat counts in
-n, and so do a part that is no statement of the prompt and the parts of a completion without eos. The gold sets are
+Recall and overlap compare the quotes of a completion with a gold set. There are g gold statements, of which h are
+quoted, and n quotes of any kind. Recall is h / g. Overlap is the intersection over the union, h / (n + g - h). A repeat
+counts in n, and so do a part that is no statement of the prompt and the parts of a completion without eos. The gold
+sets are
 
     extractor   all facts of the stream, current and outdated; n counts the quotes of all pieces
     retriever   the facts of the gold path, whether the profile has them or not

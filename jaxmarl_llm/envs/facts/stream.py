@@ -88,20 +88,20 @@ def walk(question: str, facts: Sequence[str]) -> str:
 
 
 def kept(rng: np.random.Generator, settings: Any, statements: Sequence[str]) -> list[str]:
-    """What a demonstrated extractor keeps of some ``statements``: facts are missed, and chatter is kept."""
+    """The ``statements`` that a demonstrated extractor keeps. It misses some facts, and keeps some chatter."""
     rate = lambda statement: 1 - settings.miss_rate if is_fact(statement) else settings.chatter_rate
     return [statement for statement in statements if rng.random() < rate(statement)]
 
 
 def profile(rng: np.random.Generator, settings: Any, store: Sequence[str]) -> list[str]:
-    """What a demonstrated profiler writes of a ``store``: replaced facts stay, beside those that replace them."""
+    """The profile that a demonstrated profiler writes of a ``store``. Some replaced facts stay, beside later ones."""
     right = latest(store)
     stays = lambda fact: is_fact(fact) and rng.random() < settings.outdated_rate
     return [statement for statement in store if statement in right or stays(statement)]
 
 
 def retrieved(rng: np.random.Generator, settings: Any, task: Task, entries: Sequence[str]) -> list[str]:
-    """What a demonstrated retriever quotes of a profile: the last fact is missed, and another one is added.
+    """The entries that a demonstrated retriever quotes. It may miss the last fact of a path, and may add another entry.
 
     Args:
         rng: See above.
