@@ -65,8 +65,8 @@ class Config(BaseConfig):
     group: int = 8  # G episodes of each task
     team: TeamConfig = TeamConfig(max_new_tokens=13)
     env: EnvConfig = EnvConfig("facts", {"protocol": "remember"})
-    reward: dict[str, float] = field(default_factory=lambda: {"answer": 1.0})  # r_ans
-    local_reward: dict[str, float] = field(default_factory=lambda: dict(LOCAL))  # r_n of all agents
+    reward: dict[str, float] = field(default_factory=lambda: {"answer": 1.0})  # weights of the components of r_ans
+    local_reward: dict[str, float] = field(default_factory=lambda: dict(LOCAL))  # weights of the components of r_n
     weights: str = "ranks"  # w: ranks, uniform (1 / number of roles), or none (0)
     credit: Credit = Credit(group="task_role_turn")
 
