@@ -62,6 +62,15 @@ def twin_profile(store):
     return {key + value for key, value in values.items()}
 
 
+def twin_walk(question, quotes):
+    """The entity at the end of the question, "" where none is."""
+    place = question[0]
+    for relation in question[1:]:
+        leads = [quote[2] for quote in quotes if place and quote[:2] == place + relation]
+        place = leads[0] if leads else ""
+    return place
+
+
 class Twin:
     """An episode in plain Python. Completions are texts, with whether they have an eos."""
 
@@ -104,11 +113,7 @@ class Twin:
             pay["profile"] = float(ended and len(parts) == len(set(parts)) and set(parts) == twin_profile(shown))
         else:
             pay["found_recall"], pay["found_overlap"] = twin_overlaps(self.task.path, good, len(parts))
-            place = self.task.question[0]
-            for relation in self.task.question[1:]:
-                leads = [part[2] for part in good if part[:2] == place + relation]
-                place = leads[0] if leads else "nowhere"
-            pay["answer"] = float(place == self.task.answer)
+            pay["answer"] = float(twin_walk(self.task.question, good) == self.task.answer)
             self.done = True
         self.turn += 1
         return pay
@@ -149,7 +154,7 @@ def shown_in(prompt):
     return [text[i : i + 3] for i in range(0, len(text), 3)]
 
 
-def some_quotes(rng, prompt, path, right):
+def some_quotes(rng, prompt, path, every, right):
     """Quotes that the role of ``prompt`` may well write: right ones, and such with omissions, repeats and noise."""
     shown = shown_in(prompt)
     if prompt[0] == "F" and rng.random() < 0.5:
@@ -160,6 +165,8 @@ def some_quotes(rng, prompt, path, right):
     rng.shuffle(quotes)
     if quotes and rng.random() < 0.15:
         quotes.append(quotes[rng.integers(len(quotes))])
+    if rng.random() < 0.15:  # a statement that the prompt may not show
+        quotes.append(every[rng.integers(len(every))])
     text = "".join(quotes)
     if rng.random() < 0.2:
         at = rng.integers(len(text) + 1)
@@ -185,7 +192,9 @@ def test_episodes_of_random_completions_are_those_of_a_slow_twin(name):
     twins = [Twin(task, told, cfg.remember) for task, told in texts_of(rows)]
 
     def speak(turn, prompts):
-        said[turn] = [some_quotes(rng, p, t.task.path, right_quotes(p, t.task)) for p, t in zip(prompts, twins)]
+        said[turn] = [
+            some_quotes(rng, p, t.task.path, t.stream, right_quotes(p, t.task)) for p, t in zip(prompts, twins)
+        ]
         return said[turn]
 
     for turn, (shown, prompts, pay, done) in enumerate(play(cfg, rows, speak)):
@@ -209,6 +218,20 @@ def test_episodes_of_random_completions_are_those_of_a_slow_twin(name):
     for role, key in (0, "kept_recall"), (0, "kept_overlap"), (2, "found_recall"), (2, "found_overlap"):
         assert seen[role, key, True] > 3 and (seen[role, key, False] > 3 or key == "found_recall"), (key, seen)
     assert 5 < paid["profile"] < N - 5 and 5 < paid["answer"] < N - 5
+
+
+def test_the_first_of_several_facts_is_the_answer():
+    """All statements quoted in random orders, outdated ones too: read off as `stream.walk` and the twin do."""
+    rng, rows = np.random.default_rng(0), facts.make_tasks(CONFIG, n=200)
+    places = np.stack([rng.permutation(stream.STATEMENTS) for _ in range(200)])
+    got = jax.device_get(jax.jit(jax.vmap(remember.read_off))(rows, places))
+    seen = collections.Counter()
+    for (task, said), order, letter in zip(texts_of(rows), places, got, strict=True):
+        quotes = [said[place] for place in order]
+        walked = stream.walk(task.question, quotes)
+        assert walked == (chr(letter) if letter >= 0 else "") == twin_walk(task.question, quotes)
+        seen[walked == task.answer, walked == ""] += 1
+    assert len(seen) == 3 and min(seen.values()) > 5, seen
 
 
 def test_a_completion_that_fills_its_room_is_read_as_far_as_it_goes():
