@@ -205,7 +205,7 @@ def plan(settings: Settings, state: State, said: Array, ended: Array, size: Arra
         at = jnp.where(new, (found >= 0).sum() + jnp.cumsum(new) - 1, settings.documents)
         found = found.at[at].set(jnp.arange(FACTS), mode="drop")
     old, text = state.queries_size, shown(said, ended, size, LONGEST, ALPHABET + COMMA)
-    pieces = [(state.queries, old), (encoded(COMMA), jnp.int32(old > 0)), text]
+    pieces = [(state.queries, old), (encoded(COMMA), jnp.int32((old > 0) & (text[1] > 0))), text]
     row, count = join(pieces, queries_length(settings))
     after = state.replace(role=jnp.int32(SOLVER), found=found, last=last, queries=row, queries_size=count)
     return after, ended & (size <= LONGEST) & (queries.number <= QUERIES) & queries.clean
