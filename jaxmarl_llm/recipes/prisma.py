@@ -16,13 +16,14 @@ inspector before it. The models and optimizer states of frozen roles stay as the
 The team plays a tree: ``plans`` of each task, ``answers`` to each plan, and ``verdicts`` on each answer. Everything
 behind a first verdict is played once. So siblings share what they read. Plans are compared on one question, answers on
 the same facts, and verdicts on the same trace. With whole episodes as a group, an inspector would be compared on traces
-that it did not choose. Advantages are (R - mean) / std over siblings, with PPO's clip. Siblings of equal returns are
-left out, and so is what has no siblings: later queries and answers, and a second inspection. The second inspection of an
-episode has the prompt form and the parameters of the first.
+that it did not choose. Advantages are (R - mean) / std over siblings, with PPO's clip. Groups of equal returns are left
+out. What has no siblings is not trained: later queries and answers, and a second inspection. A second inspection has
+the prompt form and the parameters of the first.
 
-Kept: GRPO of planner and solver with the inspector frozen, then GRPO of the inspector alone on question and trace, and
-its four actions. Inferred: the inspector's reward, because the paper's weights could not be recovered; exact match as
-the reward of stage I; the tree; the lengths of the stages. Dropped: the memory of solved questions.
+Kept: GRPO of planner and solver with the inspector frozen, then of the inspector alone on question and trace; its four
+actions. Inferred: the inspector's reward, because the paper's weights could not be recovered. Chosen: exact match as
+the reward of stage I, the tree, and the lengths of the stages. Dropped: the memory of solved questions. In stage I the
+inspector's interventions are played, and nobody is paid for what they lead to.
 
 ``env.args.inspect.trace=False`` is the control: the inspector reads the question alone. Nothing is claimed of the
 recipe yet: no run was recorded. The claims to be run are in experiments/claims/prisma.py.
@@ -99,9 +100,7 @@ def make_plan(cfg: Config) -> Plan:
 
 def algorithm(cfg: Config) -> Algorithm:
     """Group-relative advantages of ``cfg.credit``, and the two stages."""
-    return Algorithm(
-        standard_rule(cfg.credit), cfg.reward, select=unequal_groups, trainable_roles=trainable_roles(cfg)
-    )
+    return Algorithm(standard_rule(cfg.credit), cfg.reward, select=unequal_groups, trainable_roles=trainable_roles(cfg))
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:

@@ -40,9 +40,10 @@ and every completion without eos. Rewards, where a role's own is what only the r
     turns          its own: 1
 
 Shared arguments: ``config`` has the settings of tasks, and ``settings`` those of this protocol. ``key`` is a PRNG key,
-and ``state`` the state of an episode. ``said`` [R] is a completion, ``ended`` [] whether it has an eos, and ``size`` []
-its number of tokens without eos. ``seed`` determines what is drawn, ``n`` is a number of tasks, and ``held_out`` the
-side of the split. D is the number of documents, and Q that of the queries' characters.
+and ``state`` the state of an episode. ``tokens`` [1 R] are completions, and ``length`` [1] their numbers of tokens. Of
+one completion, ``said`` [R] are the tokens, ``ended`` [] says whether it has an eos, and ``size`` [] counts the tokens
+without eos. ``seed`` determines what is drawn, ``n`` is a number of tasks, and ``held_out`` the side of the split. D is
+the number of documents, and Q that of the queries' characters.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from jaxmarl_llm.envs.prompt_grammar import prompt_text
 
 
 def retrieved(settings: Settings, facts: Sequence[str], turns: Sequence[Sequence[str]]) -> list[str]:
-    """What the queries of several turns find, as texts. ``facts``: of the task. ``turns``: the queries of each turn."""
+    """The facts that the queries of several turns find. ``facts``: of the task. ``turns``: the queries of each turn."""
     results = look_up(facts, [query for queries in turns for query in queries[:QUERIES]])
     return list(dict.fromkeys(fact for some in results for fact in some))[: settings.documents]
 
