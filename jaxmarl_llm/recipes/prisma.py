@@ -10,8 +10,9 @@ another answer (`envs/facts/inspection.py`). Two stages follow stage 0:
                 R = EM_after - EM_before - .05 for each of its interventions
 
 These are the components ``before``, ``change`` and ``interventions`` of `facts`, and one set of weights serves both
-stages. The first answer is paid when it is given. So no reward of planner or solver comes behind it, and none of the
-inspector before it. The models and optimizer states of frozen roles stay as they are, to the bit.
+stages. The first answer is paid when it is given. So its reward is no part of an inspector's return, and what follows
+it is no part of a planner's or a solver's. The models and optimizer states of frozen roles stay as they are, to the
+bit.
 
 The team plays a tree: ``plans`` of each task, ``answers`` to each plan, and ``verdicts`` on each answer. Everything
 behind a first verdict is played once. So siblings share what they read. Plans are compared on one question, answers on
