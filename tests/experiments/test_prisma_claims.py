@@ -1,16 +1,14 @@
-"""Figures of the claims on PRISMA: frozen roles to the bit, by seed; and all claims of a run in miniature."""
+"""Figures of the claims on PRISMA: frozen roles to the bit, by seed; findings of two arms; an arm in miniature."""
 
 import dataclasses
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
 from experiments.claims import prisma as claims
 from jaxmarl_llm.agents.team import Backbone, TeamConfig
-from jaxmarl_llm.recipes.prisma import ROLES, make
-from jaxmarl_llm.runs.compiled import make_program, task_data
+from jaxmarl_llm.recipes.prisma import ROLES
 from jaxmarl_llm.training.config import SFT
 from jaxmarl_llm.training.optimizers import Optimizer
 
@@ -35,34 +33,38 @@ def test_one_bit_of_a_frozen_role_counts_and_none_of_the_inspector(role, part):
     assert claims.same_bits(before, after).tolist() == [True, role == "inspector"]
 
 
+def test_findings_are_differences_of_the_arms(monkeypatch):
+    """One finding for each claim, from the arms with and without trace."""
+    arm = lambda *rows: claims.Arm(*map(np.array, rows))
+    own = arm([0.5, 0.6], [0.7, 0.65], [0.9, 0.8], [0.2, 0.1], [1.0, 0.0])
+    other = arm([0.5, 0.6], [0.6, 0.6], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0])
+    monkeypatch.setattr(claims, "train", lambda cfg, *rest: own if cfg.env.build().inspect.trace else other)
+    found = {finding.claim: finding for finding in claims.run([3, 4], print)}
+    assert [*found] == [*claims.CLAIMS]
+    want = {"stage_two": [0.2, 0.05], "frozen": [1, 0], "passes": [0.9, 0.8], "trace": [0.1, 0.05]}
+    for name, effect in want.items():
+        np.testing.assert_allclose(found[name].effect, effect)
+
+
 @pytest.mark.slow
-def test_claims_of_a_run_in_miniature(monkeypatch):
-    """A finding for each claim; the arms are those of the program of a whole run."""
-
-    def small(cfg):
-        env = dataclasses.replace(cfg.env, args={**cfg.env.args, "tasks": 64, "copying": 0.0}, eval_tasks=64)
-        team = TeamConfig(backbone=SMALL, max_new_tokens=6, remat=False)
-        sft = SFT(80, 32, Optimizer(learning_rate=2e-2), samples=512)
-        return dataclasses.replace(
-            cfg, steps=2, stage_one=1, batch=2, plans=2, verdicts=2, env=env, team=team, sft=sft,
-            reward={**cfg.reward, "format": 0.1}, optimizer=Optimizer(learning_rate=1e-2),
-        )  # fmt: skip
-
-    own, other = small(claims.tiny()), small(claims.blind())
-    monkeypatch.setattr(claims, "tiny", lambda: own)
-    monkeypatch.setattr(claims, "blind", lambda: other)
-    arms, train = {}, claims.train
-    monkeypatch.setattr(claims, "train", lambda *of: arms.setdefault(of[2], train(*of)))
-    lines = []
-    found = {finding.claim: finding for finding in claims.run([3, 4], lines.append)}
-    assert [*found] == [*claims.CLAIMS] and len(lines) == 6
-    trace, blind = arms["trace"], arms["blind"]
-    assert found["frozen"].effect == [1.0, 1.0] and found["passes"].effect == trace.passed.tolist()
-    assert ((trace.passed >= 0) & (trace.passed <= 1)).all() and trace.first.max() > 0
-    np.testing.assert_allclose(found["stage_two"].effect, trace.last - trace.first)
-    np.testing.assert_allclose(found["trace"].effect, trace.last - blind.last)
-    np.testing.assert_allclose(trace.first, blind.first, atol=0.02)  # equal but for rounding
-    recipe = make(own)
-    states, _ = jax.jit(jax.vmap(make_program(recipe).run))(np.array([3, 4]), task_data(recipe, [3, 4]))
-    seen = jax.jit(jax.vmap(claims.make_evaluation(own)))(states.params, np.array([3, 4]), task_data(recipe, [3, 4])[1])
-    np.testing.assert_allclose(seen["em"], trace.last, atol=0.02)
+def test_an_arm_in_miniature():
+    """Both stages run as one program for all seeds: the team moves in stage I alone, and figures are shares."""
+    base, lines = claims.tiny(), []
+    env = dataclasses.replace(base.env, args={**base.env.args, "tasks": 64}, eval_tasks=16)
+    cfg = dataclasses.replace(
+        base,
+        steps=2,
+        stage_one=1,
+        batch=2,
+        plans=2,
+        verdicts=2,
+        env=env,
+        team=TeamConfig(backbone=SMALL, max_new_tokens=6, remat=False),
+        sft=SFT(20, 16, Optimizer(learning_rate=2e-2), samples=64),
+        reward={**base.reward, "format": 0.1},
+    )
+    arm = claims.train(cfg, [3, 4], "small", lines.append)
+    assert [line.split(":")[0] for line in lines] == [f"prisma, small, after stage {n}" for n in ("0", "I", "II")]
+    assert arm.frozen.tolist() == [1.0, 1.0]
+    for figures in arm[:4]:
+        assert figures.shape == (2,) and ((figures >= 0) & (figures <= 1)).all()
