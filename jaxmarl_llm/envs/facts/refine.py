@@ -350,6 +350,7 @@ def make_tasks(
 
 def demonstrated_choice(rng: np.random.Generator, settings: Settings, task: Task, *shown: TextTrace) -> str:
     """The completion of a refiner that reads the traces ``shown``, with the mistakes of ``settings``."""
+    options: tuple[str, ...]
     if settings.second == "whole":
         options, right = KEEPS, int([trace.answer == task.answer for trace in shown] == [False, True])
     else:

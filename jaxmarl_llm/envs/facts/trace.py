@@ -32,8 +32,7 @@ SEARCH = SEGMENT + 1 + 3 * RESULTS + 1  # characters of the longest search in a 
 NONE = -1  # no fact, no entity, no answer
 
 
-@struct.dataclass
-class Trace:
+class Trace(struct.PyTreeNode):
     """What an actor has asked, found and answered."""
 
     number: Int[Array, ""]  # of searches
