@@ -12,15 +12,8 @@ from jaxmarl_llm.envs.facts import array as facts
 from jaxmarl_llm.envs.facts import refine, tasks, text_trace
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.generation import prefix_cache
-from jaxmarl_llm.generation.trie import Trie
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
-from jaxmarl_llm.rollout import plans
-from jaxmarl_llm.types import Model, Role, Team
 from tests.envs.test_facts import twin_search
-from tests.rollout.test_host import as_host, go, make_params, make_team, policy, prompt_of
-
-pytestmark = pytest.mark.usefixtures("numpy_tables")
 
 BYTES = ByteTokenizer()
 R = refine.RESPONSE
@@ -266,52 +259,6 @@ def test_a_cut_puts_back_the_earlier_state_array_by_array():
             assert after.stage[i] == refine.SECOND and after.trace.number[i] == k - 1
         cuts.update(pending.values())
     assert min(cuts[k] for k in (1, 2, 3)) > 2, cuts
-
-
-def own_turns(tree):
-    """The turns of each task of a rollout of one episode a task, in order: (role, prompt, completion), as ids."""
-    out, moves = collections.defaultdict(list), tree.transitions
-    for j in np.flatnonzero(moves.played):
-        row = int(moves.steps[j, 0])
-        said = tree.steps.tokens[row, : tree.steps.length[row]].tolist()
-        node = tree.steps.node[row]
-        out[int(moves.task[j])].append((int(tree.nodes.role[node]), [*map(int, prompt_of(tree, node))], said))
-    return out
-
-
-def typists():
-    """One model for both roles whose tokens do not depend on its prompts: queries, digits and ends."""
-    inner, logits = policy(), np.full(264, -30.0, np.float32)
-    for ids, share in ((b"abcdef=*y", 0.2), (b"123", 0.4), ((BYTES.EOS,), 0.4)):
-        logits[list(ids)] = np.log(share / len(ids))
-    alike = inner._replace(unembed=lambda variables, hidden: 0 * inner.unembed(variables, hidden) + logits)
-    return Team(tuple(Role(role, "m", R) for role in refine.ROLES), (Model("m", alike, BYTES),))
-
-
-def test_a_kept_prefix_is_not_prefilled_again(monkeypatch):
-    """Counted in the host engine, whose prefix cache is a tree of the tokens that a model has read and written.
-
-    An actor's prompt behind a cut is one that the actor has read, so the tree has all of it. The last token of a prompt
-    is always sent, because its hidden state is needed. Every other prompt continues the longest prefix that is known.
-    """
-    monkeypatch.setattr(prefix_cache, "MIN_REUSED_TOKENS", 1)
-    cfg = config(two_hops=1.0)
-    rows = facts.make_tasks(cfg, n=48)
-    each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(48)]
-    tree = go(as_host(facts.make(cfg)), typists(), each, plans.flat(1), params=make_params(make_team("m"))).tree
-    sent, behind_a_cut, kept = 0, [], []
-    for turns in own_turns(tree).values():
-        tree_of_tokens, before = Trie(), None
-        for role, prompt, said in turns:
-            known = len(tree_of_tokens.find(np.array(prompt, np.int32)))
-            sent += max(1, len(prompt) - known)
-            if (role, before) == (refine.ACTOR, refine.REFINER):
-                behind_a_cut.append(len(prompt) - known)
-                kept.append(len(prompt))
-            tree_of_tokens.add(np.array(prompt + said[:-1], np.int32), 0)
-            before = role
-    assert int(tree.counts.prompt_tokens) == sent
-    assert len(behind_a_cut) > 5 and not any(behind_a_cut) and max(kept) > min(kept) > 4
 
 
 # -- teams -------------------------------------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from string import ascii_lowercase
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxmarl_llm.envs.array_env import PAD, UNREADABLE, completion_end, encoded
+from jaxmarl_llm.envs.array_env import PAD, UNREADABLE, completion_end, encoded, join
 from jaxmarl_llm.envs.facts.search import RESULTS, last_entity, read_queries, search
 from jaxmarl_llm.envs.prompt_grammar import END, Piece
 
@@ -118,7 +119,7 @@ def answered(trace: Trace, segment: Segment) -> Trace:
 
 def density(trace: Trace) -> Float[Array, ""]:
     """The share of searches with evidence; 0 without searches."""
-    return (_there(trace) & trace.evidence).sum() / jnp.maximum(trace.number, 1)
+    return trace.evidence.sum() / jnp.maximum(trace.number, 1)
 
 
 def first_miss(trace: Trace) -> Int[Array, ""]:
@@ -132,13 +133,14 @@ def _there(trace: Trace) -> Bool[Array, " S"]:
 
 
 def search_pieces(task: Mapping[str, Array], trace: Trace, shown: Array | bool = True) -> list[Piece]:
-    """The searches of a trace as pieces of a prompt. ``shown``: whether they are there."""
-    pieces: list[Piece] = []
-    for i in range(len(trace.size)):
-        there = 1 * (shown & (i < trace.number))
-        facts = [(task["facts"][place], 3 * (there * (place >= 0))) for place in trace.places[i]]
-        pieces += [(trace.text[i], there * trace.size[i]), (encoded(FOUND), there), *facts, (encoded(END), there)]
-    return pieces
+    """The searches of a trace as pieces of a prompt, one for each. ``shown``: whether they are there."""
+
+    def row(text: Array, size: Array, places: Array) -> Piece:
+        facts = [(task["facts"][place], 3 * (place >= 0)) for place in places]
+        return join([(text, size), (encoded(FOUND), 1), *facts, (encoded(END), 1)], SEARCH)
+
+    rows, lengths = jax.vmap(row)(trace.text, trace.size, trace.places)
+    return list(zip(rows, lengths * (shown & _there(trace)), strict=True))
 
 
 def answer_pieces(trace: Trace, shown: Array | bool = True) -> list[Piece]:
