@@ -160,7 +160,7 @@ def at_equal_tokens(one: Curve, other: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cut_shares(facts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Where cuts lie on wrong first traces that have a search without evidence: name -> [seeds].
+    """Shares of cuts on wrong first traces that have a search without evidence: name -> [seeds].
 
     ``early``: at or before the first such search. ``uniform``: the same of uniform cuts. ``exact``: at it. A seed
     without such a cut has nan, and no claim holds with it.

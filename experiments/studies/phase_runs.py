@@ -35,7 +35,7 @@ def stage(recipe: Recipe, phase: Phase) -> Callable[..., TrainState]:
 
 
 def read_stage(phase: Phase, read: Callable[[StepResult], Any]) -> Callable[..., tuple[TrainState, Any]]:
-    """As `stage`, and what ``read`` returns for each of the steps, an array [seeds steps] in place of a number.
+    """(seeds, data, states, steps) -> states as of `stage`, and what ``read`` returns for each step [seeds steps ...].
 
     Args:
         phase: The phase that is played.

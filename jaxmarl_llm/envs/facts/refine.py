@@ -270,7 +270,7 @@ def step(
 
 
 def acted(settings: Settings, state: State, said: Int[Array, " R"], length: Int[Array, ""]) -> Act:
-    """What a completion does as the actor's.
+    """Result of a completion of the actor.
 
     Args:
         settings: The number of searches and of turns.
@@ -287,7 +287,7 @@ def acted(settings: Settings, state: State, said: Int[Array, " R"], length: Int[
 
 
 def judged(settings: Settings, state: State, said: Int[Array, " R"], length: Int[Array, ""]) -> Verdict:
-    """What a completion does as the refiner's.
+    """Result of a completion of the refiner.
 
     Args:
         settings: What the refiner chooses from.
@@ -349,7 +349,7 @@ def make_tasks(
 
 
 def demonstrated_choice(rng: np.random.Generator, settings: Settings, task: Task, *shown: TextTrace) -> str:
-    """The completion of a refiner that reads the traces ``shown``, with the mistakes of ``settings``."""
+    """The completion of a refiner that reads the traces ``shown`` of ``task``, with the mistakes of ``settings``."""
     options: tuple[str, ...]
     if settings.second == "whole":
         options, right = KEEPS, int([trace.answer == task.answer for trace in shown] == [False, True])

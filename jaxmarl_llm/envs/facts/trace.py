@@ -34,7 +34,7 @@ NONE = -1  # no fact, no entity, no answer
 
 
 class Trace(struct.PyTreeNode):
-    """What an actor has asked, found and answered."""
+    """The searches of an actor so far, what they found, and the answer."""
 
     number: Int[Array, ""]  # of searches
     text: Int[Array, "S 2"]  # bytes of the queries, as prompts show them
