@@ -39,7 +39,7 @@ def _with(**settings: str) -> Config:
         team=TeamConfig(parameter_sharing="shared", backbone=TINY, max_new_tokens=3, remat=False),
         env=EnvConfig("facts", args, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3),
-        sft=SFT(steps=600, batch=64, samples=8192, optimizer=Optimizer(learning_rate=5e-3)),
+        sft=SFT(steps=300, batch=64, samples=8192, optimizer=Optimizer(learning_rate=5e-3)),
         run=RunConfig(eval_every=50, checkpoint_every=100),
     )
 
