@@ -32,9 +32,10 @@ BATCH, GROUP = 12, 8
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
 
-def script(task, evidence, right, judged="y"):
-    """Completions of an actor whose searches have the evidence ``evidence``, a text of 0 and 1, and the refiner's."""
-    return [*(task.question[:2] if u == "1" else "zz" for u in evidence), f"={task.answer if right else '?'}", judged]
+def script(task, evidence, right):
+    """Completions of an actor whose searches return facts on the gold path (1) or beside it (0), and the refiner's."""
+    beside = next(fact for fact in task.facts if fact not in task.path)
+    return [*((task.path[0] if u == "1" else beside)[:2] for u in evidence), f"={task.answer if right else 'z'}", "y"]
 
 
 GOLDEN = [("1011", True, 1.75), ("0000", True, 1.0), ("1011", False, 0.0), ("1111", True, 2.0), ("", True, 1.0)]

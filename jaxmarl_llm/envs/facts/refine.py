@@ -201,14 +201,14 @@ def reset(settings: Settings, key: Array, task: Mapping[str, Array]) -> State:
 
 def observe(settings: Settings, state: State) -> Observation:
     """The prompt of the role that acts."""
-    task, judged = state.task, state.stage == JUDGED
+    task, judges = state.task, state.stage == JUDGED
     pieces: list[Piece] = [(encoded(MARK), 1), (task["question"], task["question_length"]), (encoded(END), 1)]
     if settings.second == "whole":
-        pieces += [*search_pieces(task, state.first, judged), *answer_pieces(state.first, judged)]
-        pieces += [(encoded(END), 1 * judged)]
-    pieces += [*search_pieces(task, state.trace), *answer_pieces(state.trace, judged), (encoded(BAR), 1 * judged)]
+        pieces += [*search_pieces(task, state.first, judges), *answer_pieces(state.first, judges)]
+        pieces += [(encoded(END), 1 * judges)]
+    pieces += [*search_pieces(task, state.trace), *answer_pieces(state.trace, judges), (encoded(BAR), 1 * judges)]
     tokens, length = join(pieces, prompt_length(settings))
-    role = jnp.where(judged, REFINER, ACTOR)
+    role = jnp.where(judges, REFINER, ACTOR)
     return Observation(role[None], tokens[None], length[None], ~state.done[None])
 
 
