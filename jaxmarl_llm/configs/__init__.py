@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         optagent,
         rema,
         scma,
+        search_r2,
         waltzrl,
     )
 
@@ -47,6 +48,7 @@ __all__ = [
     "optagent",
     "rema",
     "scma",
+    "search_r2",
     "waltzrl",
 ]
 

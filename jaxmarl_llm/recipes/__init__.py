@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         optagent,
         rema,
         scma,
+        search_r2,
         waltzrl,
     )
 
@@ -52,6 +53,7 @@ __all__ = [
     "optagent",
     "rema",
     "scma",
+    "search_r2",
     "waltzrl",
 ]
 

@@ -3,6 +3,7 @@
 Tasks are those of `facts.tasks`, and the search is that of `facts.search`. The protocols, each a module of its own:
 
     pipeline   rewriter, selector and generator, once each, see `facts.pipeline`
+    refine     an actor searches, a refiner accepts or cuts its trace, the actor goes on, see `facts.refine`
 
 Shared argument: ``config`` has the settings.
 """
@@ -15,11 +16,11 @@ import numpy as np
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.envs.array_env import ArrayEnv, Samples
-from jaxmarl_llm.envs.facts import pipeline
+from jaxmarl_llm.envs.facts import pipeline, refine
 from jaxmarl_llm.envs.facts.protocol import Protocol
 from jaxmarl_llm.envs.facts.tasks import TaskConfig
 
-PROTOCOLS: dict[str, Protocol] = {"pipeline": pipeline.PROTOCOL}
+PROTOCOLS: dict[str, Protocol] = {"pipeline": pipeline.PROTOCOL, "refine": refine.PROTOCOL}
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Config(TaskConfig):
 
     protocol: str = "pipeline"  # who acts when, see above
     pipeline: pipeline.Settings = field(default_factory=pipeline.Settings)
+    refine: refine.Settings = field(default_factory=refine.Settings)
 
     def check(self, path: str) -> None:
         super().check(path)
