@@ -22,7 +22,8 @@ help:
 	@echo "make browser    install the browser of the slow tests of the viewer: Chromium"
 	@echo "make transformers4  an environment with transformers 4, in which a slow test loads exports"
 	@echo "make peers      other systems beside which experiments.bench measures, each in an environment of its own"
-	@echo "make smollm2    fetch SmolLM2-135M and train five LoRA roles on real data (hours on CPU)"
+	@echo "make smollm2    fetch SmolLM2-135M, train a team that writes function calls, and print the table of its held-out"
+	@echo "                success; less than two hours on CPU. DATA=DIR: the full data in place of the sample"
 
 # The stamp makes an install happen once; touch setup.cfg to repeat it.
 $(VENV)/.installed: setup.cfg pyproject.toml
@@ -140,7 +141,8 @@ weights: $(VENV)/.installed-test
 	$(RUN) -m jaxmarl_llm.cli.fetch_weights --out=weights/smollm2
 
 smollm2: weights
-	$(CPU) $(RUN) -m experiments.train --config=experiments/configs/joyagents_r1.py:smollm2 --workdir=runs/smollm2
+	$(CPU) $(RUN) -m experiments.studies.real_text --team=call_team --run=team --seeds=1 --work=runs/smollm2 \
+		--records=runs/smollm2/record.json --page=runs/smollm2/table.md $(if $(DATA),--data=$(DATA))
 
 # Exports must be the same model in transformers 4 and 5 (tests/models/test_transformers4.py).
 TRANSFORMERS4 := .venv-transformers4

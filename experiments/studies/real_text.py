@@ -15,6 +15,7 @@ goes on at its last checkpoint. Of the first seed, twenty held-out tasks drawn a
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -259,8 +260,15 @@ def mean_of(parts: Mapping[str, Any], place: str, metric: str, only: str | None 
     return f"{np.nanmean(np.concatenate([*values(parts, place, metric, only).values()])):.3f}"
 
 
-def section(name: str, team: TextTeam, done: Mapping[str, Any]) -> str:
-    """The section of a team on the page, as Markdown. ``done``: its record."""
+def section(name: str, team: TextTeam, done: Mapping[str, Any], episodes: str) -> str:
+    """The section of a team on the page, as Markdown.
+
+    Args:
+        name: Name of the team.
+        team: The team.
+        done: Its record.
+        episodes: Link from the page to the list of episodes.
+    """
     of_all = lambda rows: bootstrap(np.stack(list(rows.values())))
     columns = [team.metric, *team.parts.values(), *team.shown]
     lines = [
@@ -301,7 +309,7 @@ def section(name: str, team: TextTeam, done: Mapping[str, Any]) -> str:
         lines += [
             f"{tasks} held-out tasks. `python -m experiments.studies.real_text --team={name} --run=all --data=DIR`."
         ]
-        lines += [f"{'; '.join(runs)}. [Twenty episodes](results/real_text/{name}.md), before and after."]
+        lines += [f"{'; '.join(runs)}. [Twenty episodes]({episodes}), before and after."]
     return "\n".join(["", *lines, ""])
 
 
@@ -332,19 +340,30 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
     check(team, done, str(file))
     marks = f"<!-- {name} -->", f"<!-- /{name} -->"
 
-    def save(episodes: Mapping[str, list[list[dict]]]) -> None:
-        file.write_text(json.dumps(records, separators=(",", ":")))
-        page.write_text(replace_section(page.read_text(), *marks, section(name, team, done)))
-        if episodes:
-            write_episodes(file.with_suffix("") / f"{name}.md", episodes)
+    listed = file.with_suffix("") / f"{name}.md"
+    table = lambda: section(name, team, done, os.path.relpath(listed, page.parent))
 
-    replace_section(page.read_text(), *marks, "")  # a page without marks shows before the runs
+    def written(lines: str) -> str:
+        """The page with ``lines`` as the section of the team. A page that is not there begins with it."""
+        return replace_section(page.read_text() if page.exists() else "\n".join(marks), *marks, lines)
+
+    def save(episodes: Mapping[str, list[list[dict]]]) -> None:
+        for made, text in ((file, json.dumps(records, separators=(",", ":"))), (page, written(table()))):
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.write_text(text)
+        if episodes:
+            write_episodes(listed, episodes)
+
+    written("")  # a page without marks shows before the runs
     if asked:
+        work = Path(flag_values.work)
+        # Arms and seeds have the same programs, which are forgotten after each arm to free memory.
+        jax.config.update("jax_compilation_cache_dir", str((work / ".jax_cache").absolute()))
         done.setdefault("claims_commit", stated_in(*STATED))
         names = list(team.arms) if "all" in asked else [arm for arm in team.arms if arm in asked]
-        run(team, names, flag_values.seeds, done, Path(flag_values.work) / name, save, flag_values.data)
+        run(team, names, flag_values.seeds, done, work / name, save, flag_values.data)
     save({})
-    print(section(name, team, done))
+    print(table())
 
 
 def define_flags() -> None:

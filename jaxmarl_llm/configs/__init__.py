@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         prisma,
         rema,
         scma,
+        search_r2,
         waltzrl,
     )
 
@@ -49,6 +50,7 @@ __all__ = [
     "prisma",
     "rema",
     "scma",
+    "search_r2",
     "waltzrl",
 ]
 

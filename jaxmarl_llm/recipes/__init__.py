@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         prisma,
         rema,
         scma,
+        search_r2,
         waltzrl,
     )
 
@@ -54,6 +55,7 @@ __all__ = [
     "prisma",
     "rema",
     "scma",
+    "search_r2",
     "waltzrl",
 ]
 

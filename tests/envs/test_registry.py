@@ -19,6 +19,7 @@ def never(*args, **kwargs):
     [
         ("facts", {}, ("rewriter", "selector", "generator")),
         ("facts", {"protocol": "inspect"}, ("planner", "solver", "inspector")),
+        ("facts", {"protocol": "refine"}, ("actor", "refiner")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),

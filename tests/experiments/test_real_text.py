@@ -4,6 +4,7 @@ import dataclasses
 import json
 import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -99,7 +100,7 @@ def test_effects_pair_the_tasks_of_a_seed():
     assert real_text.effect({"5": after["0"]}, before) is None
     only = real_text.values(done["arms"]["team"], "RL", "return", "part")
     assert all(np.isfinite(row).tolist() == [True] + [False] * 49 for row in only.values())
-    text = real_text.section("tiny", dataclasses.replace(TEAM, parts={"part": "first"}), done)
+    text = real_text.section("tiny", dataclasses.replace(TEAM, parts={"part": "first"}), done, "there.md")
     assert "by more than 0.02: **holds**" in text and "| two steps, RL | not recorded yet |" in text
     gained = next(line for line in text.split("\n") if line.startswith("| team, RL |"))
     assert f"{mean:.3f} ({low:.3f} to {high:.3f}) | 3 | 1 | 10 | 1 |" in gained
@@ -108,7 +109,7 @@ def test_effects_pair_the_tasks_of_a_seed():
 def test_a_component_that_an_environment_does_not_pay_is_an_empty_cell():
     """The other columns keep their places. A part needs the component that marks it."""
     team = dataclasses.replace(TEAM, shown=("accuracy", "routed"), parts={"part": "first", "strange": "none"})
-    text = real_text.section("tiny", team, record(np.zeros((2, 4)), np.ones((2, 4)), np.full((2, 4), 3.0)))
+    text = real_text.section("tiny", team, record(np.zeros((2, 4)), np.ones((2, 4)), np.full((2, 4), 3.0)), "there.md")
     lines = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in text.split("\n") if line.startswith("|")}
     assert [cell.strip() for cell in lines["arm"][:5]] == ["return", "first", "none", "accuracy", "routed"]
     for label, mean in (("team, base", 0), ("team, stage 0", 1), ("team, RL", 3)):
@@ -205,6 +206,26 @@ def test_bad_names_and_pages_are_refused_before_a_run(tmp_path, monkeypatch):
     page.write_text("# Real text\n\n<!-- tiny -->\nold\n<!-- /tiny -->\n")
     real_text.main(None, None, flags("tiny", []))
     assert "old" not in page.read_text() and page.read_text().count("not recorded yet") == 3
+
+
+def test_a_page_that_is_not_there_begins_with_the_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_text, "TEAMS", {"tiny": TEAM})
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    monkeypatch.setattr(real_text, "stated_in", lambda *files: "abc")
+
+    def run(team, names, seeds, done, work, save, data):
+        assert (names, seeds, work, data) == (["team"], 1, tmp_path / "work" / "tiny", None)
+        done |= record(np.zeros((1, 4)), np.ones((1, 4)), np.full((1, 4), 3.0))
+        save({"base": []})
+
+    monkeypatch.setattr(real_text, "run", run)
+    place = {"records": str(tmp_path / "new" / "record.json"), "page": str(tmp_path / "page" / "table.md")}
+    asked = {"team": "tiny", "run": ["team"], "seeds": 1, "work": str(tmp_path / "work"), "data": None}
+    for again in range(2):
+        real_text.main(None, None, types.SimpleNamespace(**asked, **place))
+        text = (tmp_path / "page" / "table.md").read_text()
+        assert text.startswith("<!-- tiny -->") and text.count("| team, RL |") == 1, again
+        assert (tmp_path / "page" / "../new/record/tiny.md").exists() and "(../new/record/tiny.md)" in text
 
 
 def test_every_team_has_arms_that_can_be_made():

@@ -181,6 +181,19 @@ CASES = {
             "stage_one": 2,
         },
     ),
+    "search_r2": (
+        "search_r2",
+        {
+            "env": EnvConfig(
+                "facts",
+                {"protocol": "refine", "tasks": 64, "two_hops": 0.0, "copying": 0.0, "refine": {"searches": 1}},
+                eval_tasks=4,
+            ),
+            "team": team(max_new_tokens=3, parameter_sharing="shared"),
+            "group": 4,
+            "sft": SFT(60, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128),
+        },
+    ),
     "maac": ("maac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="joint"), "group": 2}),
 }
 
