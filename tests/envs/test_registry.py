@@ -18,6 +18,7 @@ def never(*args, **kwargs):
     "name,args,roles",
     [
         ("facts", {}, ("rewriter", "selector", "generator")),
+        ("facts", {"protocol": "inspect"}, ("planner", "solver", "inspector")),
         ("facts", {"protocol": "refine"}, ("actor", "refiner")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),

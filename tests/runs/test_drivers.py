@@ -168,6 +168,19 @@ CASES = {
             "group": 2,
         },
     ),
+    "prisma, a stage each": (
+        "prisma",
+        {
+            "env": EnvConfig(
+                "facts", {"protocol": "inspect", "tasks": 64, "inspect": {"interventions": 1}}, eval_tasks=4
+            ),
+            "team": team(max_new_tokens=4),
+            "reward": {"before": 1.0, "change": 1.0, "interventions": -0.05, "format": 0.1},
+            "plans": 2,
+            "verdicts": 3,
+            "stage_one": 2,
+        },
+    ),
     "search_r2": (
         "search_r2",
         {

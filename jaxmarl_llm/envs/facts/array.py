@@ -3,6 +3,7 @@
 Tasks are those of `facts.tasks`, and the search is that of `facts.search`. The protocols, each a module of its own:
 
     pipeline   rewriter, selector and generator, once each, see `facts.pipeline`
+    inspect    planner, solver, and an inspector that passes or has work done again, see `facts.inspection`
     refine     an actor searches, a refiner accepts or cuts its trace, the actor goes on, see `facts.refine`
 
 Shared argument: ``config`` has the settings.
@@ -16,11 +17,15 @@ import numpy as np
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.envs.array_env import ArrayEnv, Samples
-from jaxmarl_llm.envs.facts import pipeline, refine
+from jaxmarl_llm.envs.facts import inspection, pipeline, refine
 from jaxmarl_llm.envs.facts.protocol import Protocol
 from jaxmarl_llm.envs.facts.tasks import TaskConfig
 
-PROTOCOLS: dict[str, Protocol] = {"pipeline": pipeline.PROTOCOL, "refine": refine.PROTOCOL}
+PROTOCOLS: dict[str, Protocol] = {
+    "pipeline": pipeline.PROTOCOL,
+    "inspect": inspection.PROTOCOL,
+    "refine": refine.PROTOCOL,
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Config(TaskConfig):
 
     protocol: str = "pipeline"  # who acts when, see above
     pipeline: pipeline.Settings = field(default_factory=pipeline.Settings)
+    inspect: inspection.Settings = field(default_factory=inspection.Settings)
     refine: refine.Settings = field(default_factory=refine.Settings)
 
     def check(self, path: str) -> None:
