@@ -21,6 +21,7 @@ from jaxmarl_llm.config import to_dict
 from jaxmarl_llm.runs.compiled import task_data
 from jaxmarl_llm.runs.phases import Phase, Recipe
 from jaxmarl_llm.training.drivers import RunData, TracedDriver
+from jaxmarl_llm.training.train_step import StepResult
 from jaxmarl_llm.types import TrainState
 
 
@@ -29,17 +30,31 @@ def stage(recipe: Recipe, phase: Phase) -> Callable[..., TrainState]:
 
     The steps are those of a compiled run (`runs.compiled`).
     """
+    run = _scanned(phase, lambda result: None)
+    return jax.jit(jax.vmap(lambda *inputs: run(*inputs)[0], in_axes=(0, 0, 0, None)))
 
-    def run(seed: jax.Array, data: Any, state: TrainState, steps: jax.Array) -> TrainState:
+
+def read_stage(phase: Phase, read: Callable[[StepResult], Any]) -> Callable[..., tuple[TrainState, Any]]:
+    """(seeds, data, states, steps) -> states as of `stage`, and what ``read`` returns for each step [seeds steps ...].
+
+    Args:
+        phase: The phase that is played.
+        read: Function of what a step played and trained. It is traced.
+    """
+    return jax.jit(jax.vmap(_scanned(phase, read), in_axes=(0, 0, 0, None)))
+
+
+def _scanned(phase: Phase, read: Callable[[StepResult], Any]) -> Callable[..., tuple[TrainState, Any]]:
+    def run(seed: jax.Array, data: Any, state: TrainState, steps: jax.Array) -> tuple[TrainState, Any]:
         driver = TracedDriver(seed, data)
 
-        def step(state: TrainState, i: jax.Array) -> tuple[TrainState, None]:
-            state, _ = phase.step(driver, state, i)
-            return state.replace(step=state.step + 1), None
+        def step(state: TrainState, i: jax.Array) -> tuple[TrainState, Any]:
+            state, result = phase.step(driver, state, i)
+            return state.replace(step=state.step + 1), read(result)
 
-        return jax.lax.scan(step, state, steps)[0]
+        return jax.lax.scan(step, state, steps)
 
-    return jax.jit(jax.vmap(run, in_axes=(0, 0, 0, None)))
+    return run
 
 
 def _initial(recipe: Recipe, seeds: jax.Array) -> TrainState:

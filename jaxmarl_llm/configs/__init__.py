@@ -25,8 +25,10 @@ if TYPE_CHECKING:
         mashost,
         mmoa_rag,
         optagent,
+        prisma,
         rema,
         scma,
+        search_r2,
         waltzrl,
     )
 
@@ -47,8 +49,10 @@ __all__ = [
     "mashost",
     "mmoa_rag",
     "optagent",
+    "prisma",
     "rema",
     "scma",
+    "search_r2",
     "waltzrl",
 ]
 

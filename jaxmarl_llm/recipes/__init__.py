@@ -28,8 +28,10 @@ if TYPE_CHECKING:
         mashost,
         mmoa_rag,
         optagent,
+        prisma,
         rema,
         scma,
+        search_r2,
         waltzrl,
     )
 
@@ -52,8 +54,10 @@ __all__ = [
     "mashost",
     "mmoa_rag",
     "optagent",
+    "prisma",
     "rema",
     "scma",
+    "search_r2",
     "waltzrl",
 ]
 

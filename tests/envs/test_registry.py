@@ -18,6 +18,8 @@ def never(*args, **kwargs):
     "name,args,roles",
     [
         ("facts", {}, ("rewriter", "selector", "generator")),
+        ("facts", {"protocol": "inspect"}, ("planner", "solver", "inspector")),
+        ("facts", {"protocol": "refine"}, ("actor", "refiner")),
         ("facts", {"protocol": "remember"}, ("extractor", "profiler", "retriever")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),

@@ -168,6 +168,32 @@ CASES = {
             "group": 2,
         },
     ),
+    "prisma, a stage each": (
+        "prisma",
+        {
+            "env": EnvConfig(
+                "facts", {"protocol": "inspect", "tasks": 64, "inspect": {"interventions": 1}}, eval_tasks=4
+            ),
+            "team": team(max_new_tokens=4),
+            "reward": {"before": 1.0, "change": 1.0, "interventions": -0.05, "format": 0.1},
+            "plans": 2,
+            "verdicts": 3,
+            "stage_one": 2,
+        },
+    ),
+    "search_r2": (
+        "search_r2",
+        {
+            "env": EnvConfig(
+                "facts",
+                {"protocol": "refine", "tasks": 64, "two_hops": 0.0, "copying": 0.0, "refine": {"searches": 1}},
+                eval_tasks=4,
+            ),
+            "team": team(max_new_tokens=3, parameter_sharing="shared"),
+            "group": 4,
+            "sft": SFT(60, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128),
+        },
+    ),
     "comam": (
         "comam",
         {

@@ -308,6 +308,11 @@ def good_answer(task: Task, kept: Sequence[str]) -> str:
     return task.answer if task.path[-1] in kept else "".join(kept[-1:])[2:]
 
 
+def other_entities(kept: Sequence[str], answer: str) -> list[str]:
+    """The entities of the ``kept`` facts, in alphabetical order and without ``answer``."""
+    return sorted({letter for fact in kept for letter in fact[::2]} - {answer})
+
+
 def demonstrated_queries(rng: np.random.Generator, settings: Settings, task: Task) -> list[str]:
     """Queries for ``task`` with the mistakes of ``settings``."""
     queries = good_queries(task)
@@ -332,8 +337,8 @@ def demonstrated_quotes(
 
 def demonstrated_answer(rng: np.random.Generator, settings: Settings, task: Task, kept: Sequence[str]) -> str:
     """An answer to ``task`` with the mistakes of ``settings``. ``kept``: the facts that the generator reads."""
-    answer, mentioned = good_answer(task, kept), sorted({letter for fact in kept for letter in fact[::2]})
-    others = [letter for letter in mentioned if letter != answer]
+    answer = good_answer(task, kept)
+    others = other_entities(kept, answer)
     if others and rng.random() < settings.answer_error_rate:
         answer = others[rng.integers(len(others))]
     if answer and rng.random() < settings.long_rate:
