@@ -10,6 +10,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.configs import (
         advantage_alignment,
+        comam,
         core_code,
         cpmobius,
         doctor_agent,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "advantage_alignment",
+    "comam",
     "core_code",
     "cpmobius",
     "doctor_agent",

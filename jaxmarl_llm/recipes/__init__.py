@@ -11,6 +11,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.recipes import (
         advantage_alignment,
+        comam,
         core_code,
         cpmobius,
         doctor_agent,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "advantage_alignment",
+    "comam",
     "core_code",
     "cpmobius",
     "doctor_agent",

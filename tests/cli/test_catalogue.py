@@ -113,7 +113,7 @@ def test_every_key_of_every_recipe_is_explained(name):
     assert not [path for path, key in found.items() if len(key.text.split()) < 2]
 
 
-DICTS = {"reward", "action_reward", "memory_reward", "role_reward", "args", "overrides", "models"}
+DICTS = {"reward", "action_reward", "local_reward", "memory_reward", "role_reward", "args", "overrides", "models"}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

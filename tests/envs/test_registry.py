@@ -20,6 +20,7 @@ def never(*args, **kwargs):
         ("facts", {}, ("rewriter", "selector", "generator")),
         ("facts", {"protocol": "inspect"}, ("planner", "solver", "inspector")),
         ("facts", {"protocol": "refine"}, ("actor", "refiner")),
+        ("facts", {"protocol": "remember"}, ("extractor", "profiler", "retriever")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),

@@ -194,6 +194,16 @@ CASES = {
             "sft": SFT(60, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128),
         },
     ),
+    "comam": (
+        "comam",
+        {
+            "env": EnvConfig("facts", {"protocol": "remember", "tasks": 64, "copying": 0.0}, eval_tasks=4),
+            "team": team(max_new_tokens=7),
+            "reward": {"answer": 1.0, "format": 1.0},  # shared and local ranks differ, so that weights do
+            "local_reward": {"kept_recall": 0.8, "kept_overlap": 0.2, "format": -0.8},
+            "group": 4,
+        },
+    ),
     "maac": ("maac", {"env": MATRIX, "reward": {"payoff": 1.0}, "team": team(critic="joint"), "group": 2}),
 }
 
