@@ -16,6 +16,7 @@ from jaxmarl_llm.envs.facts import pipeline, search, tasks
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from tests.envs.facts_episodes import encode, program
 
 BYTES = ByteTokenizer()
 CONFIG = facts.Config()
@@ -113,23 +114,6 @@ class Twin:
 # -- whole episodes ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def program(config):
-    """Functions of N episodes: reset, observe and step."""
-    env, key = facts.make(config), jax.random.key(0)
-    step = lambda state, words, length: env.step(key, state, words[None], length)
-    return tuple(jax.jit(jax.vmap(f)) for f in (functools.partial(env.reset, key), env.observe, step))
-
-
-def encode(said):
-    """Completions (text, whether it has an eos) as tokens and lengths."""
-    rows = [([*text.encode()] + [BYTES.EOS] * ended)[:R] for text, ended in said]
-    return (
-        np.array([ids + [BYTES.PAD] * (R - len(ids)) for ids in rows], np.int32),
-        np.array([[len(ids)] for ids in rows], np.int32),
-    )
-
-
 def play(config, rows, speak):
     """Episodes of a team: prompts, completions and rewards of each turn. ``speak(turn, prompts)`` -> completions."""
     begin, observe, step = program(config)
@@ -138,7 +122,7 @@ def play(config, rows, speak):
         seen = jax.device_get(observe(state))
         prompts = [BYTES.decode(ids[0, : n[0]]) for ids, n in zip(seen.tokens, seen.length)]
         said = speak(turn, prompts)
-        state, pay, done = jax.device_get(step(state, *encode(said)))
+        state, pay, done = jax.device_get(step(state, *encode(said, R)))
         out.append((prompts, seen, pay, done))
     return out
 
@@ -502,7 +486,7 @@ KEPT = [
 @pytest.mark.parametrize("said, places, proper", KEPT, ids=[said or "nothing" for said, *_ in KEPT])
 def test_what_a_selector_keeps(said, places, proper):
     """Repeated quotes are kept once. Quotes of no document are not kept."""
-    words, length = encode([(said, True)])
+    words, length = encode([(said, True)], R)
     task = {"facts": jnp.array([[*fact.encode()] for fact in FACTS])}
     documents = jnp.array([2, 3, 4, -1, -1, -1])
     got = pipeline.select(SETTINGS, task, documents, jnp.array(words[0]), jnp.bool_(True), length[0, 0] - 1)
@@ -512,7 +496,7 @@ def test_what_a_selector_keeps(said, places, proper):
 
 
 def test_more_quotes_than_documents_are_out_of_form():
-    words, length = encode([("a2d,c2x,b1a", True)])
+    words, length = encode([("a2d,c2x,b1a", True)], R)
     task = {"facts": jnp.array([[*fact.encode()] for fact in FACTS])}
     got = pipeline.select(SETTINGS, task, jnp.array([2, 3]), jnp.array(words[0]), jnp.bool_(True), length[0, 0] - 1)
     assert got.places.tolist() == [2, 3] and not got.proper

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 import re
 
@@ -19,7 +18,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.recipes import prisma
-from tests.envs.test_facts import encode, twin_search
+from tests.envs.facts_episodes import encode, program
+from tests.envs.test_facts import R, twin_search
 
 BYTES = ByteTokenizer()
 N = 128
@@ -106,23 +106,15 @@ class Twin:
 # -- whole episodes ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def program(cfg):
-    """Functions of N episodes: reset, observe and step."""
-    env, key = facts.make(cfg), jax.random.key(0)
-    step = lambda state, words, length: env.step(key, state, words[None], length)
-    return env, tuple(jax.jit(jax.vmap(f)) for f in (functools.partial(env.reset, key), env.observe, step))
-
-
 def play(cfg, rows, speak):
     """Episodes turn by turn: roles, prompts, who is active, rewards, ends. ``speak(turn, roles, prompts)``."""
-    env, (begin, observe, step) = program(cfg)
+    begin, observe, step = program(cfg)
     state = begin(rows)
-    for turn in range(env.max_turns):
+    for turn in range(facts.make(cfg).max_turns):
         seen = jax.device_get(observe(state))
         prompts = [BYTES.decode(ids[0, : n[0]]) for ids, n in zip(seen.tokens, seen.length)]
         said = speak(turn, seen.role[:, 0], prompts)
-        state, pay, done = jax.device_get(step(state, *encode(said)))
+        state, pay, done = jax.device_get(step(state, *encode(said, R)))
         yield seen.role[:, 0], prompts, seen.active[:, 0], pay, done
 
 
@@ -179,7 +171,7 @@ def test_episodes_of_random_completions_are_those_of_a_slow_twin(name):
             seen[role, "below"] += want["change"][2] < 0
             seen[role, "read"] += len(twin.found())
     assert over.all()
-    assert tuple(tuple(sorted(turns[turn])) for turn in sorted(turns)) == program(cfg)[0].actors
+    assert tuple(tuple(sorted(turns[turn])) for turn in sorted(turns)) == facts.make(cfg).actors
     assert min(seen[role, "format"] for role in ROLES) > 50 and min(seen[r, "em"] for r in (S, I)) > 5
     assert seen[S, "change"] > 5 and seen[S, "below"] > 2 and seen[I, "passed_right"] > 2 and seen[P, "evidence"] > 50
 

@@ -1,7 +1,6 @@
 """The protocol `refine` of facts: episodes against a slow twin, cuts, kept prefixes, demonstrations, bad input."""
 
 import collections
-import functools
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from jaxmarl_llm.envs.facts import refine, tasks, text_trace
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from tests.envs.facts_episodes import encode, program
 from tests.envs.test_facts import twin_search
 
 BYTES = ByteTokenizer()
@@ -126,21 +126,6 @@ class Twin:
 # -- whole episodes ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def program(cfg):
-    """Functions of N episodes: reset, observe and step."""
-    env, key = facts.make(cfg), jax.random.key(0)
-    step = lambda state, words, length: env.step(key, state, words[None], length)
-    return tuple(jax.jit(jax.vmap(f)) for f in (functools.partial(env.reset, key), env.observe, step))
-
-
-def encode(said):
-    """Completions (text, whether it has an eos) as tokens and lengths."""
-    rows = [([*text.encode()] + [BYTES.EOS] * ended)[:R] for text, ended in said]
-    tokens = [ids + [BYTES.PAD] * (R - len(ids)) for ids in rows]
-    return np.array(tokens, np.int32), np.array([[len(ids)] for ids in rows], np.int32)
-
-
 def play(cfg, rows, speak):
     """Turns of episodes: what is seen, prompts, states before and after, rewards, ends.
 
@@ -151,7 +136,7 @@ def play(cfg, rows, speak):
     for turn in range(cfg.refine.turns + 1):
         seen = jax.device_get(observe(state))
         prompts = [BYTES.decode(ids[0, : n[0]]) for ids, n in zip(seen.tokens, seen.length)]
-        after, pay, done = jax.device_get(step(state, *encode(speak(turn, prompts))))
+        after, pay, done = jax.device_get(step(state, *encode(speak(turn, prompts), R)))
         yield seen, prompts, state, after, pay, done
         state = after
 

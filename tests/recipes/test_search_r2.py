@@ -21,7 +21,8 @@ from jaxmarl_llm.recipes import search_r2
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
-from tests.envs.test_facts_refine import Twin, config, encode, play, some_segment, texts_of
+from tests.envs.facts_episodes import encode
+from tests.envs.test_facts_refine import R, Twin, config, play, some_segment, texts_of
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -84,7 +85,7 @@ def played(second):
         return said[turn]
 
     for turn, (seen, _, _, _, pay, _) in enumerate(play(cfg, rows, speak)):
-        tokens, length = encode(said[turn])
+        tokens, length = encode(said[turn], R)
         for i, twin in enumerate(twins):
             if twin.done:
                 continue
