@@ -22,8 +22,8 @@ help:
 	@echo "make browser    install the browser of the slow tests of the viewer: Chromium"
 	@echo "make transformers4  an environment with transformers 4, in which a slow test loads exports"
 	@echo "make peers      other systems beside which experiments.bench measures, each in an environment of its own"
-	@echo "make smollm2    fetch SmolLM2-135M, train a team that writes function calls, and print the table of its held-out"
-	@echo "                success; less than two hours on CPU. DATA=DIR: the full data in place of the sample"
+	@echo "make smollm2    fetch SmolLM2-135M, train a team that writes function calls on a CPU, and print the table of its"
+	@echo "                held-out success. DATA=DIR: the full data in place of the sample"
 
 # The stamp makes an install happen once; touch setup.cfg to repeat it.
 $(VENV)/.installed: setup.cfg pyproject.toml

@@ -6,7 +6,7 @@ A module has ``GOLDEN`` (its test file), ``STATUS``, ``SEEDS`` (their number), `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,3 +87,9 @@ def minus(a: Any, b: Any) -> list[float]:
 def arms(label: str, values: Mapping[str, Any]) -> dict[str, list[float]]:
     """Figures of several arms: ``label, arm`` -> one value a seed."""
     return {f"{label}, {name}": np.asarray(x, float).tolist() for name, x in values.items()}
+
+
+def calibrate(run: Callable[[list[int], Callable[[str], None]], list[Finding]]) -> None:
+    """Print the arms and the effects of the calibration seeds. ``run``: of a module of claims."""
+    for finding in run(CALIBRATION, lambda line: print(line, flush=True)):
+        print(finding.claim, np.round(finding.effect, 3).tolist())

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
+from experiments.claims import Claim, Finding, arms, calibrate, minus
 from experiments.configs.comam import local, tiny, uniform
 from experiments.studies.phase_runs import after_stage_0, stage
 from jaxmarl_llm.recipes.comam import Config, make
@@ -102,11 +102,5 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     return [Finding(arm, minus(of("ranks"), of(arm)), against(arm)) for arm in CLAIMS]
 
 
-def main() -> None:
-    """Print the arms and the effects of the calibration seeds."""
-    for finding in run(CALIBRATION, lambda line: print(line, flush=True)):
-        print(finding.claim, np.round(finding.effect, 3).tolist())
-
-
 if __name__ == "__main__":
-    main()
+    calibrate(run)

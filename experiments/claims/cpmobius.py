@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
+from experiments.claims import Claim, Finding, arms, calibrate, minus
 from experiments.configs.cpmobius import no_band, tiny, untrained_coach
 from jaxmarl_llm.recipes import cpmobius
 from jaxmarl_llm.runs.phases import Recipe
@@ -136,11 +136,5 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     ]
 
 
-def main() -> None:
-    """Print the arms of the calibration seeds."""
-    for finding in run(CALIBRATION, lambda line: print(line, flush=True)):
-        print(finding.claim, np.round(finding.effect, 3).tolist())
-
-
 if __name__ == "__main__":
-    main()
+    calibrate(run)

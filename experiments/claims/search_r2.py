@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.claims import CALIBRATION, Claim, Finding, arms, minus
+from experiments.claims import Claim, Finding, arms, calibrate, minus
 from experiments.configs.search_r2 import em_alone, tiny, whole
 from experiments.studies.phase_runs import after_stage_0, read_stage
 from jaxmarl_llm.envs.array_env import ArrayEnv
@@ -204,11 +204,5 @@ def run(seeds: list[int], say: Callable[[str], None]) -> list[Finding]:
     ]
 
 
-def main() -> None:
-    """Print figures of the calibration seeds."""
-    for finding in run(CALIBRATION, lambda line: print(line, flush=True)):
-        print(finding.claim, np.round(finding.effect, 3).tolist())
-
-
 if __name__ == "__main__":
-    main()
+    calibrate(run)

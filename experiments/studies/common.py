@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def origin() -> dict[str, str]:
     }
 
 
+Parts = list[dict[str, Any]]  # of an arm: what was recorded of some seeds each
 CODE = ("experiments", "jaxmarl_llm", "kernels", "tests")  # what decides the figures of a record
 
 
@@ -190,3 +192,21 @@ def task_returns(cfg: Any, recipe: Any, state: Any, plan: Any = None, count: int
         if mine.any():
             out[task] = total[mine].mean()
     return out, int(played.tree.counts.completion_tokens), played
+
+
+def seeds_of(parts: Parts) -> list[int]:
+    """The recorded seeds of an arm, in the order of the record."""
+    return [seed for part in parts for seed in part["seeds"]]
+
+
+def column(parts: Parts, key: str) -> list[Any]:
+    """One figure of an arm, by seed, in the order of the record."""
+    return [value for part in parts for value in part[key]]
+
+
+def write(file: Path, text: str) -> None:
+    """Write a whole file or leave the old one, whenever the process is stopped."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.tmp")
+    partial.write_text(text)
+    os.replace(partial, file)

@@ -20,7 +20,6 @@ With the flags of `make demo` in XLA_FLAGS, compilation takes half its time on a
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from absl import flags
 
 from experiments.claims import FAILS, HOLDS, OPEN, Finding, arms, minus
 from experiments.studies import mechanism_arms
-from experiments.studies.common import interval, origin, read_record, stated_in
+from experiments.studies.common import Parts, column, interval, origin, read_record, seeds_of, stated_in, write
 from experiments.studies.mechanism_arms import (
     ARMS,
     CLAIMS,
@@ -64,20 +63,9 @@ PART_FORM = {
     "settings": str, "claims": (str, type(None)), "date": str, "commit": str,
 }  # fmt: skip
 BY_SEED = ("seeds", "curve", "area", "tokens", "hit")  # the lists of a part
-Parts = list[dict[str, Any]]  # of one arm
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def seeds_of(parts: Parts) -> list[int]:
-    """The recorded seeds of an arm, in the order of the record."""
-    return [seed for part in parts for seed in part["seeds"]]
-
-
-def column(parts: Parts, key: str) -> list[Any]:
-    """One figure of an arm, by seed, in the order of the record."""
-    return [value for part in parts for value in part[key]]
 
 
 def made_with(arm: Arm, reference: joyagents_r1.Config, claims: str | None) -> dict[str, str | None]:
@@ -312,14 +300,6 @@ def arm_table(done: Mapping[str, Parts], wanted: Mapping[str, Arm]) -> list[str]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-def write(file: Path, text: str) -> None:
-    """Write a whole file or leave the old one, whenever the process is stopped."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.tmp")
-    partial.write_text(text)
-    os.replace(partial, file)
 
 
 def checked(file: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import numpy as np
 from absl import flags
 
 from experiments.claims import FAILS, HOLDS, OPEN
-from experiments.studies.common import bootstrap, make, origin, read_record, replace_section, stated_in
+from experiments.studies.common import bootstrap, make, origin, read_record, replace_section, stated_in, write
 from experiments.studies.text_teams import SEEDS, TEAM, TEAMS, Arm, TextTeam, configuration
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.config import fingerprint, nearest
@@ -348,9 +348,8 @@ def main(cfg: Any, workdir: str | None, flag_values: flags.FlagValues) -> None:
         return replace_section(page.read_text() if page.exists() else "\n".join(marks), *marks, lines)
 
     def save(episodes: Mapping[str, list[list[dict]]]) -> None:
-        for made, text in ((file, json.dumps(records, separators=(",", ":"))), (page, written(table()))):
-            made.parent.mkdir(parents=True, exist_ok=True)
-            made.write_text(text)
+        write(file, json.dumps(records, separators=(",", ":")))
+        write(page, written(table()))
         if episodes:
             write_episodes(listed, episodes)
 

@@ -26,8 +26,16 @@ import numpy as np
 from absl import flags
 
 from experiments.claims import OPEN, Claim, decide, minus
-from experiments.studies.common import interval, origin, read_record, replace_section, stated_in
-from experiments.studies.mechanisms import column, seeds_of, write
+from experiments.studies.common import (
+    column,
+    interval,
+    origin,
+    read_record,
+    replace_section,
+    seeds_of,
+    stated_in,
+    write,
+)
 from jaxmarl_llm.agents.team import Backbone
 from jaxmarl_llm.cli import config_flags
 from jaxmarl_llm.config import fingerprint, replace_path

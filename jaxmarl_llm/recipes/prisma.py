@@ -32,7 +32,6 @@ recipe yet: no run was recorded. The claims to be run are in experiments/claims/
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +44,7 @@ from jaxmarl_llm.credit.assign import Credit, standard_rule
 from jaxmarl_llm.envs.contract import Environment, need_roles
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.rollout.plans import Branch, Plan
+from jaxmarl_llm.rollout.plans import Plan, product
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
@@ -87,16 +86,9 @@ def trainable_roles(cfg: Config) -> Callable[[Any], Any]:
     return lambda step: (jnp.arange(len(ROLES)) == INSPECTOR) == (step >= cfg.stage_one)
 
 
-@functools.cache
-def tree(widths: tuple[int, ...]) -> Plan:
-    """Plan: every state branches. ``widths``: samples at each of the first turns; later turns have one."""
-    width = lambda branch: widths[branch.turn] if branch.turn < len(widths) else 1
-    return Plan(f"tree{widths}", width, lambda branch, j: Branch(branch.turn + 1, True))
-
-
 def make_plan(cfg: Config) -> Plan:
     """Plan: plans, answers and verdicts of ``cfg``, and one sample at each turn behind them."""
-    return tree((cfg.plans, cfg.answers, cfg.verdicts))
+    return product((cfg.plans, cfg.answers, cfg.verdicts), behind=True)
 
 
 def algorithm(cfg: Config) -> Algorithm:

@@ -137,7 +137,7 @@ def flat(group: int) -> Plan:
 
 
 @functools.cache
-def product(group: int | tuple[int, ...], joint: str = "aligned") -> Plan:
+def product(group: int | tuple[int, ...], joint: str = "aligned", *, behind: bool = False) -> Plan:
     """Every state branches: G^k leaves for k turns (G^(W k) when joint actions are crossed).
 
     MAGRPO's tree (the later library): a group is the samples of one agent at one state. With a width for each turn the
@@ -146,6 +146,7 @@ def product(group: int | tuple[int, ...], joint: str = "aligned") -> Plan:
     Args:
         group: samples of each seat, G; or G_1 ... G_k, one width for each of an environment's k turns.
         joint: ``aligned`` or ``cross``.
+        behind: With widths: an environment may have more turns, which have one sample each.
 
     Raises:
         ConfigError: there is no width, or a width below 1, or an unknown ``joint``.
@@ -156,8 +157,10 @@ def product(group: int | tuple[int, ...], joint: str = "aligned") -> Plan:
     if not widths or min(widths) < 1:
         raise ConfigError(f"plan.group: expected widths >= 1, one or one for each turn, got {group}")
     name = f"product({group})" if joint == "aligned" else f"product({group}, {joint})"
+    if behind:
+        name, widths = f"{name} and chains", (*widths, 1)
     width = lambda b: widths[min(b.turn, len(widths) - 1)]
-    turns = len(widths) if isinstance(group, tuple) else None
+    turns = len(widths) if isinstance(group, tuple) and not behind else None
     return Plan(name, width, lambda b, j: Branch(b.turn + 1, True), joint=joint, turns=turns)
 
 

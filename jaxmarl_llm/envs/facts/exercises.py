@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxmarl_llm.envs.array_env import Samples, text_samples
 from jaxmarl_llm.envs.facts.tasks import DIGITS, FACTS, LETTERS, Task
 from jaxmarl_llm.envs.prompt_grammar import END
 
@@ -55,3 +56,24 @@ def with_exercises(
         samples: Prompt and completion of each role.
     """
     return [exercise(rng, task) if rng.random() < share else sample for sample in samples]
+
+
+def as_samples(
+    share: float,
+    roles: Sequence[str],
+    episodes: Sequence[Sequence[tuple[str, str]]],
+    prompts: Sequence[int],
+    completions: Sequence[int],
+) -> Samples:
+    """The samples of `with_exercises` as arrays, as wide as the longest ones of their role and of exercises.
+
+    Args:
+        share: Probability of an exercise; without any the widths are those of the role.
+        roles: Names of the roles.
+        episodes: Prompt and completion of each role, by episode.
+        prompts: Tokens of the longest prompt of each role.
+        completions: Tokens of the longest completion of each role.
+    """
+    least = (PROMPT, COMPLETION) if share else (0, 0)
+    of_role = zip(roles, zip(*episodes, strict=True), prompts, completions, strict=True)
+    return {role: text_samples(rows, max(width, least[0]), max(size, least[1])) for role, rows, width, size in of_role}

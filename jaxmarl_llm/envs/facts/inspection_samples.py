@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmarl_llm.envs.array_env import Samples, text_samples
+from jaxmarl_llm.envs.array_env import Samples
 from jaxmarl_llm.envs.facts import exercises, tasks
 from jaxmarl_llm.envs.facts.inspection_settings import (
     ANSWER,
@@ -134,6 +134,4 @@ def demonstrations(config: TaskConfig, settings: Settings, seed: int, n: int) ->
         said = [turns[rng.integers(len(turns))] for turns in demonstrated(rng, settings, task)]
         pairs.append(exercises.with_exercises(rng, config.copying, task, said))
     sizes = LONGEST + 1, ANSWER, 2  # of completions
-    least = (exercises.PROMPT, exercises.COMPLETION) if config.copying else (0, 0)
-    of_role = zip(ROLES, zip(*pairs, strict=True), prompt_lengths(settings), sizes, strict=True)
-    return {role: text_samples(rows, max(width, least[0]), max(size, least[1])) for role, rows, width, size in of_role}
+    return exercises.as_samples(config.copying, ROLES, pairs, prompt_lengths(settings), sizes)

@@ -57,7 +57,6 @@ from jaxmarl_llm.envs.array_env import (
     Samples,
     completion_end,
     encoded,
-    text_samples,
     to_all,
     unless_finished,
 )
@@ -370,9 +369,7 @@ def demonstrations(config: TaskConfig, settings: Settings, seed: int, n: int) ->
         ]
         pairs.append(exercises.with_exercises(rng, config.copying, task, said))
     sizes = RESPONSE, RESPONSE, settings.answer_length + 2  # of completions: five queries, three quotes, an answer
-    least = (exercises.PROMPT, exercises.COMPLETION) if config.copying else (0, 0)
-    of_role = zip(ROLES, zip(*pairs, strict=True), prompt_lengths(settings), sizes, strict=True)
-    return {role: text_samples(rows, max(width, least[0]), max(size, least[1])) for role, rows, width, size in of_role}
+    return exercises.as_samples(config.copying, ROLES, pairs, prompt_lengths(settings), sizes)
 
 
 PROTOCOL = Protocol(make, make_tasks, demonstrations, prompt_length, RESPONSE)

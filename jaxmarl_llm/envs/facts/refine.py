@@ -75,7 +75,6 @@ from jaxmarl_llm.envs.array_env import (
     completion_end,
     encoded,
     join,
-    text_samples,
     to_all,
     unless_finished,
 )
@@ -379,9 +378,7 @@ def demonstrations(config: TaskConfig, settings: Settings, seed: int, n: int) ->
         read = asked + END.join(trace.whole() for trace in shown) + BAR
         said = [(asked + before, segment), (read, demonstrated_choice(rng, settings, task, *shown))]
         pairs.append(exercises.with_exercises(rng, config.copying, task, said))
-    least = (exercises.PROMPT, exercises.COMPLETION) if config.copying else (0, 0)
-    of_role = zip(ROLES, zip(*pairs, strict=True), prompt_lengths(settings), strict=True)
-    return {role: text_samples(rows, max(width, least[0]), max(RESPONSE, least[1])) for role, rows, width in of_role}
+    return exercises.as_samples(config.copying, ROLES, pairs, prompt_lengths(settings), (RESPONSE,) * len(ROLES))
 
 
 PROTOCOL = Protocol(make, make_tasks, demonstrations, prompt_length, RESPONSE)

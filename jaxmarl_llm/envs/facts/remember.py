@@ -66,7 +66,6 @@ from jaxmarl_llm.envs.array_env import (
     Samples,
     completion_end,
     encoded,
-    text_samples,
     to_all,
     unless_finished,
 )
@@ -329,10 +328,8 @@ def demonstrations(config: TaskConfig, settings: Settings, seed: int, n: int) ->
         said_by = "".join(stores[at]), "".join(entries), "".join(found)
         whole = [(mark + read + END, text) for mark, read, text in zip(MARKS, shown, said_by, strict=True)]
         pairs.append(exercises.with_exercises(rng, config.copying, task, whole))
-    least = (exercises.PROMPT, exercises.COMPLETION) if config.copying else (0, 0)
     sizes = SIZE * STATEMENTS // settings.pieces + 1, RESPONSE, SIZE * (HOPS + 1) + 1
-    of_role = zip(ROLES, zip(*pairs, strict=True), prompt_lengths(settings), sizes, strict=True)
-    return {role: text_samples(rows, max(width, least[0]), max(size, least[1])) for role, rows, width, size in of_role}
+    return exercises.as_samples(config.copying, ROLES, pairs, prompt_lengths(settings), sizes)
 
 
 PROTOCOL = Protocol(make, make_tasks, demonstrations, prompt_length, RESPONSE)
