@@ -22,7 +22,7 @@ from jaxmarl_llm.runs.compiled import task_data
 from jaxmarl_llm.runs.phases import Phase, Recipe
 from jaxmarl_llm.training.drivers import RunData, TracedDriver
 from jaxmarl_llm.training.train_step import StepResult
-from jaxmarl_llm.types import TrainState
+from jaxmarl_llm.types import Params, TrainState
 
 
 def stage(recipe: Recipe, phase: Phase) -> Callable[..., TrainState]:
@@ -78,6 +78,18 @@ def after_stage_0(recipe: Recipe, seeds: Sequence[int], data: RunData | None = N
     which, data = jnp.array(seeds), task_data(recipe, seeds) if data is None else data
     taught = stage(recipe, recipe.phases[0])(which, data, _initial(recipe, which), jnp.arange(recipe.cfg.sft.steps))
     return _begun(recipe, recipe.phases[-1], taught), data
+
+
+def begun_as(recipe: Recipe, states: TrainState, agents: Params) -> TrainState:
+    """States at the begin of RL of a recipe, with other parameters: arms of other teams begin alike.
+
+    Args:
+        recipe: A recipe whose roles and stage 0 are those of the run that led to ``states``.
+        states: States after that stage 0, with a leading axis of seeds.
+        agents: Parameters by model of ``recipe``, with the same axis.
+    """
+    given = states.replace(params={"shared": states.params["shared"], "agents": agents})
+    return _begun(recipe, recipe.phases[-1], given)
 
 
 def played_in_parts(

@@ -5,6 +5,7 @@ unshaped    rewards as they are (a control)
 uniform     the next attempt goes on from any attempt alike (a control)
 chain       each attempt goes on from the one before (a control)
 alone       one model grows the trees (a control)
+flat        one model makes 8 independent attempts of each task, and rewards are as they are: GRPO (a control)
 
     jaxmarl-llm train --config=mars2:tiny --workdir=runs/mars2
 """
@@ -20,7 +21,7 @@ from jaxmarl_llm.recipes.mars2 import PARTNER, Config
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
 
-VARIANTS = ("tiny", "unshaped", "uniform", "chain", "alone")
+VARIANTS = ("tiny", "unshaped", "uniform", "chain", "alone", "flat")
 TINY = Backbone(hidden_size=32, intermediate_size=96, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
@@ -63,3 +64,7 @@ def chain() -> Config:
 def alone() -> Config:
     base = tiny()
     return dataclasses.replace(base, team=dataclasses.replace(base.team, models={}, overrides={}))
+
+
+def flat() -> Config:
+    return dataclasses.replace(alone(), choose="root", strength=0.0)
