@@ -37,7 +37,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.agents.team import TeamConfig
