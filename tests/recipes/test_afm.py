@@ -282,12 +282,11 @@ def test_phases_of_a_run(tmp_path):
     with logger_of(tmp_path / "run") as logger:
         for step in range(recipe.total_steps):
             name = names[recipe.phase_of(step)]
-            before = digests(state.params["agents"])
+            before = {role: digests(state.params["agents"][role]) for role in tags.ROLES}
             if step == recipe.starts[2] + 1:
                 states[step] = jax.tree.map(jnp.copy, state)
             state, metrics = recipe.step(state, logger)
-            after = digests(state.params["agents"])
-            moved[name] |= {key.split("/")[0] for key in after if before[key] != after[key]}
+            moved[name] |= {role for role in tags.ROLES if digests(state.params["agents"][role]) != before[role]}
             if name == "imitation":
                 assert 0 < metrics["data/episodes"] < 48 and metrics["data/learned_tokens"] > 0
         figures = recipe.evaluate(state)
