@@ -17,7 +17,7 @@ std, where R is the answer (``em``). Groups of equal rewards are left out. PPO's
 
 Two teams take part in one run. Their roles are roles of one environment, which is played in two forms: one for the
 source team, one for the agent. So both forms have the same models, and a phase trains the models whose roles act.
-Evaluations show the agent's form, and the team's as ``source/...``. A resumed run plays the episodes of 2 again: until
+Evaluations show the agent's form, and the team's as ``source_...``. A resumed run plays the episodes of 2 again: until
 the end of 2 the models of the source team stay as 1 left them.
 
 Kept: one model in place of a team, distilled from the team's right trajectories, and RL on the answer without groups
@@ -169,8 +169,9 @@ def imitation(cfg: Config, source: phases.Recipe, team: Team) -> phases.Phase:
 
     def metrics(result: Mapping[str, Any]) -> dict[str, float]:
         kept = held[ROLES[AGENT]]
-        figures = {"episodes": len(kept.length), "learned_tokens": int(kept.loss_mask.sum())}
-        return supervised_metrics("imitation", SFT_LOSS, result) | {f"data/{k}": float(v) for k, v in figures.items()}
+        figures = {"episodes": len(kept.length), "learned_tokens": np.sum(kept.loss_mask)}
+        named = {f"data/{ROLES[AGENT]}/{name}": float(value) for name, value in figures.items()}
+        return supervised_metrics("imitation", SFT_LOSS, result) | named
 
     return phases.Phase(cfg.imitation.steps, learners, step, metrics, on_host=ON_HOST, name="imitation")
 
@@ -182,6 +183,8 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     untaught = replace(cfg.sft, steps=0)
     source = phases.make_recipe(replace(cfg, env=form(cfg, "team"), steps=cfg.source_steps, sft=untaught), plan, rule)
     team = agent.team
+    if agent.env_runner.env.roles != ROLES:
+        raise ConfigError(f"config.env: expected an environment with the roles {', '.join(ROLES)}")
     for role in team.roles[:AGENT]:
         if set(role.players) & set(team.roles[AGENT].players):
             raise ConfigError(f"config.team: expected a model of its own for {ROLES[AGENT]}, which {role.name} shares")
@@ -189,7 +192,8 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     of_source = source.phases[-1]._replace(name="source team")
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        return agent.evaluator(state) | {f"source/{k}": v for k, v in source.evaluator(state).items()}
+        of_team = source.evaluator(state).items()
+        return agent.evaluator(state) | {f"eval/source_{name.removeprefix('eval/')}": x for name, x in of_team}
 
     steps = (stage_0, of_source, imitation(cfg, source, team), rl)
     return replace(agent, phases=steps, evaluator=evaluate, ahead=no_programs)

@@ -68,7 +68,7 @@ def test_findings_are_differences_of_the_arms(monkeypatch):
 
 @pytest.mark.slow
 def test_the_arms_in_miniature():
-    """All phases as programs of two seeds: the agent changes in imitation and in RL, the team in its own RL alone."""
+    """All phases as programs of two seeds: the agent changes in imitation, and in RL from two states."""
     base, lines = claims.tiny(), []
     cfg = config(
         batch=2,
@@ -84,4 +84,5 @@ def test_the_arms_in_miniature():
     assert len(lines) == len(got) + 2 and base.recipe == "afm"
     for arm in got.values():
         assert arm.em.shape == (2,) and ((arm.em >= 0) & (arm.em <= 1)).all() and (arm.tokens > arm.sampled).all()
-    assert (got["agent, imitation"].format > got["agent, stage 0"].format - 0.2).all()
+    for one, other in (("agent, stage 0", "agent, imitation"), ("agent, imitation", "agent"), ("agent", "alone")):
+        assert (got[one].sampled != got[other].sampled).any(), (one, other)

@@ -288,9 +288,9 @@ def test_phases_of_a_run(tmp_path):
             state, metrics = recipe.step(state, logger)
             moved[name] |= {role for role in tags.ROLES if digests(state.params["agents"][role]) != before[role]}
             if name == "imitation":
-                assert 0 < metrics["data/episodes"] < 48 and metrics["data/learned_tokens"] > 0
+                assert 0 < metrics["data/agent/episodes"] < 48 and metrics["data/agent/learned_tokens"] > 0
         figures = recipe.evaluate(state)
-    assert {"eval/em", "source/eval/em"} <= set(figures)
+    assert {"eval/em", "eval/source_em"} <= set(figures)
     assert moved["stage 0"] == set(tags.ROLES)
     assert moved["source team"] == set(tags.ROLES[: tags.AGENT])
     assert moved["imitation"] == {AGENT} and moved["training"] == {AGENT}
