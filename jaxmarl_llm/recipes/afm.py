@@ -1,8 +1,8 @@
 """Chain-of-Agents, AFM: what a team did becomes one sequence that one model learns, and then RL (arXiv 2508.13167).
 
-A source team of planner, searcher and answerer, and an agent who does all of it alone, answer the same questions with
-the same searches allowed (`envs/facts/tags.py`). Stage 0 teaches all of them from imperfect demonstrators (``sft``).
-Then
+The source team is a planner, a searcher and an answerer. The agent does all of it alone. Both answer the same questions
+with the same searches allowed (`envs/facts/tags.py`). Stage 0 teaches all four roles from imperfect demonstrators
+(``sft``). Then
 
     1. the source team learns by GRPO, for ``source_steps`` RL steps; the agent does not play
     2. the source team plays ``harvested`` training tasks once each. Every right episode is told as one tagged
@@ -22,9 +22,9 @@ the end of 2 the models of the source team stay as 1 left them.
 
 Kept: one model in place of a team, distilled from the team's right trajectories, and RL on the answer without groups
 of equal rewards. Changed: the agent's tags are plan, search and answer. The paper's are more, such as reflection, and
-its trajectories are filtered further. Inferred: which of the paper's objectives is used (GRPO here; the paper has DAPO
-for some tasks and PPO for others), the source team's training by RL, and the format: here a segment outside of the
-grammar ends the episode, without a penalty besides. Not in the paper: the agent's stage 0. It stands for a pretrained
+its trajectories are filtered further. Inferred: GRPO as the objective, where the paper has DAPO
+for some tasks and PPO for others. Inferred too are the source team's training by RL, and the end of an episode at a
+segment outside of the grammar. Not in the paper: the agent's stage 0. It stands for a pretrained
 model that knows the tags. Its demonstrators make most mistakes that can be made.
 
 Nothing is claimed yet. `experiments/claims/afm.py` states what is to be measured.

@@ -260,7 +260,7 @@ def demonstrations(config: TaskConfig, settings: Settings, seed: int, n: int) ->
     """Imperfect samples for fine-tuning: role -> tokens, length [n], completion, completion_length [n].
 
     Prompts and completions are as wide as the longest ones of their role, and of exercises. The samples of the team are
-    turns of one episode on a training task, and the agent's is a turn of another one on this task. Searcher and agent
+    turns of one episode on a training task. The agent's is a turn of another episode on this task. Searcher and agent
     have one of their turns, drawn at random. The share ``config.copying`` of the samples of a role are exercises in
     place of its own.
     """
