@@ -33,8 +33,8 @@ import numpy as np
 from experiments.claims import Claim, Finding, arms, calibrate, minus
 from experiments.configs.afm import tiny
 from experiments.studies.phase_runs import after_stage_0, begun, read_stage, stage
-from experiments.studies.tag_bounds import tokens_read
-from jaxmarl_llm.envs.array_env import ArrayEnv
+from experiments.studies.tag_bounds import Turn, tokens_read
+from jaxmarl_llm.envs.contract import ArrayTask
 from jaxmarl_llm.recipes.afm import AGENT, ROLES, Config, form, make, sequences
 from jaxmarl_llm.rollout.array import make_rollout
 from jaxmarl_llm.rollout.env_runner import Demonstrations
@@ -113,7 +113,7 @@ def figures_of(tree: Tree) -> tuple[float, ...]:
     """The figures of `Played` of one seed. ``tree``: one episode of each question, on the host."""
     moves = tree.transitions
     ends = np.asarray(moves.valid & moves.done)
-    episodes = [[(said.role, said.prompt, said.completion) for said in path] for path in paths(tree, ends)]
+    episodes: list[list[Turn]] = [[(s.role, s.prompt, s.completion) for s in path] for path in paths(tree, ends)]
     count, paid = len(episodes), {name: np.where(moves.valid, x.max(1), 0.0).sum() for name, x in moves.rewards.items()}
     tokens = sum(map(tokens_read, episodes))
     sampled = sum(len(said) for episode in episodes for _, _, said in episode)
@@ -128,9 +128,9 @@ def player(cfg: Config, recipe: Recipe, players: str) -> Callable[..., Tree]:
         recipe: Its recipe, whose team plays.
         players: Who plays.
     """
-    env = form(cfg, players).environment(cfg.seed).env
-    assert isinstance(env, ArrayEnv)
-    rollout = make_rollout(recipe.team, env, single(), cfg.sampling)
+    task = form(cfg, players).environment(cfg.seed)
+    assert isinstance(task, ArrayTask)
+    rollout = make_rollout(recipe.team, task.env, single(), cfg.sampling)
     play = jax.jit(jax.vmap(lambda params, tasks, key: rollout(params, {}, tasks, key, jnp.int32(0))))
     return lambda *inputs: jax.device_get(play(*inputs))
 
@@ -151,7 +151,7 @@ def told(tree: Tree, seeds: int, count: int) -> Demonstrations:
     own = [sequences(of_seed(tree, s)) for s in range(seeds)]
     widest = [max(x.shape[-1] for x in column) for column in zip(*own, strict=True)]
 
-    def rows(x: np.ndarray, width: int) -> np.ndarray:
+    def rows(x: Any, width: int) -> np.ndarray:
         wide = x if x.ndim == 1 else np.pad(x, ((0, 0), (0, width - x.shape[1])))
         return wide[np.arange(count) % len(wide)]
 

@@ -19,7 +19,8 @@ from jaxmarl_llm.envs.facts.array import Config
 from jaxmarl_llm.envs.facts.tags import AGENT, ANSWERER, MARKS, PLANNER, SEARCHER, TAGS
 from jaxmarl_llm.envs.facts.tasks import Task
 
-Turn = tuple[int, Sequence[int], Sequence[int]]  # role, prompt, completion
+Ids = Sequence[int] | np.ndarray
+Turn = tuple[int, Ids, Ids]  # role, prompt, completion
 WRITERS = dict(zip(TAGS, (PLANNER, SEARCHER, ANSWERER), strict=True))
 
 

@@ -12,8 +12,8 @@ with the same searches allowed (`envs/facts/tags.py`). Stage 0 teaches all four 
 Only what a role wrote is learned in 2 and 3. Observations are what searches returned, and carry no loss. In 2 a mask
 over the sequence says who wrote a token. In 3 the engine samples segments, and observations are parts of prompts.
 
-In 1 and 3 ``group`` episodes of each question are played, and a completion has its episode's advantage (R - mean) /
-std, where R is the answer (``em``). Groups of equal rewards are left out. PPO's clip.
+In 1 and 3 ``group`` episodes of each question are played. R is the answer (``em``). A completion has its episode's
+advantage, (R - mean) / std. Groups of equal rewards are left out. PPO's clip.
 
 Two teams take part in one run. Their roles are roles of one environment, which is played in two forms: one for the
 source team, one for the agent. So both forms have the same models, and a phase trains the models whose roles act.
@@ -169,7 +169,8 @@ def imitation(cfg: Config, source: phases.Recipe, team: Team) -> phases.Phase:
 
     def metrics(result: Mapping[str, Any]) -> dict[str, float]:
         kept = held[ROLES[AGENT]]
-        figures = {"episodes": len(kept.length), "learned_tokens": np.sum(kept.loss_mask)}
+        assert kept.loss_mask is not None
+        figures = {"episodes": len(kept.length), "learned_tokens": kept.loss_mask.sum()}
         named = {f"data/{ROLES[AGENT]}/{name}": float(value) for name, value in figures.items()}
         return supervised_metrics("imitation", SFT_LOSS, result) | named
 
