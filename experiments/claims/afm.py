@@ -13,7 +13,8 @@ shown too: there the agent has nothing to save but the plan.
 
 EM can be 1: a perfect player is always right. Demonstrators of the team reach .43, and those of the agent .065. A right
 answer of the source team is also all that the agent imitates. How much EM imitation leaves to RL was not measured, and
-neither was what RL reaches from stage 0 alone. So steps and deltas are uncalibrated. One run of seed 100 was stopped after 144 CPU seconds, before its first figure. The
+neither was what RL reaches from stage 0 alone. So steps and deltas are uncalibrated.
+One run of seed 100 was stopped after 144 CPU seconds, before its first figure. The
 deltas are those of the plan of this system.
 
     python -m experiments.studies.tag_bounds   the figures above
