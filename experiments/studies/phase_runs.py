@@ -62,7 +62,7 @@ def _initial(recipe: Recipe, seeds: jax.Array) -> TrainState:
     return jax.jit(jax.vmap(lambda seed: recipe.initial(seed, 0)))(seeds)
 
 
-def _begun(recipe: Recipe, phase: Phase, states: TrainState) -> TrainState:
+def begun(recipe: Recipe, phase: Phase, states: TrainState) -> TrainState:
     """States at the first step of a phase."""
     return jax.jit(jax.vmap(lambda state: recipe.begin(phase, state)))(states)
 
@@ -77,7 +77,7 @@ def after_stage_0(recipe: Recipe, seeds: Sequence[int], data: RunData | None = N
     """
     which, data = jnp.array(seeds), task_data(recipe, seeds) if data is None else data
     taught = stage(recipe, recipe.phases[0])(which, data, _initial(recipe, which), jnp.arange(recipe.cfg.sft.steps))
-    return _begun(recipe, recipe.phases[-1], taught), data
+    return begun(recipe, recipe.phases[-1], taught), data
 
 
 def begun_as(recipe: Recipe, states: TrainState, agents: Params) -> TrainState:
@@ -89,7 +89,7 @@ def begun_as(recipe: Recipe, states: TrainState, agents: Params) -> TrainState:
         agents: Parameters by model of ``recipe``, with the same axis.
     """
     given = states.replace(params={"shared": states.params["shared"], "agents": agents})
-    return _begun(recipe, recipe.phases[-1], given)
+    return begun(recipe, recipe.phases[-1], given)
 
 
 def played_in_parts(
@@ -115,7 +115,7 @@ def played_in_parts(
     for number, phase in enumerate(recipe.phases):
         if phase.steps:
             if number:
-                state = _begun(recipe, phase, state)
+                state = begun(recipe, phase, state)
             run, file = stage(recipe, phase), folder / f"phase_{number}.npz"
             done, state = _read_states(file, state)
             for first in range(done, phase.steps, part):

@@ -10,6 +10,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.configs import (
         advantage_alignment,
+        afm,
         comam,
         core_code,
         cpmobius,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "advantage_alignment",
+    "afm",
     "comam",
     "core_code",
     "cpmobius",

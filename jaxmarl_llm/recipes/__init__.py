@@ -11,6 +11,7 @@ from jaxmarl_llm._lazy import lazy_exports
 if TYPE_CHECKING:
     from jaxmarl_llm.recipes import (
         advantage_alignment,
+        afm,
         comam,
         core_code,
         cpmobius,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "advantage_alignment",
+    "afm",
     "comam",
     "core_code",
     "cpmobius",

@@ -69,6 +69,7 @@ class Demonstrations(NamedTuple):
     length: np.ndarray
     completions: np.ndarray  # [n, R], stop id included; [n, G, R] where a prompt has a group of them
     completion_length: np.ndarray  # [n], or [n, G]
+    loss_mask: np.ndarray | None = None  # as completions: True at tokens that are learned; None: all of them
 
 
 class EvaluationWatcher(Protocol):

@@ -41,7 +41,8 @@ class Said(NamedTuple):
     completion: np.ndarray
 
 
-Tell = Callable[[Sequence[Said]], tuple[Sequence[int], Sequence[int]]]
+Ids = Sequence[int] | np.ndarray
+Tell = Callable[[Sequence[Said]], tuple[Ids, Ids] | tuple[Ids, Ids, Sequence[bool] | np.ndarray]]
 
 
 def paths(tree: Tree, keep: Array) -> Iterator[list[Said]]:
@@ -74,6 +75,7 @@ def harvest(tree: Tree, keep: Array, tell: Tell) -> Demonstrations:
         tree: The rollout, on the host.
         keep: [J] bool: the transitions that end a kept path, for instance those of right answers.
         tell: Function of the completions of a path. It returns the token ids of a prompt and those of a completion.
+            It may also return which tokens of the completion are learned, for every path; without it all are.
 
     Raises:
         ConfigError: No path is kept, or ``tell`` returns an empty prompt or completion.
@@ -81,12 +83,41 @@ def harvest(tree: Tree, keep: Array, tell: Tell) -> Demonstrations:
     told = [tuple(np.asarray(ids, np.int32) for ids in tell(path)) for path in paths(tree, keep)]
     if not told:
         raise ConfigError("harvest: no path of the rollout is kept: nothing can be learned from it")
-    for number, (prompt, completion) in enumerate(told):
+    for number, (prompt, completion, *_) in enumerate(told):
         if not len(prompt) or not len(completion):
             what = "prompt" if not len(prompt) else "completion"
             raise ConfigError(f"harvest: `tell` returned an empty {what} for kept path {number}")
-    prompts, completions = zip(*told, strict=True)
-    return Demonstrations(*_padded(prompts), *_padded(completions))
+    prompts, completions, *learned = zip(*told, strict=True)
+    mask = _padded(learned[0])[0].astype(bool) if learned else None
+    return Demonstrations(*_padded(prompts), *_padded(completions), mask)
+
+
+def as_sequence(path: Sequence[Said], begin: Ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tell a path of roles who read all that was said before them as one sequence.
+
+    Only what a role wrote is learned, so observations carry no loss.
+
+    Args:
+        path: The completions of a path. The first tokens of each prompt are the role's own. The tokens behind them
+            begin each later prompt too, with the completions at their places.
+        begin: Token ids in place of the role's own ones, as many of them.
+
+    Returns:
+        The first prompt, all that follows it, and which of these tokens a role wrote.
+
+    Raises:
+        ConfigError: A prompt does not show what was read or written before it.
+    """
+    own = len(begin)
+    whole = np.concatenate([np.asarray(begin, np.int32), path[-1].prompt[own:], path[-1].completion])
+    written = np.zeros(len(whole), bool)
+    for said in path:
+        seen = np.concatenate([said.prompt[own:], said.completion])
+        if not np.array_equal(seen, whole[own : own + len(seen)]):
+            raise ConfigError("harvest: a prompt of the path does not show what was read and written before it")
+        written[len(said.prompt) : len(said.prompt) + len(said.completion)] = True
+    first = len(path[0].prompt)
+    return whole[:first], whole[first:], written[first:]
 
 
 def _padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

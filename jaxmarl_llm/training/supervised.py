@@ -69,6 +69,8 @@ def supervised_step(
         completions = take(d.completions).reshape(cfg.batch, len(advantages), -1)
         size = take(d.completion_length).reshape(cfg.batch, len(advantages), 1)
         mask = np.arange(completions.shape[2]) < size
+        if d.loss_mask is not None:
+            mask = mask & take(d.loss_mask).reshape(completions.shape)
         weights = driver.host(token_weights(mask, np.ones(mask.shape[:2], np.float32), loss.aggregation))
         gain = np.broadcast_to(np.array(advantages, np.float32)[:, None], mask.shape)
         nothing = np.zeros(mask.shape, np.float32)

@@ -21,6 +21,7 @@ def never(*args, **kwargs):
         ("facts", {"protocol": "inspect"}, ("planner", "solver", "inspector")),
         ("facts", {"protocol": "refine"}, ("actor", "refiner")),
         ("facts", {"protocol": "remember"}, ("extractor", "profiler", "retriever")),
+        ("facts", {"protocol": "tags"}, ("planner", "searcher", "answerer", "agent")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),

@@ -83,7 +83,7 @@ def test_a_path_of_a_rollout_is_one_demonstration_that_reads_back_to_the_same_id
     keep = moves.valid & (moves.turn == 3) & (moves.rewards["accuracy"][:, 0] > 0.5)
     told, kept = harvest(tree, keep, whole), list(paths(tree, keep))
     assert 0 < len(kept) < (moves.turn == 3).sum() and len(told.length) == len(kept)
-    for prompt, size, said, count, path in zip(*told, kept, strict=True):
+    for prompt, size, said, count, path in zip(*told[:4], kept, strict=True):
         assert [s.role for s in path] == [0, 1, 0, 1]
         # A relay prompt begins with the parity of what was said before: the path is the one that was played.
         assert [s.prompt[0] for s in path[1:]] == [65 + s.completion[0] % 2 for s in path[:-1]]
