@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         rema,
         scma,
         search_r2,
+        unitymas_o,
         waltzrl,
     )
 
@@ -53,6 +54,7 @@ __all__ = [
     "rema",
     "scma",
     "search_r2",
+    "unitymas_o",
     "waltzrl",
 ]
 

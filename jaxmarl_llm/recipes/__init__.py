@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         rema,
         scma,
         search_r2,
+        unitymas_o,
         waltzrl,
     )
 
@@ -58,6 +59,7 @@ __all__ = [
     "rema",
     "scma",
     "search_r2",
+    "unitymas_o",
     "waltzrl",
 ]
 
