@@ -21,6 +21,7 @@ def never(*args, **kwargs):
         ("facts", {"protocol": "inspect"}, ("planner", "solver", "inspector")),
         ("facts", {"protocol": "refine"}, ("actor", "refiner")),
         ("facts", {"protocol": "remember"}, ("extractor", "profiler", "retriever")),
+        ("facts", {"protocol": "mask"}, ("planner", "searcher", "summarizer", "updater", "answerer")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),
