@@ -48,7 +48,7 @@ def tiny() -> Config:
         env=EnvConfig("facts", {"protocol": "mask"}, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=0.5),
         sft=SFT(steps=TAUGHT.total_steps, batch=24, samples=8192, optimizer=TAUGHT),
-        run=RunConfig(eval_every=30, checkpoint_every=60),
+        run=RunConfig(eval_every=30, checkpoint_every=30),
     )
 
 
@@ -68,6 +68,8 @@ def pipeline() -> Config:
 def verify() -> Config:
     return dataclasses.replace(
         tiny(),
+        steps=150,
+        batch=32,
         pay="team",
         team_reward="accuracy",
         team=models("separate", 2),
@@ -79,6 +81,8 @@ def verify() -> Config:
 def code() -> Config:
     return dataclasses.replace(
         tiny(),
+        steps=150,
+        batch=32,
         score="tests",
         scored=("coder",),
         absolute=(),
