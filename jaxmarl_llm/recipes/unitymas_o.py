@@ -6,8 +6,9 @@ A record is one completion of a role at one turn. Three tables of the configurat
     scored        roles whose completions have a score R, which the environment pays as ``score``
     absolute      roles that are paid their own score
 
-All other records are paid the change that they lead to: the next score minus the last one before it, and 0 where no
-score follows (`credit.differences`). ``reward`` adds what the record is paid at its own turn, such as ``invalid``. So
+All other records are paid the change that they lead to: the next score minus the last one before it. Where no score
+follows they are paid 0 (`credit.differences`). ``reward`` adds what a record is paid at its own turn, such as
+``invalid``. So
 
     code    planner, coder_i        R_i - R_(i-1), with R_(-1) = 0
             reflection_i            R_(i+1) - R_i
