@@ -224,7 +224,15 @@ def perfect(turn, task, prompt):
 
 
 def test_a_perfect_team_is_right_after_its_search():
-    got = mean_of(CONFIG, perfect)
+    steps = []
+
+    def team(turn, task, prompt):
+        if turn == 5:
+            steps.append(parts_of(prompt)[0] == [*task.path])
+        return perfect(turn, task, prompt)
+
+    got = mean_of(CONFIG, team)
+    assert len(steps) == N and all(steps), "guessed steps have given way to the gold path"
     assert got["em"][6].mean() == got["f1"][6].mean() == 1 and not got["invalid"].any()
     assert (got["evidence"][[2, 3, 4], [1, 2, 3]] == 1).all() and got["score"][1, 4] < 0.2
 
