@@ -103,7 +103,7 @@ class PayRecords:
         is_any = lambda roles: jnp.isin(jnp.arange(sizes.num_roles), jnp.array(roles, jnp.int32))
         judged = acts & is_any(self.scored)
         score = jnp.where(judged, worth, 0.0).sum(1) / jnp.maximum(judged.sum(1), 1)
-        rows = score, judged.any(1), moves.parent, moves.turn, moves.valid
+        rows = score, jnp.any(judged, axis=1), moves.parent, moves.turn, moves.valid
         change, known = changes_of_scores(*rows, max_turns=sizes.max_turns)
         own = is_any(self.absolute)
         returns = signal.reward + jnp.where(acts, jnp.where(own, worth, change[:, None]), 0.0)
