@@ -54,7 +54,7 @@ the number of documents, K that of a summary's facts, and S that of steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from string import ascii_lowercase, digits
 
@@ -159,7 +159,7 @@ def observe(settings: Settings, state: State) -> Observation:
     facts_at = lambda places, shown: [(task["facts"][place], 3 * (shown & (place >= 0))) for place in places]
     subject: list[Piece] = [(asked[0], asked[1] * plans), (state.steps, 3 * state.number * ~(plans | reads))]
     subject += facts_at(state.documents, reads)
-    entries = [
+    entries: list[tuple[Array | int, Sequence[Piece]]] = [
         (~plans, [asked]),
         ((role == SEARCHER) & (state.turn == CLOSING), [(state.queries, state.queries_size)]),
         (role == UPDATER, facts_at(state.summary, True)),
@@ -202,7 +202,7 @@ NOTHING = 0.0
 def plan(settings: Settings, state: State, said: Array, ended: Array, size: Array) -> Moved:
     """The state after a planner's completion, its form, the score of its answer, and no evidence."""
     here = jnp.arange(PLAN)
-    text = jnp.resize(said, PLAN) if len(said) >= PLAN else jnp.pad(said, (0, PLAN - len(said)))
+    text = said[jnp.minimum(here, len(said) - 1)]
     is_letter, is_digit = (jnp.isin(text, encoded(kind)) for kind in (ascii_lowercase, digits))
     inside = here < size
     fits = jnp.where(here % 3 == 1, is_digit, is_letter) | ~inside

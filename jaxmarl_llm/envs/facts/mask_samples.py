@@ -43,7 +43,8 @@ def demonstrated_plan(rng: np.random.Generator, settings: Settings, task: Task) 
 
     An entity at the end of a step is drawn, because a planner reads no fact.
     """
-    entity, steps = task.question[0], []
+    steps: list[str] = []
+    entity = task.question[0]
     for relation in task.question[1:]:
         if not steps and rng.random() < settings.plan_error_rate:
             others = [digit for digit in DIGITS if digit != relation]
