@@ -10,6 +10,7 @@ reads a fact.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -111,14 +112,12 @@ def reached_by_mask(perfect: tuple[str, ...] = (), episodes: int = 2000, seed: i
         episodes: Number of training tasks.
         seed: Of tasks and mistakes.
     """
-    config, rng = (
-        Config(protocol="mask", mask=mask.Settings(**dict.fromkeys(perfect, 0.0))),
-        np.random.default_rng(seed),
-    )
+    settings = dataclasses.replace(mask.Settings(), **dict.fromkeys(perfect, 0.0))
+    config, rng = Config(protocol="mask", mask=settings), np.random.default_rng(seed)
     f1 = np.zeros((episodes, 2))
     for i in range(episodes):
         task, noise = tasks.drawn(rng, config), rng.permutation(FACTS).tolist()
-        said = mask_samples.demonstrated(rng, config.mask, task, noise)
+        said = mask_samples.demonstrated(rng, settings, task, noise)
         ends = said[SEARCHER][0][1] == END_OF_SEARCH
         answers = [answer for _, answer in said[ANSWERER]]
         f1[i] = [answer == task.answer for answer in (answers[0], answers[0 if ends else 1])]
