@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,7 +112,8 @@ def reached_by_mask(perfect: tuple[str, ...] = (), episodes: int = 2000, seed: i
         episodes: Number of training tasks.
         seed: Of tasks and mistakes.
     """
-    settings = dataclasses.replace(mask.Settings(), **dict.fromkeys(perfect, 0.0))
+    none: dict[str, Any] = dict.fromkeys(perfect, 0.0)
+    settings = dataclasses.replace(mask.Settings(), **none)
     config, rng = Config(protocol="mask", mask=settings), np.random.default_rng(seed)
     f1 = np.zeros((episodes, 2))
     for i in range(episodes):
