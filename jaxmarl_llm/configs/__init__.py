@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         rema,
         scma,
         search_r2,
+        unitymas_o,
         waltzrl,
     )
 
@@ -55,6 +56,7 @@ __all__ = [
     "rema",
     "scma",
     "search_r2",
+    "unitymas_o",
     "waltzrl",
 ]
 

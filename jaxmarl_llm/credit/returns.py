@@ -79,7 +79,7 @@ def generalised_advantage(
     parent: Int[Array, " J"],
     turn: Int[Array, " J"],
     played: Bool[Array, " J"],
-    valid: Bool[Array, " J"],
+    valid: Bool[Array, " J"] | Bool[Array, "J A"],
     *,
     max_turns: int,
     discount: float = 1.0,
@@ -98,7 +98,7 @@ def generalised_advantage(
         parent: row of the transition before [J], -1 for a root and for padding.
         turn: turn of each transition [J].
         played: transitions that were played [J].
-        valid: transitions whose reward is known [J].
+        valid: transitions whose reward is known [J], or [J A] where that differs from role to role.
         max_turns: number of turns of the longest episode.
         discount: discount per turn.
         gae_lambda: lambda. 0 is TD(0), as in IAC and MAAC; 1 is the Monte Carlo return minus V.
@@ -107,6 +107,7 @@ def generalised_advantage(
         Advantages [J A] and targets [J A].
     """
     num = parent.shape[0]
+    paid = valid[:, None] if valid.ndim == 1 else valid
 
     def mean_below(x: Array, use: Array) -> tuple[Array, Array]:
         total = jax.ops.segment_sum(jnp.where(use, x, 0.0), parent, num)  # drops roots: -1
@@ -121,14 +122,14 @@ def generalised_advantage(
         bootstrapped = rewards + discount * below
         leaf = jax.ops.segment_sum((later[:, 0] & played).astype(jnp.int32), parent, num)[:, None] == 0
         value = jnp.where(here & ~acts, bootstrapped, value)
-        known = jnp.where(here & ~acts, valid[:, None] & (leaf | some), known)
-        carried, _ = mean_below(advantage, later & valid[:, None])
+        known = jnp.where(here & ~acts, paid & (leaf | some), known)
+        carried, _ = mean_below(advantage, later & paid)
         error = bootstrapped - value + discount * gae_lambda * carried
-        return value, known, jnp.where(here & valid[:, None], error, advantage)
+        return value, known, jnp.where(here & paid, error, advantage)
 
     start = values, acts & played[:, None], jnp.zeros_like(values)
     value, _, advantage = jax.lax.fori_loop(0, max_turns, one_turn, start)
-    return advantage, jnp.where(valid[:, None], advantage + value, 0.0)
+    return advantage, jnp.where(paid, advantage + value, 0.0)
 
 
 def step_returns(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         rema,
         scma,
         search_r2,
+        unitymas_o,
         waltzrl,
     )
 
@@ -60,6 +61,7 @@ __all__ = [
     "rema",
     "scma",
     "search_r2",
+    "unitymas_o",
     "waltzrl",
 ]
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxmarl_llm.credit.returns import generalised_advantage, scalarise, step_returns
-from jaxmarl_llm.credit.rules import roles_that_act
+from jaxmarl_llm.credit.rules import CreditRule, Signal, Sizes, roles_that_act
 from jaxmarl_llm.training.config import ActorCritic
 from jaxmarl_llm.training.critic import CriticInputs, critic_batches, critic_inputs, estimate, stacks_of_rows
 from jaxmarl_llm.training.learner import Batch, NodeTargets
@@ -68,9 +68,12 @@ class CriticAdvantage:
 
     Attributes:
         cfg: Discount, lambda, and whether advantages are whitened.
+        paid: A return rule whose returns are the rewards that critics learn from, for example `PayRecords`; None: the
+            weighted rewards of ``cfg.reward``.
     """
 
     cfg: ActorCritic
+    paid: CreditRule | None = None
 
     def __call__(
         self, step: TrainStep, driver: Driver, state: TrainState, tree: Tree
@@ -93,6 +96,8 @@ class CriticAdvantage:
             discount=cfg.credit.discount,
             gae_lambda=cfg.gae_lambda,
             whiten=cfg.whiten,
+            paid=self.paid,
+            num_tasks=cfg.batch,
         )
         gain, has, aim, known = driver.host(out)
         targets: dict[str, CriticTargets] = {}
@@ -184,6 +189,8 @@ def advantages_of(
     discount: float,
     gae_lambda: float,
     whiten: bool,
+    paid: CreditRule | None = None,
+    num_tasks: int = 1,
 ) -> tuple[Array, Array, Array, Array]:
     """Advantages and value targets of a rollout whose prompts have estimates.
 
@@ -197,6 +204,8 @@ def advantages_of(
         gae_lambda: Lambda of GAE.
         whiten: Advantages of one role and turn get mean 0 and the population's standard deviation 1. An advantage that
             is alone stays.
+        paid: See `CriticAdvantage`.
+        num_tasks: Of the batch; only ``paid`` reads it.
 
     Returns:
         Advantage of each completion and whether it has one [C]; target of each node and whether it has one [N].
@@ -207,21 +216,26 @@ def advantages_of(
     taker = jnp.where(seats >= 0, nodes.role[node], roles)  # out of range: dropped
     at = jnp.arange(seats.shape[0])[:, None]
     values = jnp.zeros((seats.shape[0], roles)).at[at, taker].set(value[node], mode="drop")
+    earned, rewarded = scalarise(moves.rewards, reward), moves.valid
+    if paid is not None:
+        signal = paid(tree, Signal(earned, sizes=Sizes(max_turns, num_tasks, roles)))
+        assert signal.returns is not None and signal.known is not None, "paid is no return rule"
+        earned, rewarded = signal.returns, signal.known
     advantage, target = generalised_advantage(
-        scalarise(moves.rewards, reward),
+        earned,
         values,
         roles_that_act(tree, roles),
         moves.parent,
         moves.turn,
         moves.played,
-        moves.valid,
+        rewarded,
         max_turns=max_turns,
         discount=discount,
         gae_lambda=gae_lambda,
     )
     role, c, n = nodes.role[steps.node], len(steps.node), len(nodes.role)
-    gain, has = step_returns(seats, role, advantage, moves.valid, num_steps=c)
-    aim, known = step_returns(seats, role, target, moves.valid, num_steps=c)
+    gain, has = step_returns(seats, role, advantage, rewarded, num_steps=c)
+    aim, known = step_returns(seats, role, target, rewarded, num_steps=c)
     ids = jnp.where(known, steps.node, n)
     total = jax.ops.segment_sum(jnp.where(known, aim, 0.0), ids, n)
     count = jax.ops.segment_sum(known.astype(jnp.float32), ids, n)
@@ -238,5 +252,5 @@ def advantages_of(
     return gain, has, total / jnp.maximum(count, 1.0), (count > 0) & nodes.valid
 
 
-_STATIC = ("roles", "max_turns", "discount", "gae_lambda", "whiten")
+_STATIC = ("roles", "max_turns", "discount", "gae_lambda", "whiten", "paid", "num_tasks")
 _advantages = jax.jit(advantages_of, static_argnames=_STATIC)

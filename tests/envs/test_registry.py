@@ -22,6 +22,7 @@ def never(*args, **kwargs):
         ("facts", {"protocol": "refine"}, ("actor", "refiner")),
         ("facts", {"protocol": "remember"}, ("extractor", "profiler", "retriever")),
         ("facts", {"protocol": "tags"}, ("planner", "searcher", "answerer", "agent")),
+        ("facts", {"protocol": "mask"}, ("planner", "searcher", "summarizer", "updater", "answerer")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),

@@ -2,7 +2,17 @@
 
 import pytest
 
-from experiments.studies.facts_bounds import DEMONSTRATORS, PERFECT, TEAMS, main, reached
+from experiments.studies.facts_bounds import (
+    DEMONSTRATORS,
+    EVERY_RATE,
+    MASK_RATES,
+    PERFECT,
+    TEAMS,
+    main,
+    reached,
+    reached_by_mask,
+)
+from jaxmarl_llm.envs.facts import mask
 from jaxmarl_llm.envs.facts.array import Config
 from jaxmarl_llm.envs.facts.pipeline import Settings
 
@@ -29,6 +39,20 @@ def test_penalties_are_those_of_the_planted_mistakes():
     settings, penalty = CONFIG.pipeline, reached(CONFIG, DEMONSTRATORS, 1000).penalty
     most = 0.5 * settings.flood_rate + settings.repeat_rate + settings.long_rate
     assert -most - 0.03 < penalty < -most + 0.03
+
+
+def test_the_rates_of_mask_are_all_of_them():
+    assert {*EVERY_RATE} == {name for name in mask.Settings.__annotations__ if name.endswith("_rate")}
+
+
+def test_teams_of_mask():
+    """A perfect team is right after its search, and at chance before. Demonstrators leave three roles much to win."""
+    first, last = reached_by_mask(EVERY_RATE, 300)
+    assert last == 1 and first < 0.2
+    most = reached_by_mask((), 1000)[1]
+    assert 0.3 < most < 0.6
+    for role in ("searcher", "summarizer", "answerer"):
+        assert reached_by_mask(MASK_RATES[role], 1000)[1] > most + 0.03, role
 
 
 def test_the_command(capsys):

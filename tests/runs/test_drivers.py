@@ -168,6 +168,18 @@ CASES = {
             "group": 2,
         },
     ),
+    "unitymas_o, two roles on one model": (
+        "unitymas_o",
+        {
+            "env": EnvConfig("facts", {"protocol": "mask", "tasks": 64, "copying": 0.0}, eval_tasks=4),
+            "team": team(
+                max_new_tokens=6,
+                models={"planner": "reasoner", "answerer": "reasoner", "summarizer": "searcher", "updater": "searcher"},
+                critic="head",
+            ),
+            "group": 2,
+        },
+    ),
     "prisma, a stage each": (
         "prisma",
         {
@@ -214,7 +226,7 @@ def make(name: str) -> Recipe:
     sft = SFT(SFT_STEPS, 32, Optimizer(name="adam", learning_rate=2e-2), samples=128)
     common = {"seed": SEED, "steps": STEPS, "batch": 4, "sft": sft, "optimizer": OPTIMIZER}
     cfg = module.Config(**{**common, **changes})
-    if recipe in ("iac", "maac", "mmoa_rag"):  # larger steps diverge
+    if recipe in ("iac", "maac", "mmoa_rag", "unitymas_o"):  # larger steps diverge
         slow = dataclasses.replace(OPTIMIZER, learning_rate=0.01)
         cfg = dataclasses.replace(cfg, optimizer=slow, critic_optimizer=slow)
     cfg.check("config")

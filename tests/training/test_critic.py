@@ -72,6 +72,20 @@ def test_gae_equals_the_recursion(discount, gae_lambda, rng):
     chex.assert_trees_all_close(tuple(got), tuple(want), rtol=1e-7, atol=2e-5)
 
 
+@settings(max_examples=20, deadline=None, database=None)
+@given(rng=seeds)
+def test_gae_of_rewards_that_are_known_to_some_roles(rng):
+    """A role with unknown rewards of its own is as in a tree where they are unknown to all."""
+    rewards, values, acts, parent, turn, played, valid = forest(rng)
+    known = valid[:, None] & (rng.random(values.shape) < 0.7)
+    rest = {"max_turns": 4, "discount": 0.9, "gae_lambda": 0.8}
+    got = gae(rewards, values, acts, parent, turn, played, known, **rest)
+    for role in range(values.shape[1]):
+        want = gae(rewards, values, acts, parent, turn, played, known[:, role], **rest)
+        for mine, theirs in zip(got, want, strict=True):
+            np.testing.assert_allclose(mine[:, role], theirs[:, role], atol=1e-6)
+
+
 def test_gae_of_a_chain_by_hand():
     """Three turns of one agent: r = 1, 2, 3, V = 1, 1, 1, discount 0.5."""
     one, valid = np.ones((3, 1), np.float32), np.ones(3, bool)

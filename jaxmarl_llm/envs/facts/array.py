@@ -5,6 +5,7 @@ Tasks are those of `facts.tasks`, and the search is that of `facts.search`. The 
     pipeline   rewriter, selector and generator, once each, see `facts.pipeline`
     inspect    planner, solver, and an inspector that passes or has work done again, see `facts.inspection`
     refine     an actor searches, a refiner accepts or cuts its trace, the actor goes on, see `facts.refine`
+    mask       planner, searcher, summarizer, updater and answerer keep a chain of steps, see `facts.mask`
     remember   extractor, profiler and retriever keep a memory of a stream and answer from it, see `facts.remember`
     tags       one agent writes plan, searches and answer as tagged segments, or a team does, see `facts.tags`
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.envs.array_env import ArrayEnv, Samples
-from jaxmarl_llm.envs.facts import inspection, pipeline, refine, remember, tags
+from jaxmarl_llm.envs.facts import inspection, mask, pipeline, refine, remember, tags
 from jaxmarl_llm.envs.facts.protocol import Protocol
 from jaxmarl_llm.envs.facts.tasks import TaskConfig
 
@@ -28,6 +29,7 @@ PROTOCOLS: dict[str, Protocol] = {
     "inspect": inspection.PROTOCOL,
     "refine": refine.PROTOCOL,
     "remember": remember.PROTOCOL,
+    "mask": mask.PROTOCOL,
     "tags": tags.PROTOCOL,
 }
 
@@ -41,6 +43,7 @@ class Config(TaskConfig):
     inspect: inspection.Settings = field(default_factory=inspection.Settings)
     refine: refine.Settings = field(default_factory=refine.Settings)
     remember: remember.Settings = field(default_factory=remember.Settings)
+    mask: mask.Settings = field(default_factory=mask.Settings)
     tags: tags.Settings = field(default_factory=tags.Settings)
 
     def check(self, path: str) -> None:
