@@ -112,7 +112,7 @@ def test_a_table_of_a_role_has_its_kept_completions_with_their_nodes():
         rows = [row for row in range(len(keep)) if keep[row] and tree.nodes.role[tree.steps.node[row]] == index]
         np.testing.assert_array_equal(table["worth"], worth[rows])
         shown = demonstrations(table, np.arange(len(rows)))
-        for row, prompt, size, said, count in zip(rows, *shown, strict=True):
+        for row, prompt, size, said, count in zip(rows, *shown[:4], strict=True):
             node = tree.steps.node[row]
             np.testing.assert_array_equal(prompt, tree.nodes.tokens[node])
             np.testing.assert_array_equal(said, tree.steps.tokens[row])
