@@ -148,7 +148,7 @@ def trained(
             ends = [advance(which, data, state, jnp.arange(recipe.cfg.steps)) for state in ends]
         models = [model for state in ends for model in state.params["agents"].values()]
         passed[name] = np.stack([once(model, which, data.held_out) for model in models])
-        play = best_attempt(recipe.cfg)
+        play = best_attempt(configs.get(name, configs["pair"]))
         best[name] = np.stack([play(state.params, which, data.held_out) for state in ends])
         shown = {"pass@1": passed[name], "best of 8": best[name]}
         say(f"mars2, {name}: " + "; ".join(f"{k} {np.round(v, 3).tolist()}" for k, v in shown.items()))

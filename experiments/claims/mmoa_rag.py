@@ -34,6 +34,7 @@ from experiments.configs.mmoa_rag import free, generator, tiny
 from experiments.studies.phase_runs import after_stage_0, begun_as, read_stage
 from jaxmarl_llm.recipes.mmoa_rag import NEEDED, Config, make
 from jaxmarl_llm.runs.compiled import make_evaluation
+from jaxmarl_llm.training.train_step import StepResult
 
 GOLDEN = "tests/recipes/test_mmoa_rag.py"
 STATUS = "mechanism implemented"  # which completions are out of form is partly inferred
@@ -71,6 +72,11 @@ CLAIMS = {
 }
 
 
+def explained_by(model: str) -> Callable[[StepResult], jax.Array]:
+    """Reader of a step: the explained variance of the value head of ``model``."""
+    return lambda result: result.metrics[f"critic/{model}/explained_variance"]
+
+
 def trained(configs: Mapping[str, Config], seeds: list[int], say: Callable[[str], None]) -> dict[str, dict]:
     """Figures of held-out episodes after stage 0 and of each arm: arm -> figure -> [seeds].
 
@@ -90,8 +96,7 @@ def trained(configs: Mapping[str, Config], seeds: list[int], say: Callable[[str]
         state, explained = begun_as(recipe, begun, agents), np.full(len(seeds), np.nan)
         if name in recipes:
             answers = next(role.model for role in recipe.team.roles if role.name == NEEDED[-1])
-            key = f"critic/{answers}/explained_variance"
-            run = read_stage(recipe.phases[-1], lambda result, key=key: result.metrics[key])
+            run = read_stage(recipe.phases[-1], explained_by(answers))
             state, seen = run(which, data, state, jnp.arange(recipe.cfg.steps))
             explained = np.asarray(seen, np.float64)[:, -LAST:].mean(1)
         got = jax.jit(jax.vmap(make_evaluation(recipe.cfg)))(state.params, which, data.held_out)

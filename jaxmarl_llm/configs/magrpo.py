@@ -263,7 +263,7 @@ def two_writers() -> Config:
     """A proposer writes a sentence about an abstract, and an editor shortens it, on two cores (SmolLM2-135M).
 
     Calibrated on seed 100 with 160 held-out tasks, greedy. Stage 0 levels off at 25 steps. 20 steps of RL changed
-    ROUGE-L by less than 160 tasks can show: by .007 at a learning rate of 3e-4, and by .000 at 1e-3. At 1e-3 the
+    ROUGE-L by .007 at a learning rate of 3e-4, and by .000 at 1e-3. Both are less than 160 tasks can show. At 1e-3 the
     summaries grew from 10.8 to 13.9 words, and fewer of them ended (docs/log.md).
     """
     base = reference_game()

@@ -85,8 +85,9 @@ class Config(BaseConfig):
         at_least(f"{path}.source_steps", self.source_steps, 0)
         if self.harvested is not None:
             at_least(f"{path}.harvested", self.harvested, 1)
-        if self.past.size or self.staleness:
-            raise ConfigError(f"{path}: expected past.size=0 and staleness=0: two teams play in phases of their own")
+        for key, value in {"past.size": self.past.size, "staleness": self.staleness}.items():
+            if value:
+                raise ConfigError(f"{path}.{key}: expected 0, got {value}: two teams play in phases of their own")
         need_roles(f"{path}.env", self.env.name, self.env.roles(), ROLES)
 
 

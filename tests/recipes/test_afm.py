@@ -322,7 +322,7 @@ BAD = [
     ({"group": 1}, r"^config\.group: expected >= 2, got 1$"),
     ({"source_steps": -1}, r"^config\.source_steps: expected >= 0, got -1$"),
     ({"harvested": 0}, r"^config\.harvested: expected >= 1, got 0$"),
-    ({"staleness": 1}, r"^config: expected past\.size=0 and staleness=0: two teams play in phases of their own$"),
+    ({"staleness": 1}, r"^config\.staleness: expected 0, got 1: two teams play in phases of their own$"),
     ({"env": EnvConfig("facts")}, r"^config\.env: no role 'planner' in environment 'facts', whose roles are rewriter"),
     ({"env": EnvConfig("facts", {"protocol": "tags", "tags": {"searches": 9}})}, r"^config\.env\.args\.tags\.searches"),
 ]

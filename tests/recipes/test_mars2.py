@@ -148,5 +148,5 @@ def test_what_only_the_environment_shows():
 def test_variants_are_configurations():
     for variant in VARIANTS:
         cfg = from_dict(mars2.Config, get_config(variant).to_dict())
-        assert mars2.players(cfg) == (1 if variant == "alone" else 2)
+        assert mars2.players(cfg) == (1 if variant in ("alone", "flat") else 2)
         assert mars2.make_plan(cfg).name == f"grow(8, {cfg.choose})" and cfg.expansions == 8

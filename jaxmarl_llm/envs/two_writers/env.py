@@ -23,7 +23,8 @@ The published split decides which articles are held out. Training is paid by sum
 Those of the test split make the figures of evaluations. Test articles have several summaries each, and training
 articles one, so the rewards of both sides cannot be compared.
 
-What the reward cannot see: whether a summary is true. Human summaries of one article share few words.
+What the reward cannot see: whether a summary is true, and whether its sentence is whole. A full stop behind the first
+part of a sentence counts as its end. Human summaries of one article share few words.
 On the test split they reach ROUGE-L .23 with each other, and so does the lead sentence. A fixed string of frequent
 words reaches almost as much (`experiments.studies.text_baselines`). Compare a team with all three.
 `two_writers.solo` is one agent that writes the summary from the abstract.
