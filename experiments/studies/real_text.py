@@ -260,6 +260,29 @@ def mean_of(parts: Mapping[str, Any], place: str, metric: str, only: str | None 
     return f"{np.nanmean(np.concatenate([*values(parts, place, metric, only).values()])):.3f}"
 
 
+def components(team: TextTeam, starts: Mapping[str, Any], ends: Mapping[str, Any]) -> list[str]:
+    """The components of the arm ``team`` with their intervals, as lines of Markdown; none before the arm has a record.
+
+    A component that the environment does not pay is left out.
+
+    Args:
+        team: The team.
+        starts: What was recorded of stage 0, by seed.
+        ends: What was recorded of RL, by seed.
+    """
+    if not ends:
+        return []
+    lines = ["", "| team | base | stage 0 | RL | RL above stage 0 |", "|" + " --- |" * 5]
+    both = {seed: starts[seed] for seed in ends}
+    paid = set.intersection(*(set(part[TRAINED]) for part in ends.values()))
+    for metric in filter(paid.__contains__, (team.metric, *team.shown)):
+        rows = values(both, BASE, metric), values(both, TAUGHT, metric), values(ends, TRAINED, metric)
+        found = [bootstrap(np.stack(list(row.values()))) for row in rows]
+        cells = " | ".join(map(shown, [*found, effect(rows[2], rows[1])]))
+        lines.append(f"| {metric} | {cells} |")
+    return lines
+
+
 def section(name: str, team: TextTeam, done: Mapping[str, Any], episodes: str) -> str:
     """The section of a team on the page, as Markdown.
 
@@ -302,6 +325,7 @@ def section(name: str, team: TextTeam, done: Mapping[str, Any], episodes: str) -
         )
         if arm == TEAM:
             decided = verdict(gain, team.claim.delta, len(parts))
+    lines += components(team, starts.get(start_name(team.arms[TEAM]), {}), done.get("arms", {}).get(TEAM, {}))
     tasks = next((len(p[TAUGHT]["return"]) for s in starts.values() for p in s.values()), 0)
     runs = sorted({f"{p['date']}, commit `{p['commit']}`, {p['machine']}" for s in starts.values() for p in s.values()})
     lines += ["", f"Claim: {team.claim.text}, by more than {team.claim.delta:g}: **{decided or OPEN}**."]

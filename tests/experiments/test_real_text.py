@@ -104,6 +104,11 @@ def test_effects_pair_the_tasks_of_a_seed():
     assert "by more than 0.02: **holds**" in text and "| two steps, RL | not recorded yet |" in text
     gained = next(line for line in text.split("\n") if line.startswith("| team, RL |"))
     assert f"{mean:.3f} ({low:.3f} to {high:.3f}) | 3 | 1 | 10 | 1 |" in gained
+    changes = next(line.split(" | ") for line in text.split("\n") if line.startswith("| return |"))
+    levels = (done["starts"]["start"], "base"), (done["starts"]["start"], "stage 0"), (done["arms"]["team"], "RL")
+    for cell, (parts, place) in zip(changes[1:4], levels, strict=True):
+        assert float(cell.split()[0]) == pytest.approx(np.mean([p[place]["return"] for p in parts.values()]), abs=1e-3)
+    assert changes[4] == f"{mean:.3f} ({low:.3f} to {high:.3f}) |"
 
 
 def test_a_component_that_an_environment_does_not_pay_is_an_empty_cell():
@@ -115,6 +120,7 @@ def test_a_component_that_an_environment_does_not_pay_is_an_empty_cell():
     for label, mean in (("team, base", 0), ("team, stage 0", 1), ("team, RL", 3)):
         cells = [cell.strip() for cell in lines[label]]
         assert cells[:5] == [real_text.shown((mean,) * 3), f"{mean:.3f}", "", f"{mean:.3f}", ""] and len(cells) == 10
+    assert "accuracy" in lines and "routed" not in lines
 
 
 def test_the_team_pays_all_columns_and_one_model_its_primary_figure():
