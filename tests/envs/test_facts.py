@@ -16,6 +16,7 @@ from jaxmarl_llm.envs.facts import pipeline, search, tasks
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from tests.envs import facts_episodes
 from tests.envs.facts_episodes import encode, program
 
 BYTES = ByteTokenizer()
@@ -27,12 +28,7 @@ N = 128
 
 def texts_of(rows):
     """Tasks as text, and their noise."""
-    out = []
-    for i in range(len(rows["answer"])):
-        every = tuple(bytes(f.tolist()).decode() for f in rows["facts"][i])
-        asked = bytes(rows["question"][i, : rows["question_length"][i]].tolist()).decode()
-        out.append((tasks.Task(every, asked, tuple(every[p] for p in rows["path"][i] if p >= 0)), rows["noise"][i]))
-    return out
+    return list(zip(facts_episodes.texts_of(rows), rows["noise"], strict=True))
 
 
 # -- slow twins, written from the docstrings ---------------------------------------------------------------------------
@@ -433,14 +429,6 @@ def test_demonstrators_err_as_often_as_the_settings_say():
     alone = [(re.fullmatch(r"G(..)(.)\|\1>", p), said) for p, said in answers]  # the fact that answers, and no other
     wrong = [said[0] != kept[2] for kept, said in alone if kept]
     assert len(wrong) > 300 and abs(share(wrong) - SETTINGS.answer_error_rate) < 0.06
-
-
-def test_no_demonstration_has_a_held_out_task(monkeypatch):
-    """Prompts do not show all facts, so the tasks themselves are looked at."""
-    seen, draw = [], tasks.drawn
-    monkeypatch.setattr(tasks, "drawn", lambda *args, **kw: seen.append(draw(*args, **kw)) or seen[-1])
-    facts.demonstrations(CONFIG, 0, 200)
-    assert len(seen) == 200 and not any(splits.is_held_out(tasks.content(task)) for task in seen)
 
 
 BAD = [

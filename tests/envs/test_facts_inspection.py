@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.credit.returns import scalarise
-from jaxmarl_llm.envs import splits
 from jaxmarl_llm.envs.facts import array as facts
 from jaxmarl_llm.envs.facts import inspection, inspection_samples, tasks
 from jaxmarl_llm.envs.facts.inspection import Settings
@@ -18,7 +17,7 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.recipes import prisma
-from tests.envs.facts_episodes import encode, program
+from tests.envs.facts_episodes import encode, program, texts_of
 from tests.envs.test_facts import R, twin_search
 
 BYTES = ByteTokenizer()
@@ -32,16 +31,6 @@ def config(**settings):
 
 
 CONFIG = config()
-
-
-def texts_of(rows):
-    """Tasks as text."""
-    out = []
-    for every, asked, size, path in zip(*(rows[k] for k in ("facts", "question", "question_length", "path"))):
-        shown = tuple(bytes(fact.tolist()).decode() for fact in every)
-        asked = bytes(asked[:size].tolist()).decode()
-        out.append(tasks.Task(shown, asked, tuple(shown[p] for p in path if p >= 0)))
-    return out
 
 
 # -- a slow twin, written from the docstring ---------------------------------------------------------------------------
@@ -296,18 +285,6 @@ def test_always_and_never_intervening_earn_less_than_a_perfect_inspector():
 
 
 # -- tasks and demonstrations ------------------------------------------------------------------------------------------
-
-
-def test_sides_of_the_split_share_no_task():
-    sides = [{tasks.content(t) for t in texts_of(facts.make_tasks(CONFIG, n=400, held_out=side))} for side in (0, 1)]
-    assert not sides[0] & sides[1] and all(map(splits.is_held_out, sides[1]))
-
-
-def test_no_demonstration_has_a_held_out_task(monkeypatch):
-    seen, draw = [], tasks.drawn
-    monkeypatch.setattr(tasks, "drawn", lambda *args, **kw: seen.append(draw(*args, **kw)) or seen[-1])
-    facts.demonstrations(CONFIG, 0, 200)
-    assert len(seen) == 200 and not any(splits.is_held_out(tasks.content(task)) for task in seen)
 
 
 def episodes(settings, n=2000):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.credit.returns import scalarise
-from jaxmarl_llm.envs import splits
 from jaxmarl_llm.envs.facts import array as facts
 from jaxmarl_llm.envs.facts import mask, mask_samples, pipeline, tasks
 from jaxmarl_llm.envs.facts.mask import Settings
@@ -256,18 +255,6 @@ def test_each_role_of_the_round_can_spoil_the_answer(turn):
 
 
 # -- tasks and demonstrations ------------------------------------------------------------------------------------------
-
-
-def test_sides_of_the_split_share_no_task():
-    sides = [{tasks.content(t) for t, _ in texts_of(facts.make_tasks(CONFIG, n=400, held_out=s))} for s in (0, 1)]
-    assert not sides[0] & sides[1] and all(map(splits.is_held_out, sides[1]))
-
-
-def test_no_demonstration_has_a_held_out_task(monkeypatch):
-    seen, draw = [], tasks.drawn
-    monkeypatch.setattr(tasks, "drawn", lambda *args, **kw: seen.append(draw(*args, **kw)) or seen[-1])
-    facts.demonstrations(CONFIG, 0, 200)
-    assert len(seen) == 200 and not any(splits.is_held_out(tasks.content(task)) for task in seen)
 
 
 def episodes(settings, n=2000):

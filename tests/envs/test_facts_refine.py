@@ -6,13 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmarl_llm.envs import splits
 from jaxmarl_llm.envs.facts import array as facts
 from jaxmarl_llm.envs.facts import refine, tasks, text_trace
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
-from tests.envs.facts_episodes import encode, program
+from tests.envs.facts_episodes import encode, program, texts_of
 from tests.envs.test_facts import twin_search
 
 BYTES = ByteTokenizer()
@@ -27,16 +26,6 @@ def config(**changes):
 
 
 CONFIG = config()
-
-
-def texts_of(rows):
-    """Tasks as text."""
-    out = []
-    for i in range(len(rows["answer"])):
-        every = tuple(bytes(f.tolist()).decode() for f in rows["facts"][i])
-        asked = bytes(rows["question"][i, : rows["question_length"][i]].tolist()).decode()
-        out.append(tasks.Task(every, asked, tuple(every[p] for p in rows["path"][i] if p >= 0)))
-    return out
 
 
 # -- a slow twin, written from the docstrings --------------------------------------------------------------------------
@@ -390,13 +379,6 @@ def test_the_control_demonstrates_a_choice_of_two_traces():
 def test_exercises_take_the_share_of_the_samples(share):
     for rows in demonstrated(config(copying=share), 1000).values():
         assert abs(np.mean([p[0] == "R" for p, *_ in rows]) - share) < 0.05
-
-
-def test_no_demonstration_has_a_held_out_task(monkeypatch):
-    seen, draw = [], tasks.drawn
-    monkeypatch.setattr(tasks, "drawn", lambda *args, **kw: seen.append(draw(*args, **kw)) or seen[-1])
-    facts.demonstrations(CONFIG, 0, 100)
-    assert len(seen) == 100 and not any(splits.is_held_out(tasks.content(task)) for task in seen)
 
 
 BAD = [

@@ -12,6 +12,7 @@ from jaxmarl_llm.envs.facts import remember, stream, tasks
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
+from tests.envs import facts_episodes
 from tests.envs.facts_episodes import encode, program
 
 BYTES = ByteTokenizer()
@@ -34,14 +35,8 @@ CONFIGS = {
 
 def texts_of(rows):
     """Tasks as text, and their streams."""
-    text = lambda ids: bytes(ids.tolist()).decode()
-    out = []
-    for i in range(len(rows["answer"])):
-        every = tuple(map(text, rows["facts"][i]))
-        asked = text(rows["question"][i, : rows["question_length"][i]])
-        task = tasks.Task(every, asked, tuple(every[p] for p in rows["path"][i] if p >= 0))
-        out.append((task, [text(statement) for statement in rows["stream"][i]]))
-    return out
+    streams = [[bytes(statement.tolist()).decode() for statement in stream] for stream in rows["stream"]]
+    return list(zip(facts_episodes.texts_of(rows), streams, strict=True))
 
 
 # -- a slow twin, written from the docstrings --------------------------------------------------------------------------

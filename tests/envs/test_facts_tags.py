@@ -12,9 +12,8 @@ from jaxmarl_llm.envs.facts import exercises, tags, tasks
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
-from tests.envs.facts_episodes import encode, program
+from tests.envs.facts_episodes import encode, program, texts_of
 from tests.envs.test_facts import twin_search
-from tests.envs.test_facts_refine import texts_of
 
 BYTES = ByteTokenizer()
 R = 14

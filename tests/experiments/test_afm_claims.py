@@ -11,7 +11,7 @@ from jaxmarl_llm.envs.facts import array as facts
 from jaxmarl_llm.recipes.afm import sequences
 from jaxmarl_llm.training.config import SFT, Offline
 from jaxmarl_llm.training.optimizers import Optimizer
-from tests.envs.test_facts_refine import texts_of
+from tests.envs.facts_episodes import texts_of
 from tests.recipes.test_afm import FORMS, N, config, played
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")

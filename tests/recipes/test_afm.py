@@ -34,7 +34,7 @@ from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_step
 from jaxmarl_llm.training.train_step import unequal_groups
 from jaxmarl_llm.types import Role, Team
-from tests.envs.test_facts_refine import texts_of
+from tests.envs.facts_episodes import texts_of
 from tests.envs.test_facts_tags import Twin, play, shown
 from tests.recipes.test_fidelity import Table
 

@@ -21,8 +21,8 @@ from jaxmarl_llm.recipes import search_r2
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
-from tests.envs.facts_episodes import encode
-from tests.envs.test_facts_refine import R, Twin, config, play, some_segment, texts_of
+from tests.envs.facts_episodes import encode, texts_of
+from tests.envs.test_facts_refine import R, Twin, config, play, some_segment
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
