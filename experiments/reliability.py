@@ -433,10 +433,15 @@ PARTS: dict[str, tuple[Row, ...]] = {
             36,
             "The entropy collapses or the lengths explode.",
             HOLDS,
-            "One line says so within 20 steps, unless the reward rises. A large distance to the reference policy has "
-            "a line as well. `run.patience` ends a run whose evaluation improves no more, and the best step is kept.",
+            "One line says so within 20 steps, and what to change. Models that begin from nothing have no such line "
+            "while the reward rises. Pretrained models have it in any case. They also have lines about truncation, "
+            "groups of equal rewards, steps without success, and roles that play no more. A large distance to "
+            "the reference policy has a line as well. `run.patience` ends a run whose evaluation improves no more, "
+            "and the best step is kept.",
             (
                 "runs/test_alarms.py::test_a_collapse_is_said_once_within_twenty_steps",
+                "runs/test_alarms.py::test_pretrained_models_alarm_while_the_reward_rises",
+                "runs/test_alarms.py::test_the_kept_runs_that_went_wrong_would_have_warned",
                 "runs/test_alarms.py::test_a_run_says_its_alarms",
                 "runs/test_best.py::test_a_run_without_improvement_ends_early_and_stays_ended",
                 "runs/test_best.py::test_the_best_step_is_kept_and_a_killed_run_goes_on_with_it",

@@ -106,6 +106,11 @@ class TeamConfig:
         "max_new": "max_new_tokens",
     }
 
+    @property
+    def pretrained(self) -> bool:
+        """Whether a model of the team begins with weights from a file or from the hub."""
+        return any(backbone.path is not None for backbone in (self.backbone, *self.overrides.values()))
+
     def check(self, path: str) -> None:
         one_of(f"{path}.parameter_sharing", self.parameter_sharing, SHARING)
         one_of(f"{path}.critic", self.critic, CRITICS)

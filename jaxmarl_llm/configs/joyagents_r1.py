@@ -132,7 +132,7 @@ def smollm2() -> Config:
         optimizer=Optimizer(learning_rate=3e-4),
         # Of the demonstrations of role math, 3 of 60 fit in 56 tokens.
         sft=SFT(steps=16, batch=2, samples=64, min_fitting=0.04, optimizer=Optimizer(learning_rate=1e-3)),
-        run=RunConfig(eval_every=0, checkpoint_every=2, log_every=1),
+        run=RunConfig(eval_every=8, checkpoint_every=2, log_every=1),
     )
 
 

@@ -226,7 +226,7 @@ def smollm2() -> Config:
         sampling=Sampling(temperature=0.8),
         micro_tokens=1536,
         optimizer=Optimizer(learning_rate=3e-4),
-        run=RunConfig(eval_every=0, checkpoint_every=5, log_every=1),
+        run=RunConfig(eval_every=20, checkpoint_every=5, log_every=1),
     )
 
 

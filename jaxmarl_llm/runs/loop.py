@@ -87,7 +87,7 @@ def fit(
         with deadlines.stage("save"):
             check_shared(folder)
             saver = opened(cfg.run.keep)
-            best_saver = opened(1, name=FOLDER) if cfg.run.best else None
+            best_saver = opened(1, name=FOLDER) if cfg.best_metric is not None else None
         return _fit(cfg, recipe, RunFiles(folder, lock, saver, best_saver), allow_config_change, callbacks)
 
 
@@ -185,12 +185,12 @@ def _resume(
         _check_same(cfg, meta, allow_config_change)
         state, resumed = restore(saver, recipe, meta)
         own = (saver.read_meta(resumed) if resumed != meta["step"] else meta) or {}
-        best = BestStep(cfg.run.best, cfg.run.patience, own.get("best"))
+        best = BestStep(cfg.best_metric, cfg.run.patience, own.get("best"))
         return state, resumed, meta["backbone"], best  # `restore` has compared the fingerprint
     if steps := saver.steps():
         raise ConfigError(f"{saver.root}: no usable checkpoint: the meta of steps {steps} cannot be read")
     state = recipe.init(0)
-    return state, None, fingerprint_of(state.params["shared"]), BestStep(cfg.run.best, cfg.run.patience)
+    return state, None, fingerprint_of(state.params["shared"]), BestStep(cfg.best_metric, cfg.run.patience)
 
 
 def _train(
@@ -216,7 +216,7 @@ def _train(
             files.save(step, state, _meta(cfg, step, backbone, best.record()), best=is_best)
 
     bad, idle, silent, step, code, done = 0, 0, 0, int(state.step), 0, best.exhausted
-    alarms = Alarms(logger.print)
+    alarms = Alarms(logger.print, pretrained=cfg.team.pretrained)
     deadlines.set_step(step)
     first, early, long = step, step < cfg.sft.steps, recipe.total_steps - step >= LONG
     with Ahead() as ahead:

@@ -63,6 +63,9 @@ class SFT(Offline):
         in_range(f"{path}.min_fitting", self.min_fitting, 0, 1)
 
 
+NO_BEST = "none"  # of `RunConfig.best`
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Settings of a run: checkpoints, evaluation, logs, and limits that stop the run."""
@@ -81,7 +84,9 @@ class RunConfig:
     deadlines: Deadlines = Deadlines()  # of the stages of a step
     max_logprob_diff: float = 0.05  # |sampler - learner| log-prob above which the run stops; 0 does not check
     max_invalid: float = 0.5  # share of joint actions without a valid reward above which the run ends; 1: never
-    best: str | None = None  # metric of the held-out tasks, as eval/return; its best step is kept in best/
+    # metric of the held-out tasks, as eval/return, whose best step is kept in best/; None: eval/return where a
+    # pretrained model is evaluated during RL; none: no step
+    best: str | None = None
     patience: int = 0  # evaluations in a row without a better value of ``best`` after which the run ends; 0: never
     episodes: int = 6  # written to episodes.md at the end
     rollouts: RolloutsConfig = RolloutsConfig()  # which rollouts are written to rollouts/, see docs/rollouts.md
@@ -98,14 +103,14 @@ class RunConfig:
         for name in ("eval_every", "max_logprob_diff", "episodes", "patience", "max_epochs"):
             at_least(f"{path}.{name}", getattr(self, name), 0)
         in_range(f"{path}.max_invalid", self.max_invalid, 0, 1)
-        if self.best is not None and not self.best.removeprefix("-").startswith("eval/"):
+        if self.best not in (None, NO_BEST) and not self.best.removeprefix("-").startswith("eval/"):
             raise ConfigError(
-                f"{path}.best: expected a metric of the held-out tasks as eval/return, or -eval/NAME where less is "
-                f"better, got {self.best!r}"
+                f"{path}.best: expected a metric of the held-out tasks as eval/return, -eval/NAME where less is "
+                f"better, or {NO_BEST}, got {self.best!r}"
             )
         if self.best is not None and "_greedy" in self.best and not self.eval_greedy:
             raise ConfigError(f"{path}.best: expected {path}.eval_greedy=True for {self.best!r}")
-        if self.patience and not (self.best and self.eval_every):
+        if self.patience and not (self.best not in (None, NO_BEST) and self.eval_every):
             raise ConfigError(f"{path}.patience: expected 0 without {path}.best and {path}.eval_every")
 
 
@@ -133,6 +138,13 @@ class BaseConfig:
     staleness: int = later(0)  # steps that the policy of a rollout is behind the one that the step updates
     mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
     run: RunConfig = RunConfig()
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric whose best step a run keeps; None: the run keeps its newest steps alone."""
+        if self.run.best is None:
+            return "eval/return" if self.team.pretrained and self.run.eval_every else None
+        return None if self.run.best == NO_BEST else self.run.best
 
     def check(self, path: str) -> None:
         for name in ("seed", "steps"):

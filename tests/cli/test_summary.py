@@ -40,3 +40,23 @@ def test_a_run_in_progress(tmp_path, capsys):
     once = "  success on held-out tasks, sampled: 0.500 after step 0"
     assert told(tmp_path / "run", rows, capsys) == (0, ["RUN: 2 steps in 1 s", once])
     assert told(tmp_path / "none", rows[1:], capsys) == (1, ["RUN: the run has no evaluation yet"])
+
+
+def test_warnings_are_those_of_the_weights_of_the_run(tmp_path, capsys):
+    rows = [{"step": t, "reward/total": float(t), "agent/a/truncated": 0.5} for t in range(1, 12)]
+    none = ["RUN: the run has no evaluation yet"]
+    assert told(tmp_path / "random", rows, capsys) == (1, none)
+    for number, (config, warns) in enumerate(
+        [
+            ({"team": {"backbone": {"path": "DIR"}, "overrides": {}}}, True),
+            ({"team": {"backbone": {"path": None}, "overrides": {"a": {"path": "DIR"}}}}, True),
+            ({"team": {"backbone": {"path": None}, "overrides": {}}, "env": {"path": "DIR"}}, False),
+        ]
+    ):
+        folder = tmp_path / f"run_{number}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert summary.main(argparse.Namespace(workdir=folder)) == 1
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert len(lines) == warns and all("step 10: the length limit ends 50%" in line for line in lines)

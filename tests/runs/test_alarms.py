@@ -1,19 +1,26 @@
 """Lines about metrics that go wrong, and none about a run that learns."""
 
+import json
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from jaxmarl_llm.agents.team import TeamConfig
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.recipes import grpo
 from jaxmarl_llm.runs import loop
-from jaxmarl_llm.runs.alarms import FEW, MANY, Alarms
+from jaxmarl_llm.runs.alarms import ADVICE, FEW, MANY, Alarms, replay
 from jaxmarl_llm.training.step_metrics import variance_shares
 
+KEPT = Path(__file__).parents[2] / "docs" / "results"  # runs that went wrong
 
-def told(rows):
+
+def told(rows, pretrained=False):
     """(step, line) of each alarm."""
     lines: list[str] = []
-    alarms, out = Alarms(lines.append), []
+    alarms, out = Alarms(lines.append, pretrained=pretrained), []
     for step, row in enumerate(rows, 1):
         before = len(lines)
         alarms.see(step, row)
@@ -82,11 +89,13 @@ def test_variance_shares_are_those_of_enumeration():
     assert variance_shares({n: np.ones((9, 2)) for n in weights}, weights, known) == {}
 
 
-def test_a_run_says_its_alarms(tmp_path, capsys):
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_a_run_says_its_alarms(pretrained, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(TeamConfig, "pretrained", property(lambda self: pretrained))
     cfg = from_dict(
         grpo.Config,
         {
-            "steps": 2 * FEW,
+            "steps": FEW if pretrained else 2 * FEW,
             "batch": 2,
             "group": 2,
             "reward": {"payoff": 1.0},
@@ -94,9 +103,76 @@ def test_a_run_says_its_alarms(tmp_path, capsys):
             "sft": {"steps": 0},
             "env": {"name": "matrix", "args": {"payoffs": [[1.0, 1.0]] * 4}, "eval_tasks": 2},
             "team": {"max_new_tokens": 1, "backbone": {"hidden_size": 16, "num_layers": 1, "head_dim": 4}},
-            "run": {"eval_every": 0, "eval_greedy": False, "tensorboard": False, "rollouts": {"every": 0}},
+            "run": {
+                "eval_every": 10 * pretrained,
+                "eval_greedy": False,
+                "tensorboard": False,
+                "rollouts": {"every": 0},
+            },
         },
     )
     loop.fit(cfg, grpo.make(cfg), tmp_path)
     said = capsys.readouterr().out
     assert said.count("the length limit ends 100% of the completions of role") == 2, said
+    assert (tmp_path / "best").exists() == pretrained and ("eval/return was best after" in said) == pretrained
+
+
+@pytest.mark.parametrize(
+    "agent, message, at",
+    [
+        ({"entropy": lambda t: 2.0 if t < 60 else 0.01}, "entropy of role 'solver' fell from 2 to", 70),
+        ({"truncated": lambda t: 0.1 if t < 60 else 0.4}, "the length limit ends", 64),
+        ({"zero_variance": lambda t: 0.4 if t < 60 else 0.7}, "of the groups of role 'solver' have equal rewards", 64),
+    ],
+)
+def test_pretrained_models_alarm_while_the_reward_rises(agent, message, at):
+    rising = run(lambda t: 0.5 + 0.001 * t, **agent)
+    assert not told(rising)
+    ((step, line),) = told(rising, pretrained=True)
+    assert step == at and message in line and "no higher" not in line
+    assert not told(run(lambda t: 0.5, **{name: lambda t, f=f: f(0) for name, f in agent.items()}), pretrained=True)
+
+
+def test_equal_groups_alarm_unless_the_reward_rises():
+    equal = {"zero_variance": lambda t: 0.4 if t < 60 else 0.7}
+    ((step, line),) = told(run(lambda t: 0.5, **equal))
+    assert step == 64 and "52% of the groups" in line and "the reward is no higher" in line
+
+
+def test_a_role_that_plays_no_more_alarms_once_behind_ten_steps():
+    rows = [{"reward/total": t / 9} | ({"agent/helper/length": 4.0} if t < 5 or t == 9 else {}) for t in range(40)]
+    ((step, line),) = told(rows, pretrained=True)
+    assert step == 10 + FEW and "role 'helper' has not played for 10 steps" in line
+    assert not told(rows), "models that begin from nothing do not alarm"
+    assert not told(rows[: 9 + FEW], pretrained=True)
+
+
+@pytest.mark.parametrize("solved, varies, alarms", [(2, True, True), (3, True, False), (0, False, False)])
+def test_steps_without_success_alarm_where_the_reward_varies(solved, varies, alarms):
+    rows = [{"reward/total": 0.1 * (t % 2) * varies, "success": float(t < solved)} for t in range(FEW)]
+    found = told(rows, pretrained=True)
+    assert bool(found) == alarms and not told(rows)
+    if alarms:
+        assert found[0][0] == FEW and "8 of 10 steps have no success" in found[0][1]
+
+
+@pytest.mark.parametrize("run_folder", ["smollm2", "magrpo_smollm2"])
+def test_the_kept_runs_that_went_wrong_would_have_warned(run_folder):
+    folder = KEPT / run_folder
+    page = (folder / "README.md").read_text()
+    shown = re.findall(r"<!-- warnings of (\S+) -->\n(.*?)<!-- end -->", page, re.DOTALL)
+    assert [name for name, _ in shown] == sorted(path.name for path in folder.glob("*.jsonl"))
+    for name, lines in shown:
+        rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        said = replay(rows, pretrained=True)
+        assert said and lines == "\n" + "".join(f"- {line}\n" for line in said) + "\n"
+        assert not replay(rows, pretrained=False)
+
+
+def test_every_alarm_says_what_to_change():
+    keys = re.findall(r"config\.[\w.]+", " ".join(ADVICE.values()))
+    cfg = grpo.Config()
+    for key in keys:
+        value = cfg
+        for part in key.split(".")[1:]:
+            value = getattr(value, part)

@@ -124,3 +124,32 @@ def test_less_may_be_better_and_what_is_not_finite_never_is():
 def test_settings_that_cannot_work_name_their_key(run, key):
     with pytest.raises(ConfigError, match=f"^config.run.{key}: expected "):
         from_dict(magrpo.Config, {**CONFIG, "run": {**RUN, **run}})
+
+
+@pytest.mark.parametrize(
+    "path, best, every, metric",
+    [
+        ("DIR", None, 10, "eval/return"),
+        ("DIR", None, 0, None),
+        ("DIR", "none", 10, None),
+        ("DIR", "-eval/length", 0, "-eval/length"),
+        (None, None, 10, None),
+        (None, "eval/success", 10, "eval/success"),
+    ],
+)
+def test_pretrained_models_that_are_evaluated_keep_their_best_step(path, best, every, metric):
+    given = {**CONFIG, "team": {"backbone": {"path": path}}, "run": {"best": best, "eval_every": every}}
+    cfg = from_dict(magrpo.Config, given)
+    cfg.check("config")
+    assert cfg.best_metric == metric
+    other = from_dict(magrpo.Config, {**given, "team": {"overrides": {"row": {"path": path}}}})
+    assert other.best_metric == metric
+
+
+def test_a_best_metric_that_is_none_of_an_evaluation_is_refused():
+    for run, message in (
+        ({"best": "success"}, r"^config\.run\.best: expected .*, or none, got 'success'$"),
+        ({"best": "none", "patience": 2}, r"^config\.run\.patience: expected 0 without config\.run\.best"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            from_dict(magrpo.Config, {**CONFIG, "run": run}).check("config")
