@@ -80,7 +80,7 @@ def test_the_critic_and_the_metrics_read_one_rule():
     assert made.critic.paid == made.credit.rules[0] == PayRecords("score", (4,), (0, 4), "config.score")
     assert unitymas_o.algorithm(configs.team()).critic.paid == PayTeam("f1", "config.team_reward")
     code = unitymas_o.algorithm(configs.code()).critic.paid
-    assert (code.score, code.scored, code.absolute) == ("tests", (1,), ())
+    assert (code.score, code.scored, code.absolute) == ("score", (1,), ())
 
 
 def test_ppo_on_records():
