@@ -6,7 +6,7 @@ language is that of `programs.language`: eight operations, at most four in a pro
     plan      a planner writes the operations that the program needs, and a coder the program, see `programs.attempts`
     solo      one coder alone, see `programs.attempts`
     refine    a coder writes ``attempts`` programs, each after the signs of the last one, see `programs.attempts`
-    reflect   planner and coder, then reflector and coder in turn, until the shown examples are right; `programs.reflect`
+    reflect   planner and coder, then reflector and coder in turn, see `programs.reflect`
 
 An example is two digits, input and output; examples are sorted by input. Each protocol says what it pays. A weight of
 0, or none, makes a component a fact that is logged, and that a credit rule may read.

@@ -1,4 +1,4 @@
-"""Completions of `programs` as letters of operations: how they are read, what they do, how prompts show them. In JAX."""
+"""Completions of `programs` as operations: how they are read, what they do, and how prompts show them. In JAX."""
 
 from __future__ import annotations
 

@@ -63,7 +63,16 @@ from jaxmarl_llm.envs.array_env import (
     unless_finished,
 )
 from jaxmarl_llm.envs.programs import letters
-from jaxmarl_llm.envs.programs.hints import ADD, CHANGE, DROP, LONGEST_HINT, best_hint, followed, read_hint, shortest_fits
+from jaxmarl_llm.envs.programs.hints import (
+    ADD,
+    CHANGE,
+    DROP,
+    LONGEST_HINT,
+    best_hint,
+    followed,
+    read_hint,
+    shortest_fits,
+)
 from jaxmarl_llm.envs.programs.language import FAILED, LONGEST, RESPONSE, code_of, results
 from jaxmarl_llm.envs.programs.letters import EXAMPLES, ZERO, Letters
 from jaxmarl_llm.envs.programs.protocol import MARKS, Protocol
