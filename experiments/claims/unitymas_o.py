@@ -17,8 +17,8 @@ demonstrators around it, a perfect answerer of `mask` reaches .69, a perfect sea
 So .10 is a fifth of what teams can win that equal their demonstrators. For ``records`` the most that can be won is 1
 minus F1 of ``team``. The delta .03 is below half of it while that F1 is below .94. On `chain` a right answer always
 exists. On `programs` a perfect team passes .96 of the hidden tests, and demonstrators .78
-(`python -m experiments.studies.reflect_bounds`). With demonstrators around it, a perfect planner reaches .905, a perfect
-coder .935, and a perfect reflector .872. Nobody has measured where the models of a workflow begin.
+(`python -m experiments.studies.reflect_bounds`). With demonstrators around it, a perfect planner reaches .905, a
+perfect coder .935, and a perfect reflector .872.
 
 Nothing was run. Deltas are those of the plan of this system. Steps, learning rates and sizes are not calibrated, and
 the minutes of a run were not measured.

@@ -12,7 +12,7 @@ import pytest
 from jaxmarl_llm.envs import splits
 from jaxmarl_llm.envs.programs import array as programs
 from jaxmarl_llm.envs.programs import attempts, language
-from jaxmarl_llm.envs.programs.protocol import MARKS
+from jaxmarl_llm.envs.programs.roles import MARKS
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer

@@ -47,15 +47,16 @@ from jaxmarl_llm.envs.array_env import (
     to_all,
     unless_finished,
 )
-from jaxmarl_llm.envs.programs import letters
+from jaxmarl_llm.envs.programs import letters, roles
 from jaxmarl_llm.envs.programs.language import LONGEST, RESPONSE, code_of, results
 from jaxmarl_llm.envs.programs.letters import EXAMPLES, Letters
-from jaxmarl_llm.envs.programs.protocol import MARKS, Protocol
+from jaxmarl_llm.envs.programs.protocol import Protocol
+from jaxmarl_llm.envs.programs.roles import MARKS
 from jaxmarl_llm.envs.programs.tasks import SHOWN, TaskConfig, drawn, mistaken, shown_text, sketch_of, written
 from jaxmarl_llm.envs.prompt_grammar import prompt_row, prompt_text
 
 COMPONENTS = ("tests", "operations", "excess", "invalid")
-ROLES = {"plan": ("planner", "coder"), "solo": ("coder",), "refine": ("coder",)}  # in the order of their turns
+ROLES = {name: roles.ROLES[name] for name in ("plan", "solo", "refine")}
 RIGHT, WRONG = "+", "-"  # signs of shown examples, behind the last program of protocol refine
 
 
@@ -83,7 +84,7 @@ class Config(TaskConfig):
     @property
     def turns(self) -> int:
         """The number of turns of an episode."""
-        return self.attempts if self.refines else len(self.acting)
+        return len(roles.order(self.protocol, self.attempts, 0))
 
     @property
     def shown_length(self) -> int:
@@ -216,4 +217,4 @@ def _signs(program: str, examples: np.ndarray) -> str:
     return "".join(RIGHT if yes else WRONG for yes in right)
 
 
-PROTOCOLS = {name: Protocol(roles, make, demonstrations, prompt_length) for name, roles in ROLES.items()}
+PROTOCOLS = {name: Protocol(players, make, demonstrations, prompt_length) for name, players in ROLES.items()}

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from jaxmarl_llm.envs.array_env import ArrayEnv, Samples
 
-MARKS = {"planner": "P", "coder": "C", "reflector": "R"}  # first characters of prompts
-
 
 class Protocol(NamedTuple):
     """The functions of a protocol. ``config`` has the settings of tasks and of all protocols.

@@ -62,7 +62,7 @@ from jaxmarl_llm.envs.array_env import (
     to_all,
     unless_finished,
 )
-from jaxmarl_llm.envs.programs import letters
+from jaxmarl_llm.envs.programs import letters, roles
 from jaxmarl_llm.envs.programs.hints import (
     ADD,
     CHANGE,
@@ -75,14 +75,14 @@ from jaxmarl_llm.envs.programs.hints import (
 )
 from jaxmarl_llm.envs.programs.language import FAILED, LONGEST, RESPONSE, code_of, results
 from jaxmarl_llm.envs.programs.letters import EXAMPLES, ZERO, Letters
-from jaxmarl_llm.envs.programs.protocol import MARKS, Protocol
+from jaxmarl_llm.envs.programs.protocol import Protocol
+from jaxmarl_llm.envs.programs.roles import MARKS, MOST_REFLECTIONS
+from jaxmarl_llm.envs.programs.roles import REFLECT_COMPONENTS as COMPONENTS
 from jaxmarl_llm.envs.programs.tasks import LOOKALIKES, SHOWN, drawn, mistaken, shown_text, sketch_of, written
 from jaxmarl_llm.envs.prompt_grammar import prompt_row, prompt_text
 
-ROLES = ("planner", "coder", "reflector")
+ROLES = roles.ROLES["reflect"]
 PLANNER, CODER, REFLECTOR = range(len(ROLES))
-COMPONENTS = ("tests", "first", "score", "invalid", "turns")
-MOST = 3  # reflections of an episode of eight turns
 RIGHT, NO_RESULT = "+", "x"  # signs of a verdict
 
 
@@ -90,19 +90,19 @@ RIGHT, NO_RESULT = "+", "x"  # signs of a verdict
 class Settings:
     """The settings of rounds and demonstrations. Other mistakes are those of `tasks.TaskConfig`."""
 
-    reflections: int = MOST  # hints of an episode, at most
+    reflections: int = MOST_REFLECTIONS  # hints of an episode, at most
     # Probabilities of mistakes in demonstrations.
     hint_error_rate: float = 0.3  # the operation of a hint is mistaken, or the first operation is to be left out
     neglect_rate: float = 0.3  # a coder repeats its program in place of what a hint says
 
     def check(self, path: str) -> None:
-        checks.in_range(path, self, 1, MOST, "reflections")
+        checks.in_range(path, self, 1, MOST_REFLECTIONS, "reflections")
         checks.probabilities(path, self, "hint_error_rate", "neglect_rate")
 
     @property
     def order(self) -> tuple[int, ...]:
         """The role that acts at each turn."""
-        return PLANNER, CODER, *(REFLECTOR, CODER) * self.reflections
+        return tuple(map(ROLES.index, roles.order("reflect", 0, self.reflections)))
 
 
 def prompt_length(config: Any) -> int:
