@@ -14,7 +14,7 @@ last of ``reflections`` hints. So episodes have different numbers of rounds.
 
 Sketch and program are 1 to 4 letters of operations, and end with eos. Any other completion is malformed. A malformed
 sketch is shown as ``?``. A malformed program passes no test, has the verdict xxx, and is shown as ``?``. A hint that is
-not possible on the program is malformed too, and is shown as ``?``. Nothing follows a hint but the coder.
+not possible on the program is malformed too, and is shown as ``?``. A coder need not follow a hint.
 
 Rewards, where a role's own is what only the role that acts is paid:
 
