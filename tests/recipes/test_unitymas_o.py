@@ -25,7 +25,7 @@ from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
-from tests.envs.test_programs import row
+from tests.envs.test_programs import EVERY, row
 from tests.envs.test_programs_reflect import compiled, drawn_words, share
 from tests.recipes.test_fidelity import Table
 
@@ -82,6 +82,14 @@ def test_records_of_a_rollout_are_paid_by_their_episode():
         np.testing.assert_allclose(shared.returns[rows], drawn["f1"][end, 0] + form, atol=1e-5)
 
 
+def words_of_round(rng, task):
+    """Completions of an episode. Half of the programs are right on some hidden examples, and not on all shown ones."""
+    hidden, shown = task["hidden"].tolist(), task["shown"].tolist()
+    partly = [program for program in EVERY[:584] if share(program, hidden) > 0 and share(program, shown) < 1]
+    for turn, said in enumerate(drawn_words(rng, task)):
+        yield (str(rng.choice(partly)), True) if turn % 2 and rng.random() < 0.5 else said
+
+
 @pytest.mark.usefixtures("numpy_tables")
 @pytest.mark.parametrize("seed", range(3))
 def test_records_of_the_code_workflow_are_paid_by_their_round(seed):
@@ -91,11 +99,11 @@ def test_records_of_the_code_workflow_are_paid_by_their_round(seed):
     """
     cfg, rng, table, (env, step, _) = configs.code(), np.random.default_rng(seed), Table(reflect.COMPONENTS), compiled()
     columns = programs.make_tasks(programs.Config(**cfg.env.args), seed, 10)
-    wanted, rounds, key = [], set(), jax.random.key(0)
+    wanted, rounds, key, earlier = [], set(), jax.random.key(0), 0
     for number in range(10):
         task = {name: column[number] for name, column in columns.items()}
         state, parent, done, rates, own = env.reset(key, task), -1, False, [], []
-        for turn, (text, ends) in enumerate(drawn_words(rng, task)):
+        for turn, (text, ends) in enumerate(words_of_round(rng, task)):
             role = env.actors[turn][0]
             state, paid, done = step(key, state, *row(text, ends))
             pay = {name: float(values[role]) for name, values in paid.items()}
@@ -107,9 +115,10 @@ def test_records_of_the_code_workflow_are_paid_by_their_round(seed):
                 break
         assert done
         rounds.add(len(rates))
+        earlier += any(rates[:-1])
         before = [0.0, *rates]
         wanted += [before[i + 1] - before[i] + cfg.reward["invalid"] * form for _, i, form in own]
-    assert len(rounds) > 2
+    assert len(rounds) > 2 and earlier > 2
     rule = unitymas_o.algorithm(cfg).credit
     got = assign(rule, table.tree(), weights=cfg.reward, sizes=Sizes(8, 10, 3))
     np.testing.assert_allclose(got.returns[: len(wanted)], wanted, atol=1e-5)
