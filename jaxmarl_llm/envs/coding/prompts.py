@@ -73,7 +73,7 @@ def level(task: Mapping[str, Any], texts: Mapping[str, str], graded: Graded, sho
 
 
 def of_tests(graded: Graded, shown: int) -> list[str]:
-    """Lines on the first ``shown`` tests (0: all) of a turn, with each that fails. ``graded``: rewards of the turn."""
+    """The verdicts on the first ``shown`` tests (0: all) of a turn, as lines. ``graded``: rewards of the turn."""
     report = graded.report
     if report is None:
         return ["- tests: not run"]
@@ -116,7 +116,7 @@ def _usage(graded: Graded) -> str:
 
 
 def asserted(test: Test) -> str:
-    """The assert itself, without what comes before it."""
+    """The assert of ``test`` itself, without what comes before it."""
     return test.code.rstrip().split("\n")[-1].strip() if "\n    " not in test.code else test.code.strip()
 
 

@@ -77,7 +77,7 @@ def moves() -> Moves:
 @functools.lru_cache(maxsize=4096)
 def shortest_fits(shown: str) -> tuple[str, ...]:
     """The shortest programs that do what all examples show, in the order of the alphabet; () where none does."""
-    pairs = np.array([[int(x), int(y)] for x, y in shown.split(",")])
+    pairs = np.array([[int(digit) for digit in example] for example in shown.split(",")])
     known = moves()
     right = (results()[known.codes][:, pairs[:, 0]] == pairs[:, 1]).all(1)
     every = [*known.rows]

@@ -36,7 +36,7 @@ def read(tokens: Int[Array, " R"], length: Int[Array, ""]) -> Letters:
 
 
 def examples_row(examples: Int[Array, "3 2"]) -> Piece:
-    """Examples (input, output) as prompts have them: two digits each, commas between."""
+    """The tokens of ``examples`` (input, output) as prompts have them: two digits each, commas between."""
     commas = jnp.full((SHOWN, 1), ord(","), jnp.int32)
     return jnp.concatenate([ZERO + examples, commas], axis=1).reshape(-1), EXAMPLES
 

@@ -39,7 +39,7 @@ examples as text.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ from jaxmarl_llm.envs.programs.protocol import Protocol
 from jaxmarl_llm.envs.programs.roles import MARKS, MOST_REFLECTIONS
 from jaxmarl_llm.envs.programs.roles import REFLECT_COMPONENTS as COMPONENTS
 from jaxmarl_llm.envs.programs.tasks import LOOKALIKES, SHOWN, drawn, mistaken, shown_text, sketch_of, written
-from jaxmarl_llm.envs.prompt_grammar import prompt_row, prompt_text
+from jaxmarl_llm.envs.prompt_grammar import Piece, prompt_row, prompt_text
 
 ROLES = roles.ROLES["reflect"]
 PLANNER, CODER, REFLECTOR = range(len(ROLES))
@@ -158,7 +158,7 @@ def observe(config: Any, state: State) -> Observation:
     wrong = jnp.where(given == FAILED, ord(NO_RESULT), ZERO + given)
     verdict = jnp.where(given == examples[:, 1], ord(RIGHT), wrong)
     again = state.turn > 1
-    entries = [
+    entries: list[tuple[Array | int, Sequence[Piece]]] = [
         (role == CODER, [letters.shown(state.sketch)]),
         (again, [letters.shown(state.program), (verdict, SHOWN)]),
         (again & (role == CODER), [(state.hint, state.hint_size)]),
@@ -207,9 +207,10 @@ def step(
 
 def verdict(shown: str, program: str) -> str:
     """The verdict on ``program`` as prompts show it."""
-    got = [int(results()[code_of(program), int(x)]) for x, _ in shown.split(",")]
+    examples = shown.split(",")
+    got = [int(results()[code_of(program), int(example[0])]) for example in examples]
     signs = [NO_RESULT if y == FAILED else str(y) for y in got]
-    return "".join(RIGHT if sign == y else sign for sign, (_, y) in zip(signs, shown.split(","), strict=True))
+    return "".join(RIGHT if sign == example[1] else sign for sign, example in zip(signs, examples, strict=True))
 
 
 def solves(shown: str, program: str) -> bool:

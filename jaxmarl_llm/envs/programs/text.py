@@ -186,7 +186,7 @@ def _named(text: str, task: Mapping[str, Any]) -> str:
 
 
 class Judged(NamedTuple):
-    """What the sandbox says of a program.
+    """The verdict on a program.
 
     Attributes:
         proper: Whether it is Python and defines the function.
@@ -337,12 +337,12 @@ def faults(solution: str) -> Iterator[tuple[str, str]]:
 
 
 def demonstrations(config: Config, tasks: Iterable[Mapping[str, Any]]) -> list[tuple[str, Prompt, str]]:
-    """Samples (role, prompt, reply) of good replies: an outline of the solution, and the solution.
+    """Samples (role, prompt, reply) of good replies on ``tasks``: an outline of the solution, and the solution.
 
     With reflect and refine there are also replies behind a program with one fault (`faults`) that the sandbox has
     found. The hint says which line should be what, and the coder then writes the solution.
     """
-    out = []
+    out: list[tuple[str, Prompt, str]] = []
     for task in tasks:
         module = parse(task["solution"])
         if module is None or not task["solution"]:
