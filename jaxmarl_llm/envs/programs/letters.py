@@ -48,7 +48,7 @@ def in_order(said: Letters) -> Letters:
 
 
 def outputs(said: Letters, examples: Int[Array, "3 2"]) -> Int[Array, "3"]:
-    """What ``said``, as a program, gives at the inputs of ``examples`` (input, output): digits, -1 without a result."""
+    """The results of ``said``, as a program, at the inputs of ``examples`` (input, output): digits, or -1 for none."""
     row = jnp.sum(said.digits * 9 ** jnp.arange(LONGEST))
     return jnp.asarray(results(), jnp.int32)[row, examples[:, 0]]
 
