@@ -8,9 +8,9 @@
     4     reflector  R01,37,99|da068>             +3i
     5     coder      C01,37,99|adi|da068|+3i>     dai
 
-A verdict follows the program. It has one sign for each shown example: + where it is right, x where there is no result,
-or else the digit that the program gave. The episode ends once all shown examples are right, or after the program behind the
-last of ``reflections`` hints. So episodes have different numbers of rounds.
+A verdict follows the program, one sign for each shown example. The sign is + where it is right, and x where there is no
+result. Else the sign is the digit that the program gave. The episode ends once all shown examples are right, or after
+the last program. There are at most ``reflections`` hints. So episodes have different numbers of rounds.
 
 Sketch and program are 1 to 4 letters of operations, and end with eos. Any other completion is malformed. A malformed
 sketch is shown as ``?``. A malformed program passes no test, has the verdict xxx, and is shown as ``?``. A hint that is
