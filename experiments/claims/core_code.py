@@ -77,7 +77,7 @@ CLAIMS = {
 def best_rate(tasks: dict[str, np.ndarray], lengths: tuple[float, ...]) -> float:
     """Mean share of hidden tests that the best program for the three shown examples passes.
 
-    The prior of a function is that of `programs.array.draw`. The condition that no shorter program fits the six
+    The prior of a function is that of `programs.tasks.draw`. The condition that no shorter program fits the six
     examples is left out, so that the best may be a little above this figure.
 
     Args:

@@ -60,6 +60,7 @@ class Form:
 
 CONSULT = dict.fromkeys(("valid", "unknown", "repeated", "malformed", "exhausted", "diagnosis", "advice"), 1.0)
 FACTS = {"documents": 4, "passage_chars": 200, "kept": 2}
+RECORDS = {"scored": ("coder",), "absolute": (), "reward": {"invalid": 1.0}}
 MAZE = {"size": 3, "shortest": 2, "longest": 4, "moves": 4}
 FORMS = {  # environment -> how it is played
     "consult_text": Form("doctor_agent", {"budgets": (3,)}, 512, own={"reward": CONSULT}),
@@ -68,6 +69,9 @@ FORMS = {  # environment -> how it is played
     "dilemma_text": Form("advantage_alignment", {"rounds": 3}, 256),
     "safety_text": Form("waltzrl", {}, 320, own={"stage_one": UPDATES // 2}),
     "facts_text": Form("mmoa_rag", FACTS, 448, 32, team={"critic": "head"}),
+    "programs_text": Form(
+        "unitymas_o", {"reflections": 1, "program_chars": 600}, 640, 96, own=RECORDS, team={"critic": "head"}
+    ),
     "games_text": Form("marshal", {"games": ("kuhn_poker",)}, 256),
 }
 SMOLLM2 = {"path": "weights/smollm2"}

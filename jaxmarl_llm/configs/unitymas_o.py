@@ -5,7 +5,7 @@ team        the same with one reward for all records (a control)
 split       the same with the authors' map: planner and answerer share a model, the other roles have their own
 pipeline    `facts` with the protocol pipeline: rewriter, selector and generator of one model, paid the last F1
 verify      `chain` with the protocol verify: solver and verifier have models of their own, paid the last answer
-code        `programs` with the protocol plan: planner and coder, each paid the change of the tests that pass
+code        `programs` with the protocol reflect: planner, coder and reflector, each paid the change of tests that pass
 
     jaxmarl-llm train --config=unitymas_o:tiny --workdir=runs/unitymas_o
 """
@@ -83,10 +83,9 @@ def code() -> Config:
         tiny(),
         steps=150,
         batch=32,
-        score="tests",
         scored=("coder",),
         absolute=(),
         team=models("separate", 5),
-        env=EnvConfig("programs", {"lengths": (1.0, 2.0, 1.0, 0.0)}, eval_tasks=512),
+        env=EnvConfig("programs", {"protocol": "reflect", "lengths": (1.0, 2.0, 1.0, 0.0)}, eval_tasks=512),
         sft=SFT(steps=1300, batch=64, samples=4096, optimizer=Optimizer(learning_rate=5e-3)),
     )

@@ -24,7 +24,8 @@ Kept: the above, from the authors' code of M-ASK, with the weight 1 of a malform
 `configs.unitymas_o.split`. Inferred: the code workflow's rules for trees, where a change is a mean over what follows.
 Changed: a value is an estimate of a prompt, where the authors' critics estimate each token. Advantages are whitened by
 role and turn. The M-ASK of `facts` has one round of at most seven turns (`envs/facts/mask.py`), an update that may
-replace several steps, and no extra final answer. Dropped: engines of their own for each model.
+replace several steps, and no extra final answer. A reflection is a change of the program in two or three signs
+(`envs/programs/reflect.py`). Dropped: engines of their own for each model.
 
 Claims are stated in `experiments.claims.unitymas_o`. No run was recorded.
 """

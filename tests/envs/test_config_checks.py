@@ -18,7 +18,7 @@ from jaxmarl_llm.errors import ConfigError
 LARGE = 10**9
 NUMBERS = {int: (-1, 0, LARGE), float: (-1.0, 0.0, math.nan, math.inf, 1e9)}
 WRONG = {"no field": "has this type"}
-BASE = {"coding": {"unsafe_exec": True}}  # what a Config needs where no sandbox works
+BASE = {name: {"unsafe_exec": True} for name in ("coding", "programs_text")}  # needed where no sandbox works
 SECONDS = 30.0  # for one case on a slow machine; an unchecked size takes minutes or all memory
 
 
@@ -104,7 +104,7 @@ REAL = (
     "two_writers_solo",
 )  # have counts
 SIZES = [
-    *((name, "tasks") for name in MODULES if name not in (*REAL, "facts_text")),
+    *((name, "tasks") for name in MODULES if name not in (*REAL, "facts_text", "programs_text")),
     *((f"{name}{form}", "rounds") for name in ("chain", "safety", "dilemma") for form in ("", "_text")),
     ("matrix", "rounds"),
     *(("maze", field) for field in ("moves", "message", "agents", "size")),

@@ -11,13 +11,14 @@ import pytest
 
 from jaxmarl_llm.envs import splits
 from jaxmarl_llm.envs.programs import array as programs
-from jaxmarl_llm.envs.programs import language
+from jaxmarl_llm.envs.programs import attempts, language
+from jaxmarl_llm.envs.programs.roles import MARKS
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(0)
-CONFIGS = {name: programs.Config(protocol=name) for name in programs.ROLES}
+CONFIGS = {name: programs.Config(protocol=name) for name in attempts.ROLES}
 WIDTH = 6
 
 
@@ -229,12 +230,12 @@ def said(samples):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_demonstrations_have_the_planted_mistakes(name):
     shown = programs.demonstrations(CONFIGS[name], 0, 600)
-    assert set(shown) == set(programs.ROLES[name])
+    assert set(shown) == set(attempts.ROLES[name])
     count = collections.Counter()
     for role, samples in shown.items():
         for prompt, reply in said(samples):
             found = re.fullmatch(r"([PC])(\d\d,\d\d,\d\d)(\|[abdghimn]{1,4})?([-+]{3})?>", prompt)
-            assert found and found[1] == programs.MARKS[role] and re.fullmatch("[abdghimn]{1,4}", reply)
+            assert found and found[1] == MARKS[role] and re.fullmatch("[abdghimn]{1,4}", reply)
             count[role] += 1
             if role == "planner":
                 assert list(reply) == sorted(reply) and found[3] is None

@@ -23,6 +23,7 @@ def never(*args, **kwargs):
         ("facts", {"protocol": "remember"}, ("extractor", "profiler", "retriever")),
         ("facts", {"protocol": "tags"}, ("planner", "searcher", "answerer", "agent")),
         ("facts", {"protocol": "mask"}, ("planner", "searcher", "summarizer", "updater", "answerer")),
+        ("programs", {"protocol": "reflect"}, ("planner", "coder", "reflector")),
         ("maze", {}, ("one", "two")),
         ("chain", {"protocol": "refine"}, ("generator", "verifier", "refiner")),
         ("maze_text", {}, ("one", "two")),

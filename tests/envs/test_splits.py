@@ -78,6 +78,7 @@ def test_every_environment_is_here_or_has_a_data_set():
         "coding",
         "writing",
         "facts_text",
+        "programs_text",
         "reference_game",
         "reference_game_solo",
         "two_writers",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 
 import jax
 import numpy as np
@@ -13,6 +14,9 @@ from jaxmarl_llm.configs import unitymas_o as configs
 from jaxmarl_llm.configs.unitymas_o import VARIANTS, get_config, split, tiny
 from jaxmarl_llm.credit.assign import assign
 from jaxmarl_llm.credit.differences import PayRecords, PayTeam
+from jaxmarl_llm.credit.rules import Sizes
+from jaxmarl_llm.envs.programs import array as programs
+from jaxmarl_llm.envs.programs import reflect
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import unitymas_o
@@ -21,6 +25,9 @@ from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.optimizers import Optimizer
+from tests.envs.test_programs import EVERY, row
+from tests.envs.test_programs_reflect import compiled, drawn_words, share
+from tests.recipes.test_fidelity import Table
 
 SMALL = Backbone(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
 CONFIG = unitymas_o.Config()
@@ -75,12 +82,55 @@ def test_records_of_a_rollout_are_paid_by_their_episode():
         np.testing.assert_allclose(shared.returns[rows], drawn["f1"][end, 0] + form, atol=1e-5)
 
 
+def words_of_round(rng, task):
+    """Completions of an episode. Half of the programs are right on some hidden examples, and not on all shown ones."""
+    hidden, shown = task["hidden"].tolist(), task["shown"].tolist()
+    partly = [program for program in EVERY[:584] if share(program, hidden) > 0 and share(program, shown) < 1]
+    for turn, said in enumerate(drawn_words(rng, task)):
+        yield (str(rng.choice(partly)), True) if turn % 2 and rng.random() < 0.5 else said
+
+
+@pytest.mark.usefixtures("numpy_tables")
+@pytest.mark.parametrize("seed", range(3))
+def test_records_of_the_code_workflow_are_paid_by_their_round(seed):
+    """Random episodes of `programs` with reflection, which end at a program that is right on the shown examples.
+
+    The twin: planner and coder_i get R_i - R_(i-1), reflection_i gets R_(i+1) - R_i, and R is counted by hand.
+    """
+    cfg, rng, table, (env, step, _) = configs.code(), np.random.default_rng(seed), Table(reflect.COMPONENTS), compiled()
+    columns = programs.make_tasks(programs.Config(**cfg.env.args), seed, 10)
+    wanted, rounds, key, earlier = [], set(), jax.random.key(0), 0
+    for number in range(10):
+        task = {name: column[number] for name, column in columns.items()}
+        state, parent, done, rates, own = env.reset(key, task), -1, False, [], []
+        for turn, (text, ends) in enumerate(words_of_round(rng, task)):
+            role = env.actors[turn][0]
+            state, paid, done = step(key, state, *row(text, ends))
+            pay = {name: float(values[role]) for name, values in paid.items()}
+            parent = table.act(role, number, turn, parent, **pay)
+            own.append((role, len(rates), pay["invalid"]))
+            proper = ends and re.fullmatch("[abdghimn]{1,4}", text)
+            rates += [share(text if proper else "", task["hidden"].tolist())] if role == reflect.CODER else []
+            if done:
+                break
+        assert done
+        rounds.add(len(rates))
+        earlier += any(rates[:-1])
+        before = [0.0, *rates]
+        wanted += [before[i + 1] - before[i] + cfg.reward["invalid"] * form for _, i, form in own]
+    assert len(rounds) > 2 and earlier > 2
+    rule = unitymas_o.algorithm(cfg).credit
+    got = assign(rule, table.tree(), weights=cfg.reward, sizes=Sizes(8, 10, 3))
+    np.testing.assert_allclose(got.returns[: len(wanted)], wanted, atol=1e-5)
+    assert np.asarray(got.valid[: len(wanted)]).all()
+
+
 def test_the_critic_and_the_metrics_read_one_rule():
     made = unitymas_o.algorithm(CONFIG)
     assert made.critic.paid == made.credit.rules[0] == PayRecords("score", (4,), (0, 4), "config.score")
     assert unitymas_o.algorithm(configs.team()).critic.paid == PayTeam("f1", "config.team_reward")
     code = unitymas_o.algorithm(configs.code()).critic.paid
-    assert (code.score, code.scored, code.absolute) == ("tests", (1,), ())
+    assert (code.score, code.scored, code.absolute) == ("score", (1,), ())
 
 
 def test_ppo_on_records():

@@ -62,25 +62,30 @@ def level(task: Mapping[str, Any], texts: Mapping[str, str], graded: Graded, sho
         f"- {AUX}: {'defined' if has['helper'] else 'missing, or it returns nothing'}",
         f"- {entry}: {'defined' if has['main'] else 'missing, or it returns nothing'}",
         f"- syntax: {_syntax(codes)}",
+        *of_tests(graded, shown),
     ]
-    tests, report = graded.tests, graded.report
-    if report is not None:
-        if report.load is not Verdict.PASS:
-            lines.append(f"- loading: {report.load.value}: {_cut(report.load_detail)}")
-        part = slice(0, shown or None)
-        verdicts = report.tests[part]
-        lines.append(f"- tests: {verdicts.count(Verdict.PASS)} of {len(verdicts)} shown pass")
-        for test, verdict, detail in zip(tests[part], verdicts, report.details[part]):
-            if verdict is not Verdict.PASS:
-                lines.append(f"  {verdict.value}: {_cut(_asserted(test))} ({_cut(detail) or 'no message'})")
-    else:
-        lines.append("- tests: not run")
     usage = [f"- use of {AUX}: {_usage(graded)}"] if has["main"] else []
     asked = plain(task)
     return {
         "helper": "\n".join(["Diagnostics:", *lines, asked["helper"]]),
         "main": "\n".join(["Diagnostics:", *lines, *usage, asked["main"]]),
     }
+
+
+def of_tests(graded: Graded, shown: int) -> list[str]:
+    """The verdicts on the first ``shown`` tests (0: all) of a turn, as lines. ``graded``: rewards of the turn."""
+    report = graded.report
+    if report is None:
+        return ["- tests: not run"]
+    loading = f"- loading: {report.load.value}: {_cut(report.load_detail)}"
+    part = slice(0, shown or None)
+    verdicts = report.tests[part]
+    lines = [] if report.load is Verdict.PASS else [loading]
+    lines.append(f"- tests: {verdicts.count(Verdict.PASS)} of {len(verdicts)} shown pass")
+    for test, verdict, detail in zip(graded.tests[part], verdicts, report.details[part]):
+        if verdict is not Verdict.PASS:
+            lines.append(f"  {verdict.value}: {_cut(asserted(test))} ({_cut(detail) or 'no message'})")
+    return lines
 
 
 def suggestions(task: Mapping[str, Any], edits: Mapping[str, str]) -> dict[str, str]:
@@ -110,8 +115,8 @@ def _usage(graded: Graded) -> str:
     return "called and used" + (", but some of its values are thrown away" if found.ignored else "")
 
 
-def _asserted(test: Test) -> str:
-    """The assert itself, without what comes before it."""
+def asserted(test: Test) -> str:
+    """The assert of ``test`` itself, without what comes before it."""
     return test.code.rstrip().split("\n")[-1].strip() if "\n    " not in test.code else test.code.strip()
 
 

@@ -1,4 +1,4 @@
-"""Teams write programs of a small stack language that do what examples show: an array environment.
+"""Teams write programs that do what examples show: of a small stack language, and in Python as a text form.
 
-A planner says which operations a program needs, and a coder writes the program. Hidden examples test it.
+A planner says what a program needs, a coder writes it, and a reflector may give hints. Hidden examples test it.
 """

@@ -20,6 +20,7 @@ import numpy as np
 
 OPERATIONS = "abdghimn"
 LONGEST = 4  # operations of a program
+RESPONSE = LONGEST + 1  # R: tokens of the longest well-formed completion, eos included
 MODULUS = 10
 FAILED = -1  # in place of a result
 Stack = tuple[int, ...] | None  # None: the program has failed
@@ -48,6 +49,12 @@ def code_of(program: str) -> int:
     """The row of ``program`` in `results`: its digits in base 9, the first operation first; 0 ends a program."""
     digits = [OPERATIONS.index(operation) + 1 for operation in program]
     return sum(digit * 9**place for place, digit in enumerate(digits))
+
+
+def programs() -> list[str]:
+    """All programs, the shorter ones first, and equally long ones in the order of the alphabet."""
+    sizes = range(1, LONGEST + 1)
+    return ["".join(letters) for size in sizes for letters in itertools.product(OPERATIONS, repeat=size)]
 
 
 @functools.cache
