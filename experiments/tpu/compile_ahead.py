@@ -37,6 +37,7 @@ from jaxmarl_llm.generation.buckets import up_to
 from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, sample_launch
 from jaxmarl_llm.models.decoder import make_policy
 from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.models.rollout_weights import FORMS
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.learner import Batch, Learner, make_learner
@@ -172,7 +173,8 @@ def team_of(
     )
     own, shared, optimizer = trees[largest_first[0]]
     resident = held(lambda tree: tree)
-    playing = lambda w: rollout_variables(mesh, layout, variables(w), tuple(trees[w][0]))
+    read = partial(jax.eval_shape, FORMS[cfg.rollout_weights] or (lambda params: params))
+    playing = lambda w: rollout_variables(mesh, layout, read(variables(w)), tuple(trees[w][0]))
     alone = chip_bytes(playing(largest_first[0]))
     beside = layout is not None or mesh.shape["fsdp"] > 1
     one = engine == "host" or (layout is not None and layout.blocks > 1)
@@ -184,7 +186,7 @@ def team_of(
         playing(largest_first[0]),
         resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
         (max if cfg.optimizer.offload else sum)([chip_bytes(trees[w][2]) for w in models]),
-        0 if not beside else alone if one else held(lambda tree: rollout_variables(mesh, layout, tree)),
+        0 if not beside else alone if one else held(lambda tree: rollout_variables(mesh, layout, read(tree))),
     )
 
 
