@@ -20,9 +20,7 @@ from jaxtyping import Array, Float
 from jaxmarl_llm.kernels.int8 import Int8Matrix, int8_matmul
 
 
-def matmul(
-    x: Float[Array, "*T K"], w: Float[Array, "*B K N"] | Int8Matrix, dtype: Any = None
-) -> Float[Array, "*T N"]:
+def matmul(x: Float[Array, "*T K"], w: Float[Array, "*B K N"] | Int8Matrix, dtype: Any = None) -> Float[Array, "*T N"]:
     """Multiply x by W. Only reverse-mode differentiation is supported.
 
     An operand that is not differentiated gets no gradient and costs no product. Raises TypeError if x and w have

@@ -125,8 +125,8 @@ class Team(NamedTuple):
     playing: Params  # the model's variables as generation takes them: whole along fsdp
     parameter_bytes: int  # per chip, of all models; frozen ones and copies included
     optimizer_bytes: int
-    # Of the models that have copies at once, beside those, and of another form of their matrices. 0 where nothing is cut
-    # along fsdp and rollouts read the weights of training.
+    # Of the models that have copies at once, beside those, and of matrices in another form (`models.rollout_weights`). 0
+    # where nothing is cut along fsdp and rollouts read the weights of training.
     playing_bytes: int
 
 
@@ -191,7 +191,8 @@ def team_of(
         playing(largest_first[0]),
         resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
         (max if cfg.optimizer.offload else sum)([chip_bytes(trees[w][2]) for w in models]),
-        formed + (0 if not beside else alone if one else held(lambda tree: rollout_variables(mesh, layout, read(tree)))),
+        formed
+        + (0 if not beside else alone if one else held(lambda tree: rollout_variables(mesh, layout, read(tree)))),
     )
 
 

@@ -36,11 +36,10 @@ class ChipMemory(NamedTuple):
     """Bytes of one chip, by part.
 
     parameters: frozen and trained ones of all models, and copies of a reference or of past policies. optimizer: its
-    states. rollout_copy: weights that generation has gathered along fsdp, and those of another form. cache: keys and values
-    of the largest launch.
-    generation: activations of a prefill or logits of a decoding step, the larger of both. gradient: float32 gradients.
-    activations: what a micro-batch saves for its backward pass. offload: an optimizer state is on the chip during the
-    update alone.
+    states. rollout_copy: weights that generation has gathered along fsdp, and matrices in another form. cache: keys and
+    values of the largest launch. generation: activations of a prefill or logits of a decoding step, the larger of both.
+    gradient: float32 gradients. activations: what a micro-batch saves for its backward pass. offload: an optimizer
+    state is on the chip during the update alone.
     """
 
     parameters: float

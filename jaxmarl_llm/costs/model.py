@@ -249,8 +249,8 @@ class Memory(NamedTuple):
     base: frozen parameters. own: trained parameters of all models. optimizer: optimizer states. copies: reference
     policy and past policies. cache, logits: of the largest launch. unshared_cache: the same cache if every sample had a
     prompt of its own. gradient: float32 gradients of the largest model, two while micro-batches are summed. offload:
-    the optimizer state of a model is on the device only during this model's update. formed: matrices of all models in the
-    form that rollouts read, beside the parameters.
+    the optimizer state of a model is on the device only during this model's update. formed: matrices of all models in
+    the form that rollouts read, beside the parameters.
     """
 
     base: int

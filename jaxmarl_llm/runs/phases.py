@@ -315,7 +315,9 @@ def make_phases(
     if cfg.staleness and not all(isinstance(phase.step, TrainStep) for phase in phases):
         raise ConfigError(f"config.staleness: expected 0: recipe {cfg.recipe} samples in phases of its own")
     if cfg.rollout_weights != SAME and not all(isinstance(phase.step, TrainStep) for phase in phases):
-        raise ConfigError(f"config.rollout_weights: expected {SAME!r}: recipe {cfg.recipe} samples in phases of its own")
+        raise ConfigError(
+            f"config.rollout_weights: expected {SAME!r}: recipe {cfg.recipe} samples in phases of its own"
+        )
     if isinstance(env_runner, ArrayEnvRunner):
         check_step(env_runner.task, cfg.env.name, max(role.max_new_tokens for role in team.roles))
     mesh = meshes.open_mesh(cfg.mesh, team.models)
