@@ -125,8 +125,8 @@ class Team(NamedTuple):
     playing: Params  # the model's variables as generation takes them: whole along fsdp
     parameter_bytes: int  # per chip, of all models; frozen ones and copies included
     optimizer_bytes: int
-    # Of the models that have copies at once, beside those, and of matrices in another form (`models.rollout_weights`). 0
-    # where nothing is cut along fsdp and rollouts read the weights of training.
+    # Of the models that have copies at once, beside those, and of matrices in another form (`rollout_weights`). 0 where
+    # nothing is cut along fsdp and rollouts read the weights of training.
     playing_bytes: int
 
 
