@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.agents.team import TeamConfig
-from jaxmarl_llm.config import fingerprint, from_dict
+from jaxmarl_llm.config import LATER, fingerprint, from_dict
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.envs.text_task import TextTask
 from jaxmarl_llm.errors import ConfigError
@@ -179,6 +179,7 @@ def test_without_the_setting_a_run_is_what_it_was(tmp_path):
 
 def test_fingerprints_of_before_the_setting_hold():
     cfg = grpo.Config(recipe="jaxmarl_llm.recipes.grpo")
+    assert "rollout_weights" in {f.name for f in dataclasses.fields(cfg) if f.metadata.get(LATER)}
     assert fingerprint(dataclasses.replace(cfg, rollout_weights="same")) == fingerprint(cfg)
     plain = dataclasses.replace(cfg, loss=Loss(tis_clip=2.0))
     assert fingerprint(dataclasses.replace(plain, rollout_weights="int8")) != fingerprint(plain)
