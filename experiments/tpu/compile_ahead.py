@@ -35,8 +35,10 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.blocks import Blocks
 from jaxmarl_llm.generation.buckets import up_to
 from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, sample_launch
+from jaxmarl_llm.kernels.int8 import Int8Matrix
 from jaxmarl_llm.models.decoder import make_policy
 from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.models.rollout_weights import FORMS
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.learner import Batch, Learner, make_learner
@@ -123,7 +125,9 @@ class Team(NamedTuple):
     playing: Params  # the model's variables as generation takes them: whole along fsdp
     parameter_bytes: int  # per chip, of all models; frozen ones and copies included
     optimizer_bytes: int
-    playing_bytes: int  # of the models that have copies at once, beside those; 0 where nothing is cut along fsdp
+    # Of the models that have copies at once, beside those, and of matrices in another form (`rollout_weights`). 0 where
+    # nothing is cut along fsdp and rollouts read the weights of training.
+    playing_bytes: int
 
 
 def placed(mesh: Mesh, tree: PyTree) -> PyTree:
@@ -172,8 +176,11 @@ def team_of(
     )
     own, shared, optimizer = trees[largest_first[0]]
     resident = held(lambda tree: tree)
-    playing = lambda w: rollout_variables(mesh, layout, variables(w), tuple(trees[w][0]))
+    read = partial(jax.eval_shape, FORMS[cfg.rollout_weights] or (lambda params: params))
+    playing = lambda w: rollout_variables(mesh, layout, read(variables(w)), tuple(trees[w][0]))
     alone = chip_bytes(playing(largest_first[0]))
+    is_formed = lambda x: isinstance(x, Int8Matrix)
+    formed = held(lambda tree: list(filter(is_formed, jax.tree.leaves(placed(mesh, read(tree)), is_leaf=is_formed))))
     beside = layout is not None or mesh.shape["fsdp"] > 1
     one = engine == "host" or (layout is not None and layout.blocks > 1)
     return Team(
@@ -184,7 +191,8 @@ def team_of(
         playing(largest_first[0]),
         resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
         (max if cfg.optimizer.offload else sum)([chip_bytes(trees[w][2]) for w in models]),
-        0 if not beside else alone if one else held(lambda tree: rollout_variables(mesh, layout, tree)),
+        formed
+        + (0 if not beside else alone if one else held(lambda tree: rollout_variables(mesh, layout, read(tree)))),
     )
 
 

@@ -81,6 +81,7 @@ def measure(
     from jaxmarl_llm.costs.meshes import largest_launch
     from jaxmarl_llm.costs.workload import memory_options
     from jaxmarl_llm.distributed import meshes
+    from jaxmarl_llm.models.rollout_weights import SAME
 
     bare, plan, work, notes = prepare(cfg)
     mesh = compile_ahead.mesh_for(bare, mesh_flag, topology)
@@ -96,6 +97,8 @@ def measure(
     cuts = mesh.shape["tensor"] if layout is None else layout.tensor  # devices that cut weights during generation
     if layout is not None:
         program += f" rollout {blocks} blocks, {grid.shape}"
+    if bare.rollout_weights != SAME:
+        program += f" {bare.rollout_weights}"
     versions, date = {"jax": jax.__version__, "libtpu": libtpu.__version__}, datetime.date.today().isoformat()
     made = program, versions, hlo.VERSION
     same = next((r for r in known if (r["program"], r["versions"], r.get("counter")) == made and r["stages"]), None)

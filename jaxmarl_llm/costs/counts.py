@@ -43,13 +43,15 @@ class ModelSize(NamedTuple):
     """Size of one model's parameters.
 
     config: architecture. rank: 0 for a full copy; otherwise the rank of a LoRA adapter over a base that all such models
-    share. targets: layers with an adapter. extra: float32 parameters of a value head.
+    share. targets: layers with an adapter. extra: float32 parameters of a value head. rollout_weights: form of the
+    weights that a training rollout reads (`models.rollout_weights`).
     """
 
     config: Config
     rank: int = 0
     targets: tuple[str, ...] = TARGETS
     extra: int = 0
+    rollout_weights: str = "same"
 
 
 class RoleLengths(NamedTuple):

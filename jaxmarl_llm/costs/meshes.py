@@ -36,10 +36,10 @@ class ChipMemory(NamedTuple):
     """Bytes of one chip, by part.
 
     parameters: frozen and trained ones of all models, and copies of a reference or of past policies. optimizer: its
-    states. rollout_copy: weights that generation has gathered along fsdp. cache: keys and values of the largest launch.
-    generation: activations of a prefill or logits of a decoding step, the larger of both. gradient: float32 gradients.
-    activations: what a micro-batch saves for its backward pass. offload: an optimizer state is on the chip during the
-    update alone.
+    states. rollout_copy: weights that generation has gathered along fsdp, and matrices in another form. cache: keys and
+    values of the largest launch. generation: activations of a prefill or logits of a decoding step, the larger of both.
+    gradient: float32 gradients. activations: what a micro-batch saves for its backward pass. offload: an optimizer
+    state is on the chip during the update alone.
     """
 
     parameters: float
@@ -121,9 +121,14 @@ class _Step(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Bytes of all weights that one token of this model reads."""
+        """Bytes of all weights that one token of this model reads in an update."""
         base = costs.base_bytes([self.weights]) if self.weights.rank else 0
         return base + costs.own_bytes(self.weights)
+
+    @property
+    def sampling(self) -> int:
+        """Bytes of all weights that one sampled token of this model reads."""
+        return costs.rollout_bytes([self.weights])
 
     @property
     def tokens(self) -> int:
@@ -192,7 +197,7 @@ def _memory(
     parts = math.prod(mesh) // (blocks * wide)  # of the rows of a block
     team = held.base + held.own + held.copies
     # A host rollout gathers the weights of one model at a time, an array rollout those of all.
-    playing = step.whole if step.work.engine == "host" else team
+    playing = step.sampling if step.work.engine == "host" else costs.rollout_bytes(step.work.models) + held.copies
     most = lambda part: up_to(most_of_a_block(part.rows, blocks, len(step.work.models)), parts) // parts
     here = top._replace(parts=tuple(part._replace(rows=most(part)) for part in top.parts))
     lanes = sum(part.rows * part.group for part in here.parts)
@@ -204,7 +209,7 @@ def _memory(
     return ChipMemory(
         parameters=team / (fsdp * tensor),
         optimizer=held.optimizer / (fsdp * tensor),
-        rollout_copy=playing / wide if fsdp > 1 or layout != (1, tensor) else 0.0,
+        rollout_copy=held.formed / (fsdp * tensor) + (playing / wide if fsdp > 1 or layout != (1, tensor) else 0.0),
         cache=costs.cache_bytes(here, arch) / wide,
         generation=max(here.rows * prompt, 3 * 4 * lanes * arch.vocab_size) / wide,
         gradient=held.gradient / (fsdp * tensor),
@@ -219,7 +224,7 @@ def _rollout_seconds(step: _Step, chip: Chip, least: float, chips: int, layout: 
     ``least``: lower bound. ``chips``: number of devices.
     """
     (blocks, wide), arch = layout, step.arch
-    weights = step.whole / wide / chip.bandwidth
+    weights = step.sampling / wide / chip.bandwidth
     of_lane = 4 * arch.num_layers * arch.hidden_size * costs.ITEMSIZE[arch.dtype] * (1 - 1 / wide) / chip.links
     found = (x.tokens * max(weights, x.lanes / (chips / wide) * of_lane) for x in step.decoded[blocks])
     return max(sum(found), least)

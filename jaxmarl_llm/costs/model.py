@@ -77,6 +77,28 @@ def base_bytes(models: Sequence[ModelSize]) -> int:
     return sum(ITEMSIZE[c.dtype] * parameters(c) for c in {w.config for w in models if w.rank})
 
 
+def matrix_bytes(weights: ModelSize) -> int:
+    """Bytes of the weight matrices of all layers in the dtype of training, without adapters."""
+    c = weights.config
+    return ITEMSIZE[c.dtype] * c.num_layers * sum(a * b for a, b in kernels(c).values())
+
+
+def formed_bytes(weights: ModelSize) -> int:
+    """Bytes of the matrices that a training rollout reads beside the parameters: 0 unless they have another form.
+
+    int8: one byte for each entry and a float32 scale for each column.
+    """
+    c = weights.config
+    of_layer = sum(a * b + 4 * b for a, b in kernels(c).values())
+    return c.num_layers * of_layer if weights.rollout_weights == "int8" else 0
+
+
+def saved_reading(weights: ModelSize) -> int:
+    """Bytes by which the weights that a rollout reads are fewer than those of training."""
+    formed = formed_bytes(weights)
+    return matrix_bytes(weights) - formed if formed else 0
+
+
 def token_flops(weights: ModelSize) -> int:
     """FLOPs of one token in all weight matrices of the layers, adapters included: 2 in out for each matrix."""
     c = weights.config
@@ -107,11 +129,11 @@ def cache_slot_bytes(cfg: Config) -> int:
 
 
 def layer_bytes(weights: ModelSize) -> int:
-    """Bytes of what the layers read for any token: all parameters but the embedding and the output head."""
+    """Bytes of what the layers read for any sampled token: all parameters but the embedding and the output head."""
     c = weights.config
     tables = c.vocab_size * c.hidden_size * (1 if c.tie_embeddings else 2)
     adapters = 4 * adapter_parameters(weights) if weights.rank else 0
-    return ITEMSIZE[c.dtype] * (parameters(c) - tables) + adapters
+    return ITEMSIZE[c.dtype] * (parameters(c) - tables) + adapters - saved_reading(weights)
 
 
 def logits_bytes(launch: Launch, cfg: Config) -> int:
@@ -227,7 +249,8 @@ class Memory(NamedTuple):
     base: frozen parameters. own: trained parameters of all models. optimizer: optimizer states. copies: reference
     policy and past policies. cache, logits: of the largest launch. unshared_cache: the same cache if every sample had a
     prompt of its own. gradient: float32 gradients of the largest model, two while micro-batches are summed. offload:
-    the optimizer state of a model is on the device only during this model's update.
+    the optimizer state of a model is on the device only during this model's update. formed: matrices of all models in
+    the form that rollouts read, beside the parameters.
     """
 
     base: int
@@ -239,6 +262,7 @@ class Memory(NamedTuple):
     logits: int
     gradient: int
     offload: bool = False
+    formed: int = 0
 
     @property
     def resident(self) -> int:
@@ -248,7 +272,7 @@ class Memory(NamedTuple):
     @property
     def generating(self) -> int:
         """Bytes during the largest launch."""
-        return self.resident + self.cache + self.logits
+        return self.resident + self.formed + self.cache + self.logits
 
     @property
     def updating(self) -> int:
@@ -303,7 +327,19 @@ def memory(
         logits_bytes(top, of(top)),
         2 * 4 * numbers,
         offload,
+        sum(formed_bytes(w) for w in _copies(work.models)),
     )
+
+
+def _copies(models: Sequence[ModelSize]) -> list[ModelSize]:
+    """Models with weight matrices of their own, and one for each frozen base of adapters."""
+    return [w for w in models if not w.rank] + list({w.config: w for w in models if w.rank}.values())
+
+
+def rollout_bytes(models: Sequence[ModelSize]) -> int:
+    """Bytes of the weights that rollouts of ``models`` read: bases, own parameters, and matrices in their form."""
+    fewer = sum(map(saved_reading, _copies(models)))
+    return base_bytes(models) + sum(map(own_bytes, models)) - fewer
 
 
 def update_bytes(arch: Config, rows: int, prompt: int, group: int, response: int, remat: bool) -> int:

@@ -77,6 +77,7 @@ def workload_of(
             cfg.team.lora_rank if m.base else 0,
             cfg.team.lora_targets,
             extra if m.name in team.critics else 0,
+            cfg.rollout_weights,
         )
         for m in team.models
     )

@@ -51,7 +51,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "rank": (),
 }
 
-# Logical axes (in, out) of each kernel [in, out]. An adapter has A [in, rank] and B [rank, out]. A bias is [out].
+# Logical axes (in, out) of each kernel [in, out]. An adapter has A [in, rank] and B [rank, out]. A bias is [out]. A
+# kernel of int8 (`kernels.int8`) has values [in, out] and scales [out].
 KERNELS = {
     "q_proj": ("embed", "heads"),
     "k_proj": ("embed", "kv_heads"),
@@ -94,11 +95,14 @@ def axes_of(names: Sequence[str], ndim: int) -> tuple[str | None, ...]:
     layers or snapshots, are not split. Raises ConfigError for a leaf without a rule.
     """
     parent, last = names[-2] if len(names) > 1 else "", names[-1] if names else ""
+    if parent == "kernel":
+        parent = names[-3]
     axes: tuple[str | None, ...] = ()
     if WHOLE.isdisjoint(names):
         if parent in KERNELS:
             fan_in, fan_out = KERNELS[parent]
             of = {"kernel": (fan_in, fan_out), "bias": (fan_out,), "a": (fan_in, "rank"), "b": ("rank", fan_out)}
+            of |= {"values": (fan_in, fan_out), "scales": (fan_out,)}
             if last not in of:
                 raise ConfigError(f"sharding: no rule for parameter {'/'.join(names)}")
             axes = of[last]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.sharding import Mesh
 
 from jaxmarl_llm.agents.memory import MemoryConfig, decode_text, read
 from jaxmarl_llm.distributed.meshes import Layout, model_mesh, sampling_on, use_mesh
@@ -99,9 +100,11 @@ class EnvRunner(ABC):
 
     ``watcher``: called with every rollout, and whether its tasks were held out; None: nobody watches. ``evaluations``:
     sees every evaluation; None: nothing does. ``layout``: how devices are cut during generation; None: as in training.
+    ``form``: what a training rollout reads in place of a model's parameters, see `models.rollout_weights`; None: them.
     """
 
     layout: Layout | None = None
+    form: Callable[[Params], Params] | None = None
     watcher: Callable[[RolloutResult, bool], None] | None = None
     evaluations: EvaluationWatcher | None = None
     dropped = 0.0  # share of the demonstrations that were left out
@@ -151,6 +154,25 @@ class EnvRunner(ABC):
         Raises:
             ConfigError: The environment lacks what the plan asks for.
         """
+
+    def formed(self, params: Params, held_out: bool, mesh: Mesh | None = None) -> Params:
+        """Parameters as a rollout reads them: in their form, and in the layout of generation.
+
+        Args:
+            params: Parameters of the team, ``{"shared": ..., "agents": ...}``.
+            held_out: Whether the tasks are held out: an evaluation reads the parameters of training.
+            mesh: Mesh of generation; None: they stay where they are.
+        """
+        form = self.form
+        if held_out or form is None:
+            return to_rollout(mesh, params)
+        apart = self.layout is not None and self.layout.apart
+
+        def of_model(tree: Params) -> Params:
+            # Devices that train may run an update now: no second thread starts programs there.
+            return form(to_rollout(mesh, tree)) if apart else to_rollout(mesh, form(tree))
+
+        return {kind: {name: of_model(params[kind][name]) for name in params[kind]} for kind in ("shared", "agents")}
 
     @abstractmethod
     def contents(self, numbers: Sequence[int], held_out: bool) -> list[str]:
@@ -243,7 +265,7 @@ class ArrayEnvRunner(EnvRunner):
     ) -> tuple[Any, ...]:
         """Arguments of a compiled rollout, from those of `play`."""
         tasks = jax.tree.map(lambda x: x[np.asarray(indices)], self.held_out if held_out else self.tasks)
-        params = to_rollout(current(), {k: params[k] for k in ("shared", "agents")})
+        params = self.formed({k: params[k] for k in ("shared", "agents")}, held_out, current())
         others = memory, tasks, key, jnp.int32(version), assignment
         return params, *(others if self.layout is None else put_whole(others))
 
@@ -434,7 +456,7 @@ class HostEnvRunner(EnvRunner):
             sampler=self._sampler(),
         )
         with sampling_on(self.layout) as copied:
-            params, memory, key = self._weights(params), copied(memory), copied(key)
+            params, memory, key = self._weights(params, held_out), copied(memory), copied(key)
             if memory_config is not None:
                 settings = settings._replace(recall=self.recall(team, params, memory, memory_config))
             if self.cfg.lanes:
@@ -461,11 +483,11 @@ class HostEnvRunner(EnvRunner):
         completion = lambda row: got.records[row].action.text
         return self._watched(RolloutResult(got.tree, prompt, completion, failures, got, watched), held_out)
 
-    def _weights(self, params: Params) -> Params:
+    def _weights(self, params: Params, held_out: bool) -> Params:
         """Parameters of a rollout: where devices sample alone, all of them are copied there at once."""
         if self.layout is None or not self.layout.apart:
-            return params
-        return to_rollout(self.layout.mesh, {k: params[k] for k in ("shared", "agents")})
+            return self.formed(params, held_out)
+        return self.formed({k: params[k] for k in ("shared", "agents")}, held_out, self.layout.mesh)
 
     def _sampler(self) -> SamplerFactory:
         """What samples completions."""

@@ -24,6 +24,7 @@ from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.contract import Environment, check_step
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.rollout_weights import FORMS, SAME
 from jaxmarl_llm.rollout.array import table_rows
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, HostEnvRunner, make_env_runner
 from jaxmarl_llm.rollout.external import Engines
@@ -236,6 +237,7 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
     if cfg.team.batch_models and not env_runner.array:
         raise ConfigError(f"config.team.batch_models: expected false with the host environment {cfg.env.name!r}")
     team = make_team(cfg.team, env_runner.env.roles)
+    env_runner.form = FORMS[cfg.rollout_weights]
     if cfg.engine.urls:
         if not isinstance(env_runner, HostEnvRunner):
             raise ConfigError(f"config.engine.urls: expected none with the array environment {cfg.env.name!r}")
@@ -312,6 +314,10 @@ def make_phases(
         raise ConfigError(f"config.update: expected None: recipe {cfg.recipe} updates by phases of its own")
     if cfg.staleness and not all(isinstance(phase.step, TrainStep) for phase in phases):
         raise ConfigError(f"config.staleness: expected 0: recipe {cfg.recipe} samples in phases of its own")
+    if cfg.rollout_weights != SAME and not all(isinstance(phase.step, TrainStep) for phase in phases):
+        raise ConfigError(
+            f"config.rollout_weights: expected {SAME!r}: recipe {cfg.recipe} samples in phases of its own"
+        )
     if isinstance(env_runner, ArrayEnvRunner):
         check_step(env_runner.task, cfg.env.name, max(role.max_new_tokens for role in team.roles))
     mesh = meshes.open_mesh(cfg.mesh, team.models)

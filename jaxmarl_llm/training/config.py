@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from jaxmarl_llm.agents.snapshots import Past
 from jaxmarl_llm.agents.team import TeamConfig
-from jaxmarl_llm.config import ROW_LIMIT, at_least, finite, in_range, later, load_object
+from jaxmarl_llm.config import ROW_LIMIT, at_least, finite, in_range, later, load_object, one_of
 from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.distributed.deadlines import Deadlines
 from jaxmarl_llm.distributed.meshes import MeshConfig
@@ -16,6 +16,7 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.engine import EngineConfig
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.models.rollout_weights import FORMS, SAME
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
@@ -136,6 +137,7 @@ class BaseConfig:
     sft: SFT = SFT()
     past: Past = Past()  # earlier policies as opponents
     staleness: int = later(0)  # steps that the policy of a rollout is behind the one that the step updates
+    rollout_weights: str = later(SAME)  # what training rollouts read: same, or int8 (matrices of the layers)
     mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
     run: RunConfig = RunConfig()
 
@@ -164,9 +166,24 @@ class BaseConfig:
             raise ConfigError(f"{path}.past.size: expected 0 with {path}.engine.urls, got {self.past.size}")
         if self.engine.urls and self.env.lanes:
             raise ConfigError(f"{path}.env.lanes: expected 0 with {path}.engine.urls, got {self.env.lanes}")
+        self._check_rollout_weights(path)
         if self.past.size and self.team.critic != "none":
             raise ConfigError(
                 f"{path}.past.size: expected 0 with {path}.team.critic={self.team.critic!r}, got {self.past.size}"
+            )
+
+    def _check_rollout_weights(self, path: str) -> None:
+        key, form = f"{path}.rollout_weights", self.rollout_weights
+        one_of(key, form, tuple(FORMS))
+        if form == SAME:
+            return
+        if self.engine.urls:
+            raise ConfigError(f"{key}: expected {SAME!r} with {path}.engine.urls, got {form!r}")
+        if self.loss.objective == "dpo":
+            raise ConfigError(f"{key}: expected {SAME!r} with {path}.loss.objective='dpo', got {form!r}")
+        if self.loss.tis_clip is None:
+            raise ConfigError(
+                f"{path}.loss.tis_clip: expected a cap of importance weights, as 2.0, with {key}={form!r}, got None"
             )
 
 

@@ -230,7 +230,7 @@ class TracedDriver:
         rollout = make_rollout(step.players, env_runner.env, step.plan, step.cfg.sampling, step.algorithm.memory)
         source = env_runner.tasks if self.data is None else self.data.tasks
         batch = jax.tree.map(lambda t: jnp.asarray(t)[tasks], source)
-        parts = {k: params[k] for k in ("shared", "agents")}
+        parts = env_runner.formed({k: params[k] for k in ("shared", "agents")}, held_out=False)
         tree = rollout(parts, state.memory, batch, key, state.step, assignment)
         if self.debug:
             check_traced_choices(step.plan, tree, number_of(state))
