@@ -48,8 +48,8 @@ class MeshConfig:
     """Number of devices along each mesh axis. At most one axis may be -1, which means the remaining devices.
 
     data, fsdp, tensor: sizes of the axes of `sharding`. context: devices that cut the tokens of each row of a prefill
-    and of an update. Other sizes than 1 need models="all", one process and generation without a layout but
-    ``rollout_tensor``. models: "all" gives every model all devices, and the models run
+    and of an update. It is never -1, and above 1 it goes with no other layout of generation than ``rollout_tensor``.
+    models: "all" gives every model all devices, and the models run
     one after another. "split" divides the devices into equal parts, one part a model. Each part has these axes, and the
     models generate and learn at the same time. "split" needs separate models and host environments.
 
@@ -163,9 +163,11 @@ def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
         raise ConfigError(f"{path}: expected slices of one size, found slices of {sorted(slices.values())} devices")
     count, (data, *inside) = len(slices), sizes
     if data % count:
+        names = AXES[1:] if len(inside) == 2 else ("fsdp", CONTEXT, "tensor")
+        within = " and ".join(f"{name}={size}" for name, size in zip(names, inside, strict=True))
         raise ConfigError(
-            f"{path}.data: expected a multiple of {count}, the number of slices, got {data}: fsdp={inside[0]} and "
-            f"tensor={inside[-1]} stay within a slice of {len(devices) // count} devices"
+            f"{path}.data: expected a multiple of {count}, the number of slices, got {data}: {within} stay within a "
+            f"slice of {len(devices) // count} devices"
         )
     inner, outer = (data // count, *inside), (count, *[1] * len(inside))
     return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
