@@ -345,8 +345,9 @@ def _angles(cfg: Config, positions: jax.Array) -> jax.Array:
 
 
 def _apply_layer(cfg: Config, layer: Any, x: jax.Array, angles: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+    layer = sharding.gather(layer)
     x = context.cut_tokens(x) if x.ndim == 3 else sharding.cut_rows(x, rest=None)  # a decoded token is no row of them
-    return Block(cfg).apply(sharding.gather(layer), x, angles, attend)
+    return Block(cfg).apply(layer, x, angles, attend)
 
 
 def _stacked_layers(variables: Any) -> Any:
