@@ -226,7 +226,7 @@ def _memory(
 
 
 def key_bytes(arch: decoder.Config) -> int:
-    """Bytes of the keys and values of one token in one layer."""
+    """Bytes of the keys and values of one token in one layer of ``arch``."""
     return 2 * arch.num_kv_heads * arch.head_dim * costs.ITEMSIZE[arch.dtype]
 
 

@@ -58,7 +58,7 @@ def score_hidden(
     rows = hidden.reshape(-1, *hidden.shape[2:]), ids.reshape(-1, ids.shape[-1])
     parts, score_part = sharding.row_parts(), functools.partial(_score_rows, policy, sampling)
     if sharding.context_parts() > 1 and not len(hidden) % parts:
-        pieces = tuple(context.split_tokens(x, parts) for x in rows)
+        pieces = context.split_tokens(rows[0], parts), context.split_tokens(rows[1], parts)
         scored = jax.vmap(score_part)(sharding.copies(variables), pieces)
         logprob, entropy = (context.join_tokens(x, parts, ids.shape[-1]) for x in scored)
     elif parts == 1 or len(hidden) % parts:

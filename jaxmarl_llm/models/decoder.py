@@ -488,7 +488,7 @@ def extend(
 
             def attend(q: Any, k: Any, v: Any, cached: Any = cached) -> Any:
                 if context.cuts(q):
-                    out, *kept = context.extend_in_parts(_attend_cached, q, k, v, *cached, slots)
+                    out, *kept = context.extend_in_parts(_attend_cached, q, k, v, cached[0], cached[1], slots)
                 else:
                     out, *kept = _on_own_rows(_attend_cached, q, k, v, *cached, slots)
                 return out, tuple(kept)

@@ -185,7 +185,7 @@ def _hidden_states(policy: Policy, variables: Params, batch: Batch) -> Float[jax
     assert policy.hidden_tree is not None  # `packing` makes forests for such policies alone
     hidden = policy.hidden_tree(variables, forest.tokens, forest.position, forest.end)  # [F T D]
     own = forest.predictor.reshape(len(hidden), -1, *forest.predictor.shape[1:])  # [F N/F G R]
-    found = context.take_tokens(hidden, own)
+    found = context.take_tokens(hidden, jnp.asarray(own))
     return found.reshape(*forest.predictor.shape, -1)
 
 
