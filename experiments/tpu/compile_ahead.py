@@ -52,6 +52,11 @@ TOPOLOGIES = tuple(
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
+def context_of(mesh: Mesh) -> int:
+    """Devices that cut the tokens of a row."""
+    return mesh.shape.get(sharding.CONTEXT, 1)
+
+
 def chips(topology: str) -> int:
     return math.prod(int(n) for n in topology.partition(":")[2].split("x"))
 
@@ -181,7 +186,7 @@ def team_of(
     alone = chip_bytes(playing(largest_first[0]))
     is_formed = lambda x: isinstance(x, Int8Matrix)
     formed = held(lambda tree: list(filter(is_formed, jax.tree.leaves(placed(mesh, read(tree)), is_leaf=is_formed))))
-    beside = layout is not None or mesh.shape["fsdp"] > 1
+    beside = layout is not None or mesh.shape["fsdp"] * context_of(mesh) > 1
     one = engine == "host" or (layout is not None and layout.blocks > 1)
     return Team(
         policy_of(cfg, largest_first[0]),
@@ -364,12 +369,13 @@ def needs(message: str) -> int | None:
 
 
 def mesh_for(cfg: BaseConfig, given: str | None, topology: str) -> Mesh:
-    """The mesh of ``--mesh=data,fsdp,tensor``, or of the configuration, over a topology."""
+    """The mesh of ``--mesh=data,fsdp,tensor[,context]``, or of the configuration, over a topology."""
     wanted = cfg.mesh
     if given is not None:
         try:
-            data, fsdp, tensor = map(int, given.split(","))
-            wanted = dataclasses.replace(cfg.mesh, data=data, fsdp=fsdp, tensor=tensor)
+            data, fsdp, tensor, *more = map(int, given.split(","))
+            (context,) = more or (cfg.mesh.context,)
         except ValueError:
-            raise ConfigError(f"--mesh: expected data,fsdp,tensor (-1 for the rest), got {given!r}") from None
+            raise ConfigError(f"--mesh: expected data,fsdp,tensor[,context] (-1 for the rest), got {given!r}") from None
+        wanted = dataclasses.replace(cfg.mesh, data=data, fsdp=fsdp, tensor=tensor, context=context)
     return meshes.make_mesh(wanted, devices(topology), path="config.mesh" if given is None else "--mesh")

@@ -1,6 +1,6 @@
 """What a configuration would do on TPUs that are not there:
 
-    python -m experiments.tpu.plan_pod --config=FILE.py[:variant] --topology=v5e:16x16 [--mesh=D,F,T] [--out=FILE.json]
+    python -m experiments.tpu.plan_pod --config=FILE.py[:variant] --topology=v5e:16x16 [--mesh=D,F,T[,C]] [--out=FILE]
     python -m experiments.tpu.plan_pod --config=FILE.py[:variant] --topology=v5p:8x8x8 --search
     python -m experiments.tpu.plan_pod --out=FILE.json --doc=docs/pods.md
 
@@ -27,7 +27,10 @@ from jaxmarl_llm.cli import config_flags
 flags.DEFINE_list("topology", [], "TPU slices: kind:shape, as v5e:16x16, v5p:8x8x8, v6e:16x16.")
 # Other entry points have flags of these names; tests import several of them into one process.
 flags.DEFINE_string(
-    "mesh", None, "data,fsdp,tensor in place of config.mesh; -1: the chips that remain.", allow_override=True
+    "mesh",
+    None,
+    "data,fsdp,tensor and perhaps context in place of config.mesh; -1: the chips that remain.",
+    allow_override=True,
 )
 flags.DEFINE_string("out", None, "JSON file of rows: added to, and read by --doc.", allow_override=True)
 flags.DEFINE_bool("search", False, "Propose mesh, micro-batch and remat for each topology, and compile the best two.")
@@ -81,6 +84,7 @@ def measure(
     from jaxmarl_llm.costs.meshes import largest_launch
     from jaxmarl_llm.costs.workload import memory_options
     from jaxmarl_llm.distributed import meshes
+    from jaxmarl_llm.distributed.sharding import AXES, CONTEXT
     from jaxmarl_llm.models.rollout_weights import SAME
 
     bare, plan, work, notes = prepare(cfg)
@@ -120,7 +124,7 @@ def measure(
         "config": name,
         "topology": topology,
         "chips": mesh.size,
-        "mesh": list(mesh.devices.shape),
+        "mesh": [mesh.shape[axis] for axis in (*AXES, CONTEXT) if axis in mesh.shape],
         "rollout": None if layout is None else [blocks, layout.tensor],
         "rows": rows,
         "share": bare.team.parameter_sharing,
@@ -132,7 +136,7 @@ def measure(
         "shape": shape._asdict(),
         "capacity": chip.memory,
         "held": held,
-        "cache": cache // mesh.size,
+        "cache": cache // (mesh.size // (compile_ahead.context_of(mesh) if layout is None else 1)),
         "peaks": peaks,
         "stages": {k: s._asdict() | dict(zip(("roofline", "bound"), s.roofline(chip))) for k, s in stages.items()},
         "fits": bool(stages) and all(s.compiled for s in stages.values()) and max(peaks.values()) <= chip.memory,
@@ -184,11 +188,11 @@ def resident(cfg: Any, held: dict[str, int]) -> int:
 
 def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
     """Flag whose change makes the largest stage fit, and its value."""
-    from jaxmarl_llm.costs.meshes import tensor_sizes
+    from jaxmarl_llm.costs.meshes import axis_sizes, tensor_sizes
 
     worst = max(row["peaks"], key=lambda k: row["peaks"][k])
     peak, room, held = row["peaks"][worst], row["capacity"], row["held"]
-    data, fsdp, tensor = row["mesh"]
+    data, fsdp, tensor, context = axis_sizes(row["mesh"])
     wider = [t for t in tensor_sizes(arch, row["chips"]) if t > tensor]
     share = {"separate": "lora", "lora": "shared"}.get(cfg.team.parameter_sharing)
     playing = worst in ("prefill", "resident")
@@ -196,7 +200,7 @@ def advice(cfg: Any, row: dict[str, Any], arch: Any) -> str:
     if cfg.optimizer.offload and playing:  # one or the other, as in `resident`
         copies, moments = (copies, 0) if worst == "prefill" or copies >= moments else (0, moments)
     fixed = held["parameters"] + moments + copies
-    gradient = 0 if playing else 8 * row["parameters"] // (fsdp * tensor)
+    gradient = 0 if playing else 8 * row["parameters"] // (fsdp * tensor * context)
     if fixed + gradient > room:
         cut = fixed - copies
         copy = (held["rollout copy"] if fsdp > 1 else held["parameters"]) if playing else 0
@@ -239,11 +243,11 @@ def gb(x: float) -> str:
 
 
 def show(row: dict[str, Any]) -> None:
-    d, f, t = row["mesh"]
+    axes = " ".join(f"{axis}={size}" for axis, size in zip(("data", "fsdp", "tensor", "context"), row["mesh"]))
     shape = row["shape"]
     prompts = " and ".join(f"{nodes} prompts x {group}" for nodes, group in shape["parts"])
     print(
-        f"{row['config']} on {row['topology']}: {row['chips']} chips as data={d} fsdp={f} tensor={t}; {row['models']} "
+        f"{row['config']} on {row['topology']}: {row['chips']} chips as {axes}; {row['models']} "
         f"model(s) of {row['parameters'] / 1e9:.2f}B, {row['share']}, batch {row['batch']}"
     )
     print(

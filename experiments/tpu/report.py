@@ -49,7 +49,7 @@ def line(row: dict[str, Any]) -> str:
     cells = [
         team(row) + (OLD if is_old(row) else ""),
         f"{row['topology']} ({row['capacity'] / 1e9:.0f} GB)",
-        " x ".join(map(str, row["mesh"])) + layout,
+        " x ".join(map(str, row["mesh"][:3])) + "".join(f" x context {c}" for c in row["mesh"][3:]) + layout,
         *(gb(held[k]) for k in ("parameters", "optimizer", "rollout copy")),
         gb(row["cache"]),
         peak("prefill"),

@@ -35,7 +35,9 @@ def step_seconds(
     separate = work.engine == "host" and team.shared is None and len(work.models) > 1
     made = len(started) if separate else 1 if team.shared is not None else len(work.models)
     copied = weights if team.playing_bytes else 0
-    there = 0.0 if blocks > 1 else 1 / mesh.shape["fsdp"]  # of a copy, on the chip before
+    there = (
+        0.0 if blocks > 1 else 1 / (mesh.shape["fsdp"] * compile_ahead.context_of(mesh))
+    )  # of a copy, on the chip before
     seconds["weights to generation"] = made * copied * (1 - there) / chip.links
     for launch in started:
         of_lanes = launch.lanes / sum(n * g for n, g in shape.parts)

@@ -143,7 +143,7 @@ def print_set(cfg: Any, plan: Any, work: Any, those: Any) -> bool:
     from jaxmarl_llm.costs.meshes import fitting, mesh_sizes
 
     best = mesh_sizes(cfg, plan, work, those.chip, those.size)
-    axes = ", ".join(f"{axis} {size}" for axis, size in zip(("data", "fsdp", "tensor"), best.mesh))
+    axes = ", ".join(f"{axis} {size}" for axis, size in zip(("data", "fsdp", "tensor", "context"), best.mesh))
     print(f"{those}, a mesh of {axes} ({best.flags})")
     held = best.memory
     parts = {k: v for k, v in held._asdict().items() if k != "offload"}

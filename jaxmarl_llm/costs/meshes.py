@@ -6,8 +6,9 @@ read, and weights gathered and reduced over the links, not the latency of a coll
 bound of `costs.model.roofline`. XLA may need more or less than these forms.
 
 Shared arguments: ``cfg`` is the configuration, ``plan`` its plan of sampling and ``work`` its workload
-(`costs.workload.workload_of`). ``mesh`` are the sizes of the axes data, fsdp and tensor. ``layout`` are the number of
-blocks and the devices that cut weights during generation (`distributed.meshes.Layout`).
+(`costs.workload.workload_of`). ``mesh`` are the sizes of the axes data, fsdp and tensor, and of context where
+``cfg.mesh`` has it. That size is taken as it is, no other one is tried. ``layout`` are the number of blocks and the
+devices that cut weights during generation (`distributed.meshes.Layout`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from jaxmarl_llm.costs.chips import Chip
 from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, launches, turn_states
 from jaxmarl_llm.costs.decodings import Decoding, decodings
 from jaxmarl_llm.costs.workload import memory_options, update_selection
+from jaxmarl_llm.distributed.sharding import AXES, CONTEXT
+from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import up_to
 from jaxmarl_llm.models import decoder
 from jaxmarl_llm.rollout.plans import Plan
@@ -71,13 +74,13 @@ class ChipMemory(NamedTuple):
 class Proposal(NamedTuple):
     """A mesh and the size of a micro-batch on it.
 
-    mesh: sizes of data, fsdp and tensor. layout: blocks and devices that cut weights during generation. micro_tokens:
-    tokens of a micro-batch on one device. remat: layers are computed again in the backward pass. memory: bytes of one
-    chip. seconds: of a step, with launches and micro-batches one after another. fits: whether the chip holds
-    ``memory``.
+    mesh: sizes of data, fsdp and tensor; a fourth is that of context. layout: blocks and devices that cut weights
+    during generation. micro_tokens: tokens of a micro-batch on one part of the rows. remat: layers are computed again
+    in the backward pass. memory: bytes of one chip. seconds: of a step, with launches and micro-batches one after
+    another. fits: whether the chip holds ``memory``.
     """
 
-    mesh: tuple[int, int, int]
+    mesh: tuple[int, ...]
     layout: tuple[int, int]
     micro_tokens: int
     remat: bool
@@ -88,7 +91,7 @@ class Proposal(NamedTuple):
     @property
     def settings(self) -> dict[str, int]:
         """Fields of `distributed.meshes.MeshConfig`, without those that keep their default."""
-        sizes, (blocks, parts) = dict(zip(("data", "fsdp", "tensor"), self.mesh)), self.layout
+        sizes, (blocks, parts) = dict(zip((*AXES, CONTEXT), self.mesh)), self.layout
         sizes |= {"rollout_blocks": blocks} if blocks > 1 else {}
         return sizes | ({"rollout_tensor": parts} if parts != self.mesh[2] else {})
 
@@ -96,6 +99,12 @@ class Proposal(NamedTuple):
     def flags(self) -> str:
         """Flags that select the mesh, as on a command line."""
         return " ".join(f"--config.mesh.{key}={size}" for key, size in self.settings.items())
+
+
+def axis_sizes(mesh: Sequence[int]) -> tuple[int, int, int, int]:
+    """Sizes of data, fsdp, tensor and context, of which ``mesh`` may lack the last."""
+    data, fsdp, tensor, *context = mesh
+    return data, fsdp, tensor, (context or [1])[0]
 
 
 class _Step(NamedTuple):
@@ -192,9 +201,11 @@ def _memory(
     step: _Step, chip: Chip, mesh: Sequence[int], layout: tuple[int, int], rows: int, remat: bool
 ) -> ChipMemory:
     """Bytes of one chip. ``rows``: prompts of a micro-batch on a device."""
-    (_, fsdp, tensor), (blocks, wide) = mesh, layout
+    (_, fsdp, tensor, context), (blocks, wide) = axis_sizes(mesh), layout
     arch, held, top = step.arch, step.held, step.top
-    parts = math.prod(mesh) // (blocks * wide)  # of the rows of a block
+    copies = context if layout == (1, tensor) else 1  # of a row's cache; in another layout context is more rows
+    parts = math.prod(mesh) // (blocks * wide * copies)  # of the rows of a block
+    cut = fsdp * tensor * context
     team = held.base + held.own + held.copies
     # A host rollout gathers the weights of one model at a time, an array rollout those of all.
     playing = step.sampling if step.work.engine == "host" else costs.rollout_bytes(step.work.models) + held.copies
@@ -206,22 +217,28 @@ def _memory(
     prompt = scored * 4 * arch.num_heads * top.prompt**2 + size * top.prompt * (6 * d + 3 * f)
     layers = costs.saved_bytes(arch, rows, top.prompt, step.group, top.response, remat)
     scores = scored * rows * costs.saved_scores(arch, top.prompt, step.group, top.response, remat)
+    gathered = 2 * rows * step.tokens * key_bytes(arch) / tensor if context > 1 else 0.0  # and rolled
     return ChipMemory(
-        parameters=team / (fsdp * tensor),
-        optimizer=held.optimizer / (fsdp * tensor),
-        rollout_copy=held.formed / (fsdp * tensor) + (playing / wide if fsdp > 1 or layout != (1, tensor) else 0.0),
+        parameters=team / cut,
+        optimizer=held.optimizer / cut,
+        rollout_copy=held.formed / cut + (playing / wide if fsdp * context > 1 or layout != (1, tensor) else 0.0),
         cache=costs.cache_bytes(here, arch) / wide,
-        generation=max(here.rows * prompt, 3 * 4 * lanes * arch.vocab_size) / wide,
-        gradient=held.gradient / (fsdp * tensor),
-        activations=layers / (1 if remat else tensor) + scores / tensor,
+        generation=max(here.rows * prompt / copies, 3 * 4 * lanes * arch.vocab_size) / wide,
+        gradient=held.gradient / cut,
+        activations=(layers / (1 if remat else tensor) + scores / tensor) / context + gathered,
         offload=held.offload,
     )
+
+
+def key_bytes(arch: decoder.Config) -> int:
+    """Bytes of the keys and values of one token in one layer of ``arch``."""
+    return 2 * arch.num_kv_heads * arch.head_dim * costs.ITEMSIZE[arch.dtype]
 
 
 def _rollout_seconds(step: _Step, chip: Chip, least: float, chips: int, layout: tuple[int, int]) -> float:
     """Seconds of a rollout at the chip's public figures: weights read, and activations summed over tensor.
 
-    ``least``: lower bound. ``chips``: number of devices.
+    ``least``: lower bound. ``chips``: number of devices with rows of their own.
     """
     (blocks, wide), arch = layout, step.arch
     weights = step.sampling / wide / chip.bandwidth
@@ -231,36 +248,63 @@ def _rollout_seconds(step: _Step, chip: Chip, least: float, chips: int, layout: 
 
 
 def _seconds(step: _Step, chip: Chip, mesh: Sequence[int], rows: int, remat: bool) -> float:
-    """Seconds of an update at the chip's public figures. ``rows``: prompts of a micro-batch on a device."""
-    data, fsdp, tensor = mesh
+    """Seconds of an update at the chip's public figures. ``rows``: prompts of a micro-batch on a device.
+
+    Along context the last device attends to all of a row, and the others wait for it. Keys and values are gathered, and
+    their gradients summed.
+    """
+    data, fsdp, tensor, context = axis_sizes(mesh)
     parts, arch, models = data * fsdp, step.arch, len(step.work.models)
     d, size = arch.hidden_size, costs.ITEMSIZE[arch.dtype]
     pairs = costs.score_bytes(arch, step.top.prompt, step.group, step.top.response) / (4 * arch.num_heads)
-    node = costs.token_flops(step.weights) * step.tokens + costs.attention_flops(arch) * pairs
-    moved = 3 * step.whole / tensor * (fsdp > 1) + 2 * 4 * step.held.gradient / 8 / tensor * (parts > 1)
-    moved += 4 * 4 * arch.num_layers * rows * step.tokens * d * size * (1 - 1 / tensor)
-    learn = max(rows * node * (4 if remat else 3) / tensor / chip.flops, moved / chip.links)
+    node = costs.token_flops(step.weights) * step.tokens + costs.attention_flops(arch) * pairs * (2 - 1 / context)
+    several = parts * context > 1
+    moved = 3 * step.whole / tensor * (fsdp * context > 1) + 2 * 4 * step.held.gradient / 8 / tensor * several
+    moved += 4 * 4 * arch.num_layers * rows * step.tokens * d * size * (1 - 1 / tensor) / context
+    moved += context_bytes(arch, rows * step.tokens, context, remat) / tensor
+    learn = max(rows * node * (4 if remat else 3) / tensor / context / chip.flops, moved / chip.links)
     passes = math.ceil(step.nodes / (rows * parts))
     return step.epochs * models * passes * learn
+
+
+def context_bytes(arch: decoder.Config, tokens: int, context: int, remat: bool) -> float:
+    """Bytes that a device sends for attention of a micro-batch along context, forward and backward.
+
+    Args:
+        arch: Architecture.
+        tokens: Tokens of the rows whose tokens are cut.
+        context: Devices that cut them.
+        remat: Whether layers are computed again in the backward pass.
+    """
+    passes = 3 if remat else 2  # keys and values are gathered; their gradients are summed and cut
+    return passes * arch.num_layers * tokens * key_bytes(arch) * (1 - 1 / context)
 
 
 def _layouts(step: _Step, mesh: Sequence[int]) -> list[tuple[int, int]]:
     """Layouts of generation on the devices of ``mesh``; that of training first."""
     chips, tensor = math.prod(mesh), mesh[2]
     found = [(1, tensor)]
-    for blocks in step.decoded:
+    for blocks in step.decoded if axis_sizes(mesh)[3] == 1 else (1,):  # with context models sample in turn
         if chips % blocks == 0:
             found += [(blocks, t) for t in rollout_sizes(step.arch, chips // blocks) if (blocks, t) != found[0]]
     return found
 
 
-def _meshes(arch: decoder.Config, chips: int) -> list[tuple[int, int, int]]:
-    """Sizes (data, fsdp, tensor) whose product is ``chips`` and that cut the model evenly."""
-    out = []
-    for tensor in tensor_sizes(arch, chips):
-        parts = chips // tensor
-        sizes = (n for n in range(1, parts + 1) if parts % n == 0 and arch.hidden_size % n == 0)
-        out += [(parts // fsdp, fsdp, tensor) for fsdp in sizes]
+def _meshes(arch: decoder.Config, chips: int, context: int) -> list[tuple[int, ...]]:
+    """Sizes (data, fsdp, tensor) of ``chips`` devices that cut the model evenly, and ``context`` above 1 behind them.
+
+    Raises ConfigError where ``context`` divides the number of chips or the hidden size not evenly.
+    """
+    if chips % context or arch.hidden_size % context:
+        raise ConfigError(
+            f"config.mesh.context: expected a divisor of {chips} chips and of the hidden size {arch.hidden_size}, got "
+            f"{context}"
+        )
+    out: list[tuple[int, ...]] = []
+    for tensor in tensor_sizes(arch, chips // context):
+        parts = chips // context // tensor
+        sizes = (n for n in range(1, parts + 1) if parts % n == 0 and arch.hidden_size % (n * context) == 0)
+        out += [(parts // fsdp, fsdp, tensor, *([context] if context > 1 else [])) for fsdp in sizes]
     return out
 
 
@@ -293,10 +337,12 @@ def proposals(
     step = _step(cfg, plan, work)
     least = costs.roofline(chip, plan, work, costs.UpdateSize(0, 0, 0, 0, 0))[0] / chips
     found = []
-    for mesh in _meshes(step.arch, chips):
+    context = cfg.mesh.context
+    for mesh in _meshes(step.arch, chips, context):
         most = {micro_rows(n, step.nodes, mesh[0] * mesh[1]) for n in rows}
         own = _layouts(step, mesh) if layouts else [(1, mesh[2])]
-        playing = {layout: _rollout_seconds(step, chip, least, chips, layout) for layout in own}
+        apart = {layout: chips // context if layout == (1, mesh[2]) else chips for layout in own}
+        playing = {layout: _rollout_seconds(step, chip, least, apart[layout], layout) for layout in own}
         for remat, n in itertools.product(remats, sorted(most)):
             learning = _seconds(step, chip, mesh, n, remat)
             tried = []

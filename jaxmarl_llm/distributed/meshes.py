@@ -25,6 +25,7 @@ from jaxmarl_llm.distributed.heads import check_heads
 from jaxmarl_llm.distributed.sharding import (
     ATTENTION,
     AXES,
+    CONTEXT,
     check_divides,
     param_specs,
     place,
@@ -46,7 +47,9 @@ LAYOUT: dict[str, Any] = {"rollout_tensor": 0, "rollout_blocks": 1, "rollout_dev
 class MeshConfig:
     """Number of devices along each mesh axis. At most one axis may be -1, which means the remaining devices.
 
-    data, fsdp, tensor: sizes of the axes of `sharding`. models: "all" gives every model all devices, and the models run
+    data, fsdp, tensor: sizes of the axes of `sharding`. context: devices that cut the tokens of each row of a prefill
+    and of an update. It is never -1, and above 1 it goes with no other layout of generation than ``rollout_tensor``.
+    models: "all" gives every model all devices, and the models run
     one after another. "split" divides the devices into equal parts, one part a model. Each part has these axes, and the
     models generate and learn at the same time. "split" needs separate models and host environments.
 
@@ -63,6 +66,7 @@ class MeshConfig:
     rollout_tensor: int = 0  # devices that cut weights during generation; 0: as tensor
     rollout_blocks: int = 1  # blocks of devices that generate for different models at once
     rollout_devices: int = later(0)  # devices, the last ones, that sample and do not train; 0: all devices do both
+    context: int = later(1)  # devices along context: the tokens of a row are cut
 
     def check(self, path: str) -> None:
         """Raise ConfigError for impossible sizes. ``path``: name of these settings in the message."""
@@ -73,12 +77,30 @@ class MeshConfig:
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ConfigError(f"{path}: expected -1 on one axis at most, got it on {' and '.join(free)}")
+        if not 1 <= self.context <= COUNT_LIMIT:
+            raise ConfigError(f"{path}.context: expected >= 1, got {self.context}")
         one_of(f"{path}.models", self.models, ("all", "split"))
         for name, least in LAYOUT.items():
             if not least <= getattr(self, name) <= COUNT_LIMIT:
                 raise ConfigError(f"{path}.{name}: expected >= {least}, got {getattr(self, name)}")
         if self.models == "split":
             self.refuse_layout(path, f"with {path}.models=split")
+
+        if self.context > 1:
+            self._check_context(path)
+
+    def _check_context(self, path: str) -> None:
+        """Raise ConfigError for settings that are not known to be correct where tokens are cut."""
+        refused = {"models": self.models == "split", "rollout_blocks": self.rollout_blocks > 1}
+        for name, bad in (refused | {"rollout_devices": self.rollout_devices > 0}).items():
+            if bad:
+                value = getattr(self, name)
+                raise ConfigError(f"{path}.context: expected 1 with {path}.{name}={value}, got {self.context}")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes of the mesh, in their order."""
+        return (*AXES[:2], CONTEXT, AXES[2]) if self.context > 1 else AXES
 
     def refuse_layout(self, path: str, why: str) -> None:
         """Raise ConfigError where generation has a layout of its own.
@@ -98,7 +120,7 @@ class MeshConfig:
 
 
 def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str = "config.mesh") -> Mesh:
-    """Mesh with the axes (data, fsdp, tensor) over all ``devices``.
+    """Mesh with the axes (data, fsdp, tensor) over all ``devices``; with context above 1, context is before tensor.
 
     cfg: sizes of the axes. devices: the devices to use; None means ``jax.devices()``. path: name of ``cfg`` in
     messages. Raises ConfigError when the number of devices is not the product of the sizes. Raises ConfigError when the
@@ -106,27 +128,27 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(cfg, len(devices), path)
-    return Mesh(_grid(sizes, list(devices), path), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(_grid(sizes, list(devices), path), cfg.axes, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def axis_sizes(cfg: MeshConfig, count: int, path: str = "config.mesh") -> list[int]:
-    """Sizes of the axes (data, fsdp, tensor) over ``count`` devices. cfg, path: as for `make_mesh`.
+    """Sizes of the axes (`MeshConfig.axes`) over ``count`` devices. cfg, path: as for `make_mesh`.
 
     Raises ConfigError when the number of devices is not the product of the sizes.
     """
     cfg.check(path)
-    sizes = [getattr(cfg, name) for name in AXES]
+    sizes = [getattr(cfg, name) for name in cfg.axes]
     known = math.prod(s for s in sizes if s != -1)
     if -1 in sizes and count % known == 0:
         sizes[sizes.index(-1)] = count // known
     if math.prod(sizes) != count:
-        asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in AXES)
+        asked = " x ".join(f"{name}={getattr(cfg, name)}" for name in cfg.axes)
         raise ConfigError(f"{path}: {count} devices cannot be {asked}; expected a product of {count}")
     return sizes
 
 
 def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
-    """``devices`` as an array of shape ``sizes``. Neighbours along fsdp and tensor are in one TPU slice.
+    """``devices`` as an array of shape ``sizes``. Neighbours along all axes but data are in one TPU slice.
 
     Slices are connected by the network of the hosts, which is slower than the links of a slice. So the slices divide
     the data axis: only sums of gradients and tables of rows pass between them.
@@ -139,13 +161,15 @@ def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     if len(set(slices.values())) > 1:
         raise ConfigError(f"{path}: expected slices of one size, found slices of {sorted(slices.values())} devices")
-    count, (data, fsdp, tensor) = len(slices), sizes
+    count, (data, *inside) = len(slices), sizes
     if data % count:
+        names = AXES[1:] if len(inside) == 2 else ("fsdp", CONTEXT, "tensor")
+        within = " and ".join(f"{name}={size}" for name, size in zip(names, inside, strict=True))
         raise ConfigError(
-            f"{path}.data: expected a multiple of {count}, the number of slices, got {data}: fsdp={fsdp} and "
-            f"tensor={tensor} stay within a slice of {len(devices) // count} devices"
+            f"{path}.data: expected a multiple of {count}, the number of slices, got {data}: {within} stay within a "
+            f"slice of {len(devices) // count} devices"
         )
-    inner, outer = (data // count, fsdp, tensor), (count, 1, 1)
+    inner, outer = (data // count, *inside), (count, *[1] * len(inside))
     return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
 
 
@@ -253,6 +277,8 @@ def open_mesh(cfg: MeshConfig, models: Sequence[Model], path: str = "config.mesh
         return None
     for model in models:
         _check_model(mesh, model)
+        if cfg.context > 1 and model.policy.draw is not None:
+            raise ConfigError(f"{path}.context: expected 1 with config.team.batch_invariant, got {cfg.context}")
     return mesh
 
 
@@ -277,7 +303,7 @@ def _check_model(mesh: Mesh, model: Model) -> None:
     arch = model.policy.config
     check_heads(mesh.shape["tensor"], model.name, arch.num_heads, arch.num_kv_heads)
     tree = {model.name: jax.eval_shape(model.policy.init, jax.random.key(0))}
-    check_divides(mesh, tree, param_specs(tree))
+    check_divides(mesh, tree, param_specs(tree, mesh))
 
 
 class Layout(NamedTuple):

@@ -4,7 +4,11 @@
     fsdp    splits rows too; splits parameters and optimizer states along their D axis, gathered for use
     tensor  splits heads, feed-forward units and vocabulary, of parameters and of arrays computed from them
 
-A mesh of generation (`meshes.Layout`) has a fourth axis between fsdp and tensor:
+With ``config.mesh.context`` above 1 a mesh has a fourth axis between fsdp and tensor:
+
+    context splits the tokens of a row (`distributed.context`); cuts parameters and optimizer states together with fsdp
+
+A mesh of generation (`meshes.Layout`) has another fourth axis in that place:
 
     attn_dp splits parameters as tensor does, but rows and not heads within attention, so no key/value head is copied
 
@@ -37,6 +41,7 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")
 ATTENTION = "attn_dp"
+CONTEXT = "context"
 
 _row_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("row_axes", default=ROWS)
 
@@ -115,9 +120,19 @@ def axes_of(names: Sequence[str], ndim: int) -> tuple[str | None, ...]:
     return (None,) * (ndim - len(axes)) + axes
 
 
-def param_specs(tree: PyTree) -> PyTree:
-    """PartitionSpec of every leaf of ``tree`` (arrays or ShapeDtypeStructs), from its path."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes_of(names_of(path), len(x.shape))), tree)
+def param_specs(tree: PyTree, mesh: Mesh | AbstractMesh | None = None) -> PyTree:
+    """PartitionSpec of every leaf of ``tree`` (arrays or ShapeDtypeStructs), from its path.
+
+    mesh: the mesh that the leaves are cut over; None is the mesh of the current code. With an axis context, what fsdp
+    cuts is cut over both.
+    """
+    cut = CONTEXT in (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names
+
+    def place(path: Any, x: Any) -> PartitionSpec:
+        own = spec(*axes_of(names_of(path), len(x.shape)))
+        return PartitionSpec(*(("fsdp", CONTEXT) if axis == "fsdp" else axis for axis in own)) if cut else own
+
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def is_spec(x: Any) -> bool:
@@ -144,7 +159,7 @@ def check_divides(mesh: Mesh, tree: PyTree, specs: PyTree) -> None:
 
 def shardings(mesh: Mesh, tree: PyTree) -> PyTree:
     """NamedSharding on ``mesh`` of every leaf of ``tree``. Raises ConfigError as `check_divides` does."""
-    specs = param_specs(tree)
+    specs = param_specs(tree, mesh)
     check_divides(mesh, tree, specs)
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=is_spec)
 
@@ -252,6 +267,11 @@ def settle(tree: T) -> T:
 def row_parts() -> int:
     """Number of parts into which rows are split; 1 without a mesh. Also valid inside compiled functions."""
     return parts_along(attention_rows()) if meshed() else 1
+
+
+def context_parts() -> int:
+    """Number of parts into which the tokens of a row are cut; 1 without such a mesh. Also valid when compiled."""
+    return parts_along((CONTEXT,))
 
 
 def tensor_parts() -> int:
@@ -367,8 +387,8 @@ def is_rollout() -> bool:
 
 
 def without_fsdp(place: PartitionSpec) -> PartitionSpec:
-    """PartitionSpec of a parameter in use: as ``place``, but not split along fsdp."""
-    return PartitionSpec(*(None if axis == "fsdp" else axis for axis in place))
+    """PartitionSpec of a parameter in use: as ``place``, but not split along fsdp, nor along context with it."""
+    return PartitionSpec(*(None if axis in ("fsdp", ("fsdp", CONTEXT)) else axis for axis in place))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -398,21 +418,22 @@ def gather(tree: PyTree) -> PyTree:
         kept = rollout_specs(jax.sharding.get_abstract_mesh(), tree)
         tree = jax.tree.map(jax.lax.with_sharding_constraint, tree, kept)
         return jax.tree.map(_gather, tree, param_specs(tree))
-    if jax.sharding.get_abstract_mesh().shape["fsdp"] == 1:
+    if parts_along(("fsdp", CONTEXT)) == 1:
         return tree
     return jax.tree.map(_gather, tree, param_specs(tree))
 
 
 def copies(tree: PyTree) -> PyTree:
-    """Replicate a ``tree`` of parameters once for each part of the rows, inside a compiled function.
+    """Replicate a ``tree`` of parameters once for each part of rows and tokens, inside a compiled function.
 
-    Each leaf [...] becomes [row_parts(), ...], split along axis 0 and gathered along fsdp.
+    Each leaf [...] becomes [parts, ...], split along axis 0 and gathered along fsdp. There are `row_parts` parts, times
+    `context_parts`.
     """
-    parts = row_parts()
+    parts, own = row_parts() * context_parts(), (*ROWS, CONTEXT) if context_parts() > 1 else ROWS
 
     def copy(x: jax.Array, place: PartitionSpec) -> jax.Array:
         wide = jnp.broadcast_to(_gather(x, place), (parts, *x.shape))
-        return jax.lax.with_sharding_constraint(wide, PartitionSpec(ROWS, *without_fsdp(place)))
+        return jax.lax.with_sharding_constraint(wide, PartitionSpec(own, *without_fsdp(place)))
 
     return jax.tree.map(copy, tree, param_specs(tree))
 

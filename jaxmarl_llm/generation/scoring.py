@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.distributed import context, sharding
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling, score
 from jaxmarl_llm.kernels.head.head import Head
@@ -56,14 +56,17 @@ def score_hidden(
     if (head := fused_head(policy, variables, sampling)) is not None:
         return head_logprob(hidden, head, ids, temperature=sampling.temperature)
     rows = hidden.reshape(-1, *hidden.shape[2:]), ids.reshape(-1, ids.shape[-1])
-    parts = sharding.row_parts()
-    if parts == 1 or len(hidden) % parts:
+    parts, score_part = sharding.row_parts(), functools.partial(_score_rows, policy, sampling)
+    if sharding.context_parts() > 1 and not len(hidden) % parts:
+        pieces = context.split_tokens(rows[0], parts), context.split_tokens(rows[1], parts)
+        scored = jax.vmap(score_part)(sharding.copies(variables), pieces)
+        logprob, entropy = (context.join_tokens(x, parts, ids.shape[-1]) for x in scored)
+    elif parts == 1 or len(hidden) % parts:
         logprob, entropy = _score_rows(policy, sampling, variables, rows)
     else:
         # Each part scores its own rows with its own copy of the head. The copies' gradients are summed once, at the
         # end, and not after every completion.
         split_rows = sharding.cut_rows(jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), rows), rest=None)
-        score_part = functools.partial(_score_rows, policy, sampling)
         logprob, entropy = jax.vmap(score_part)(sharding.copies(variables), split_rows)
     return logprob.reshape(ids.shape), entropy.reshape(ids.shape)
 

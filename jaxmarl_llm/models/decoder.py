@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.distributed import context, sharding
 from jaxmarl_llm.distributed.heads import by_heads, cut_heads, lay_heads
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.decoding import join, split
@@ -317,7 +317,23 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         k: keys [N P K H].
         v: values [N P K H].
     """
+    if context.cuts(q):
+        return context.attend_in_parts(tree_attention, q, k, v, jnp.full(q.shape[:2], q.shape[1])), (k, v)
     return attend_by_heads(causal_attention, q, k, v), (k, v)
+
+
+def ancestors(q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array) -> jax.Array:
+    """Attend in a forest, see kernels/attention/tree: [N T Q H].
+
+    Args:
+        q: queries [N T Q H].
+        k: keys [N T K H].
+        v: values [N T K H].
+        end: index behind the last token of each token's subtree [N T]; 0 is padding.
+    """
+    if context.cuts(q):
+        return context.attend_in_parts(tree_attention, q, k, v, end)
+    return attend_by_heads(tree_attention, q, k, v, end)
 
 
 # ---- parts of every forward pass ------------------------------------------------------------------------------------
@@ -329,7 +345,9 @@ def _angles(cfg: Config, positions: jax.Array) -> jax.Array:
 
 
 def _apply_layer(cfg: Config, layer: Any, x: jax.Array, angles: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
-    return Block(cfg).apply(sharding.gather(layer), sharding.cut_rows(x, rest=None), angles, attend)
+    layer = sharding.gather(layer)
+    x = context.cut_tokens(x) if x.ndim == 3 else sharding.cut_rows(x, rest=None)  # a decoded token is no row of them
+    return Block(cfg).apply(layer, x, angles, attend)
 
 
 def _stacked_layers(variables: Any) -> Any:
@@ -342,6 +360,11 @@ def _stacked_layers(variables: Any) -> Any:
 
 def _final_norm(cfg: Config, variables: Any, x: jax.Array) -> jax.Array:
     return rms_norm(sharding.cut_rows(x, rest=None), variables["params"]["norm"]["scale"], cfg.rms_norm_eps)
+
+
+def _pad_columns(x: jax.Array, count: int) -> jax.Array:
+    """Append ``count`` columns of zeros to a table [N T]."""
+    return jnp.pad(x, ((0, 0), (0, count))) if count else x
 
 
 def _at_last_token(x: jax.Array, length: jax.Array) -> jax.Array:
@@ -364,7 +387,8 @@ def _trunk(cfg: Config, remat: bool, variables: Any, tokens: jax.Array, angles: 
         return _apply_layer(cfg, layer, x, angles, attend)[0], None
 
     step = jax.checkpoint(layer_step) if remat else layer_step
-    return jax.lax.scan(step, embed(variables, tokens), _stacked_layers(variables), unroll=_unroll(cfg))[0]
+    x = context.lay_embedded(embed(variables, tokens))
+    return jax.lax.scan(step, x, _stacked_layers(variables), unroll=_unroll(cfg))[0]
 
 
 # ---- the functions of the policy; see `types.Policy` ----------------------------------------------------------------
@@ -427,15 +451,18 @@ def prefill(cfg: Config, variables: Any, tokens: jax.Array, length: jax.Array) -
         length: tokens of each prompt [N], at least 1.
     """
     check_positions(cfg, tokens.shape[1])
+    columns = tokens.shape[1]
+    tokens = _pad_columns(tokens, context.missing(columns))
     angles = _angles(cfg, jnp.arange(tokens.shape[1]))[None]
     with sharding.many_tokens():
         x, kv = jax.lax.scan(
             lambda x, layer: _apply_layer(cfg, layer, x, angles, causal),
-            embed(variables, tokens),
+            context.lay_embedded(embed(variables, tokens)),
             _stacked_layers(variables),
             unroll=_unroll(cfg),
         )
-    prefix = tuple((kv[0][i], kv[1][i]) for i in range(cfg.num_layers))
+    of_layer = lambda x, i: context.whole_tokens(x[i, :, :columns] if columns < x.shape[2] else x[i])
+    prefix = tuple((of_layer(kv[0], i), of_layer(kv[1], i)) for i in range(cfg.num_layers))
     return _final_norm(cfg, variables, _at_last_token(x, length)), prefix
 
 
@@ -456,11 +483,14 @@ def extend(
     slots = start[:, None] + jnp.arange(tokens.shape[1])  # of the new tokens; they are their positions too
     angles, grown = _angles(cfg, slots), []
     with sharding.many_tokens():
-        x = embed(variables, tokens)
+        x = context.lay_embedded(embed(variables, tokens))
         for layer, cached in zip(unstack(cfg, variables)["params"]["layers"], prefix):
 
             def attend(q: Any, k: Any, v: Any, cached: Any = cached) -> Any:
-                out, *kept = _on_own_rows(_attend_cached, q, k, v, *cached, slots)
+                if context.cuts(q):
+                    out, *kept = context.extend_in_parts(_attend_cached, q, k, v, cached[0], cached[1], slots)
+                else:
+                    out, *kept = _on_own_rows(_attend_cached, q, k, v, *cached, slots)
                 return out, tuple(kept)
 
             x, kept = _apply_layer(cfg, layer, x, angles, attend)
@@ -468,15 +498,18 @@ def extend(
     return _final_norm(cfg, variables, _at_last_token(x, count)), tuple(grown)
 
 
-def _attend_cached(q: Any, k: Any, v: Any, pk: Any, pv: Any, slots: jax.Array) -> tuple[jax.Array, ...]:
+def _attend_cached(
+    q: Any, k: Any, v: Any, pk: Any, pv: Any, slots: jax.Array, asking: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
     """Write keys and values [N E K H] to ``slots`` [N E] of a cache, and attend to what stands before: out, the cache.
 
     Padding behind a row may be beyond the cache: dropped, where a slice would be moved. The scores of `QUERIES` tokens
-    of each row are in memory.
+    of each row are in memory. ``asking``: slots of the queries [N E'], where these are a part of the new tokens.
     """
-    n, e = slots.shape
-    row = jnp.arange(n)[:, None]
+    row = jnp.arange(len(slots))[:, None]
     pk, pv = pk.at[row, slots].set(k, mode="drop"), pv.at[row, slots].set(v, mode="drop")
+    slots = slots if asking is None else asking
+    n, e = slots.shape
 
     def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         visible = (jnp.arange(pk.shape[1]) <= part[1][..., None])[:, None]
@@ -599,6 +632,8 @@ def hidden(
     """
     (n, p), (_, g, r) = tokens.shape, completions.shape
     check_positions(cfg, p + r)
+    if sharding.context_parts() > 1:
+        return _hidden_in_parts(cfg, remat, variables, tokens, length, completions)
     # No state of the last token is needed, but R rows fill tiles of an accelerator, and R - 1 do not.
     s = r if r > 1 else 0
     join = lambda x: x.reshape(n, g * s, *x.shape[3:])
@@ -618,10 +653,40 @@ def hidden(
     return _final_norm(cfg, variables, jnp.concatenate([first, split(x)[:, :, :-1]], axis=2))
 
 
+def _hidden_in_parts(
+    cfg: Config, remat: bool, variables: Any, tokens: jax.Array, length: jax.Array, completions: jax.Array
+) -> jax.Array:
+    """Compute `hidden` with tokens cut over context: [prompt | G responses] of a node as a tree with one fork."""
+    (n, p), (_, g, r) = tokens.shape, completions.shape
+    s = r - 1  # no loss reads the state of the last token
+    t = p + g * s
+    table = lambda of_prompt, of_samples: jnp.concatenate(
+        [jnp.broadcast_to(of_prompt, (n, p)), jnp.broadcast_to(of_samples, (n, g, s)).reshape(n, g * s)], axis=1
+    )
+    begins = p + s * jnp.arange(g)[:, None]
+    position = table(jnp.arange(p), length[:, None, None] + jnp.arange(s))
+    end = table(jnp.where(jnp.arange(p) < length[:, None], t, 0), begins + s)
+    x = _forest(cfg, remat, variables, table(tokens, completions[:, :, :s]), position, end)
+    last = jnp.broadcast_to((length - 1)[:, None, None], (n, g, 1))
+    own = jnp.broadcast_to(begins + jnp.arange(s), (n, g, s))
+    return context.take_tokens(x, jnp.concatenate([last, own], axis=2))
+
+
+def _forest(cfg: Config, remat: bool, variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array) -> Any:
+    """Compute the hidden state of each token of a forest, see `hidden_tree`, and of padding that context needs."""
+    more = context.missing(tokens.shape[1])
+    tokens, position, end = (_pad_columns(x, more) for x in (tokens, position, end))
+    attend: Attend = lambda q, k, v: (ancestors(q, k, v, end), None)
+    x = _trunk(cfg, remat, variables, tokens, _angles(cfg, position), attend)
+    return _final_norm(cfg, variables, x)
+
+
 def hidden_tree(
     cfg: Config, remat: bool, variables: Any, tokens: jax.Array, position: jax.Array, end: jax.Array
 ) -> jax.Array:
     """Compute the hidden state [B T D] of each token of sequences that share prefixes, for training.
+
+    On a mesh with context, T is that of ``tokens`` up to the next multiple of its parts.
 
     Args:
         cfg: the architecture.
@@ -632,8 +697,7 @@ def hidden_tree(
         end: index behind the last token of each token's subtree [B T]; 0 is padding.
     """
     check_positions(cfg, tokens.shape[1])
-    attend: Attend = lambda q, k, v: (attend_by_heads(tree_attention, q, k, v, end), None)
-    return _final_norm(cfg, variables, _trunk(cfg, remat, variables, tokens, _angles(cfg, position), attend))
+    return _forest(cfg, remat, variables, tokens, position, end)
 
 
 @functools.cache

@@ -244,6 +244,8 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
         if cfg.mesh.models == "split":
             raise ConfigError("config.mesh.models: expected 'all' with config.engine.urls, got 'split'")
         cfg.mesh.refuse_layout("config.mesh", "with config.engine.urls")
+        if cfg.mesh.context > 1:
+            raise ConfigError(f"config.mesh.context: expected 1 with config.engine.urls, got {cfg.mesh.context}")
         env_runner.engines = Engines(cfg.engine, team, cfg.env.max_prompt)
     return env_runner, team
 

@@ -179,6 +179,8 @@ class BaseConfig:
             return
         if self.engine.urls:
             raise ConfigError(f"{key}: expected {SAME!r} with {path}.engine.urls, got {form!r}")
+        if self.mesh.context > 1:  # no test has both
+            raise ConfigError(f"{key}: expected {SAME!r} with {path}.mesh.context={self.mesh.context}, got {form!r}")
         if self.loss.objective == "dpo":
             raise ConfigError(f"{key}: expected {SAME!r} with {path}.loss.objective='dpo', got {form!r}")
         if self.loss.tis_clip is None:

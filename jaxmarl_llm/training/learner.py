@@ -24,7 +24,7 @@ from absl import logging
 from flax import struct
 from jaxtyping import Float, Int
 
-from jaxmarl_llm.distributed import meshes, sharding
+from jaxmarl_llm.distributed import context, meshes, sharding
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.generation.scoring import fused_head, score_hidden
 from jaxmarl_llm.kernels.head.loss import head_loss
@@ -185,7 +185,7 @@ def _hidden_states(policy: Policy, variables: Params, batch: Batch) -> Float[jax
     assert policy.hidden_tree is not None  # `packing` makes forests for such policies alone
     hidden = policy.hidden_tree(variables, forest.tokens, forest.position, forest.end)  # [F T D]
     own = forest.predictor.reshape(len(hidden), -1, *forest.predictor.shape[1:])  # [F N/F G R]
-    found = jax.vmap(lambda tokens, at: tokens[at])(hidden, own)
+    found = context.take_tokens(hidden, jnp.asarray(own))
     return found.reshape(*forest.predictor.shape, -1)
 
 

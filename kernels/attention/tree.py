@@ -35,7 +35,7 @@ PAYS = {"tpu": 1024, "gpu": 4096}  # tokens of a row from which auto takes a ker
 
 
 def tree_attention(
-    q: Float[Array, "B T Q H"],
+    q: Float[Array, "B S Q H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     end: Int[Array, "B T"],
@@ -44,13 +44,13 @@ def tree_attention(
     impl: str = "auto",
     block: int | None = None,
     interpret: bool = False,
-) -> Float[Array, "B T Q H"]:
+) -> Float[Array, "B S Q H"]:
     """Attend from each token to its ancestors and itself.
 
     Raises ValueError for shapes that do not fit each other or the impl.
 
     Args:
-        q: queries.
+        q: queries of the last S tokens; of all tokens where S is T.
         k: keys.
         v: values.
         end: index behind the last token of each token's subtree; 0 is padding.
@@ -60,11 +60,10 @@ def tree_attention(
         block: tokens of a block of the Pallas forms: a power of two, at least 16 (GPU), or a multiple of 128 (TPU).
         interpret: run a Pallas form in Pallas' interpreter, on any machine.
     """
-    b, t, heads, h = q.shape
-    kv = k.shape[2]
-    if k.shape != v.shape or k.shape != (b, t, kv, h) or heads % kv or end.shape != (b, t):
+    (b, s, heads, h), (t, kv) = q.shape, k.shape[1:3]
+    if k.shape != v.shape or k.shape != (b, t, kv, h) or heads % kv or end.shape != (b, t) or s > t:
         shapes = ", ".join(str(x.shape) for x in (q, k, v, end))
-        raise ValueError(f"shapes do not fit [B T Q H], [B T K H] twice, [B T]: {shapes}")
+        raise ValueError(f"shapes do not fit [B S Q H] with S <= T, [B T K H] twice, [B T]: {shapes}")
 
     def refused(impl: str) -> str | None:
         from jaxmarl_llm.kernels.attention import tree_pallas  # loads Pallas, which takes as long as JAX
@@ -79,7 +78,7 @@ def tree_attention(
     return choose(
         impl,
         (q * h**-0.5, k, v, end),
-        portable=functools.partial(_by_chunks, min(chunk, t)),
+        portable=functools.partial(_by_chunks, min(chunk, s)),
         pallas=pallas,
         refused=refused,
         pays=[impl for impl, tokens in PAYS.items() if t >= tokens],
@@ -87,9 +86,9 @@ def tree_attention(
 
 
 def _by_chunks(size: int, q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array) -> jax.Array:
-    b, t, heads, h = q.shape
-    kv, chunks = k.shape[2], -(-t // size)
-    rows = jnp.pad(q, ((0, 0), (0, chunks * size - t), (0, 0), (0, 0)))
+    (b, s, heads, h), (t, kv) = q.shape, k.shape[1:3]
+    chunks = -(-s // size)
+    rows = jnp.pad(q, ((0, 0), (0, chunks * size - s), (0, 0), (0, 0)))
     rows = jnp.moveaxis(rows.reshape(b, chunks, size, kv, heads // kv, h), 1, 0)
     f32 = {"preferred_element_type": jnp.float32}
     key = jnp.arange(t)
@@ -104,5 +103,6 @@ def _by_chunks(size: int, q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Arr
         weight = jax.nn.softmax(score, axis=-1).astype(q.dtype)
         return jnp.einsum("bkrts,bskh->btkrh", weight, v, **f32).astype(q.dtype)
 
-    out = jax.lax.map(attend, (jnp.arange(chunks) * size, rows))
-    return jnp.moveaxis(out, 0, 1).reshape(b, chunks * size, heads, h)[:, :t]
+    first = jnp.arange(chunks) * size
+    out = jax.lax.map(attend, (first + (t - s) if t > s else first, rows))
+    return jnp.moveaxis(out, 0, 1).reshape(b, chunks * size, heads, h)[:, :s]

@@ -71,6 +71,25 @@ def test_weights_that_are_not_cut_along_fsdp_have_no_copy(joy):
     assert found(joy, (1, 8, 2)).memory.parameters == found(joy, (8, 1, 2)).memory.parameters / 8
 
 
+def test_context_cuts_what_is_saved_and_what_fsdp_cuts_and_sends_keys_and_values(joy):
+    """Of one row on four devices; in generation each of the four has the cache of its rows."""
+    cfg, *rest = joy
+    long = (dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=4)), *rest)
+    one = found(long, (1, 2, 2, 4))
+    assert one.settings == {"data": 1, "fsdp": 2, "tensor": 2, "context": 4}
+    assert one.memory.parameters == 5 * 2 * NUMBERS / 16 and one.memory.gradient == 4 * 2 * NUMBERS / 16
+    tokens, of_token = 2048 + 8 * 512, 2 * KV * HEAD * 2  # bytes of keys and values
+    layers = 2 * tokens * (LAYERS * HIDDEN + 6 * HIDDEN + 3 * UNITS)
+    assert one.memory.activations == layers / 4 + 2 * tokens * of_token / 2
+    top = meshes.largest_launch(*rest)
+    slots = sum(-(-part.rows // 2) * (2048 + part.group * 511) for part in top.parts)
+    assert one.memory.cache == slots * LAYERS * of_token / 2
+    assert meshes.context_bytes(rest[1].models[0].config, tokens, 4, True) == 3 * LAYERS * tokens * of_token * 3 / 4
+    assert meshes.context_bytes(rest[1].models[0].config, tokens, 1, True) == 0
+    with pytest.raises(ConfigError, match=r"config\.mesh\.context: expected a divisor of 16 chips .* 2048, got 3"):
+        found((dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, context=3)), *rest), (1, 1, 1))
+
+
 @pytest.mark.parametrize("chips", [1, 8, 256])
 def test_no_estimate_is_below_the_lower_bound(joy, chips):
     """The bound of one chip, shared evenly. On one chip it is 222 s, of which decoding FLOPs are the largest part."""

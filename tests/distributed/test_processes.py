@@ -337,6 +337,13 @@ def test_models_that_sample_at_once_on_two_processes_are_the_run_of_one(folder):
     check_same_run(folder / "turns", folder / "blocks", 2, models_at_once=2)
 
 
+@pytest.mark.slow
+def test_tokens_that_are_cut_over_two_processes_are_those_of_one(folder, alone):
+    run = train(folder, "context", 2, "--config.mesh.data=1", "--config.mesh.context=4")
+    assert run.codes() == [0, 0], run.said()
+    check_same_run(alone, folder / "context", 2)
+
+
 def test_a_run_that_hangs_ends_and_says_where(folder, alone):
     run = train(folder, "hangs", 1, "--config.run.deadlines.rollout=12", HANG="None,7")
     assert run.codes() == [1], run.said()

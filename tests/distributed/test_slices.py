@@ -37,9 +37,17 @@ def two_slices():
         return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2).devices
 
 
-@pytest.mark.parametrize("sizes,shape", [((-1, 4, 2), (2, 4, 2)), ((-1, 2, 2), (4, 2, 2)), ((16, 1, 1), (16, 1, 1))])
-def test_each_slice_has_whole_rows_of_the_data_axis(sizes, shape):
-    mesh = make_mesh(MeshConfig(*sizes), two_slices())
+@pytest.mark.parametrize(
+    "sizes,context,shape",
+    [
+        ((-1, 4, 2), 1, (2, 4, 2)),
+        ((-1, 2, 2), 1, (4, 2, 2)),
+        ((16, 1, 1), 1, (16, 1, 1)),
+        ((-1, 2, 1), 4, (2, 2, 4, 1)),
+    ],
+)
+def test_each_slice_has_whole_rows_of_the_data_axis(sizes, context, shape):
+    mesh = make_mesh(MeshConfig(*sizes, context=context), two_slices())
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
     assert mesh.devices.shape == shape and len(set(mesh.devices.flat)) == 16
     by_row = slices.reshape(shape[0], -1)
@@ -54,6 +62,10 @@ def test_what_does_not_fit_into_a_slice_is_one_line():
         "config.mesh.data: expected a multiple of 2, the number of slices, got 1: fsdp=8 and tensor=2 stay within a "
         "slice of 8 devices"
     )
+    with pytest.raises(
+        ConfigError, match=r"got 1: fsdp=1 and context=16 and tensor=1 stay within a slice of 8 devices"
+    ):
+        make_mesh(MeshConfig(1, 1, 1, context=16), two_slices())
     with pytest.raises(ConfigError, match=r"expected slices of one size, found slices of \[4, 8\] devices"):
         make_mesh(MeshConfig(-1, 2, 2), two_slices()[:12])
     one = make_mesh(MeshConfig(1, 4, 2), two_slices()[:8])  # within one slice every mesh is as before

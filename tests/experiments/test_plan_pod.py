@@ -113,6 +113,15 @@ def test_advice_names_the_flag_that_frees_what_is_full():
     assert "--topology" in judged({"resident": 18 * GB}, held=much, mesh=(1, 2, 2), parameter_sharing="shared")
 
 
+@needs_libtpu
+def test_a_fourth_number_of_a_mesh_is_context(tiny):
+    shape = lambda given: dict(compile_ahead.mesh_for(tiny, given, "v5e:2x2").shape)
+    assert shape("-1,1,1,2") == {"data": 2, "fsdp": 1, "context": 2, "tensor": 1}
+    assert shape("1,2,2") == {"data": 1, "fsdp": 2, "tensor": 2}
+    with pytest.raises(ConfigError, match=r"--mesh: expected data,fsdp,tensor\[,context\]"):
+        shape("1,2,1,2,1")
+
+
 def test_search_proposes_meshes_that_can_be_and_puts_those_that_fit_first():
     bare, plan, work, _ = plan_pod.prepare(
         config_flags.load(f"{JOY}:qwen2_5_7b", [("team.parameter_sharing", "shared")])

@@ -62,6 +62,16 @@ def test_equals_dense_attention_over_ancestors(shape, chunk):
     assert out.dtype == np.float32 and np.isfinite(out).all()
 
 
+@pytest.mark.parametrize("form", [{"chunk": 5}, {"impl": "tpu", "interpret": True}], ids=["xla", "tpu"])
+def test_queries_may_be_those_of_the_last_tokens(form):
+    """Also where no query sees the first tokens: they are of trees that have ended, or padding."""
+    (q, k, v), parents, end, real = of_shape(2, 2, 40, 0, 4, 2, 8)
+    end = np.where(np.arange(40) < 7, 0, end)  # of the first trees and of padding
+    parents = np.where(parents < 7, -1, parents)
+    out = np.asarray(tree_attention(q[:, -13:], k, v, end, **form))
+    np.testing.assert_allclose(out[real[:, -13:]], dense64(q, k, v, parents)[:, -13:][real[:, -13:]], atol=2e-5)
+
+
 def dense(q, k, v, see):
     share = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, share, axis=2) for x in (k, v))
