@@ -219,6 +219,7 @@ def test_a_compiled_run_takes_the_steps_of_fit(tmp_path):
             {"engine": {"urls": {"team": "http://x"}, "weights": "/w"}},
             r"config\.rollout_weights: expected 'same' with config\.engine\.urls",
         ),
+        ({"mesh": {"context": 2}}, r"config\.rollout_weights: expected 'same' with config\.mesh\.context=2"),
         (
             {"loss": {"objective": "dpo", "aggregation": "sum"}},
             r"config\.rollout_weights: expected 'same' with config\.loss\.objective='dpo'",
