@@ -4,7 +4,7 @@
 
 The largest magnitude of a column is 127. An entry differs from the matrix by half a scale at most. The product converts
 the values beside the multiplication, so a program reads one byte of memory for each entry. The sums are those of a
-product with a matrix of the activations' dtype: whole numbers up to 127 are exact in bfloat16 and in float32.
+product with a matrix of the activations' dtype. Whole numbers up to 127 are exact in bfloat16 and in float32.
 """
 
 from __future__ import annotations

@@ -474,7 +474,7 @@ def test_shapes_that_do_not_fit_and_caches_that_are_too_small():
         group_decode_attention(q, pk[:, :0], pv[:, :0], length, ok[:, :, :0], ov[:, :, :0], -1)
     x, end = jnp.ones((1, 4, 2, 8)), np.full((1, 4), 4)
     for bad in ((x, x[:, :3], x[:, :3], end), (x, x, x, end[:, :3]), (x[:, :, :1], x, x, end)):
-        with pytest.raises(ValueError, match=r"shapes do not fit \[B T Q H\]"):
+        with pytest.raises(ValueError, match=r"shapes do not fit \[B S Q H\]"):
             tree_attention(*bad)
 
 
