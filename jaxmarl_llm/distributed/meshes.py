@@ -85,16 +85,13 @@ class MeshConfig:
                 raise ConfigError(f"{path}.{name}: expected >= {least}, got {getattr(self, name)}")
         if self.models == "split":
             self.refuse_layout(path, f"with {path}.models=split")
-
         if self.context > 1:
             self._check_context(path)
 
     def _check_context(self, path: str) -> None:
-        """Raise ConfigError for settings that are not known to be correct where tokens are cut."""
-        refused = {"models": self.models == "split", "rollout_blocks": self.rollout_blocks > 1}
-        for name, bad in (refused | {"rollout_devices": self.rollout_devices > 0}).items():
-            if bad:
-                value = getattr(self, name)
+        """Raise ConfigError for settings that no test has together with cut tokens."""
+        for name, needed in {"models": "all", "rollout_blocks": 1, "rollout_devices": 0}.items():
+            if (value := getattr(self, name)) != needed:
                 raise ConfigError(f"{path}.context: expected 1 with {path}.{name}={value}, got {self.context}")
 
     @property
@@ -128,7 +125,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None, path: str =
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(cfg, len(devices), path)
-    return Mesh(_grid(sizes, list(devices), path), cfg.axes, axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(_grid(cfg.axes, sizes, list(devices), path), cfg.axes, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def axis_sizes(cfg: MeshConfig, count: int, path: str = "config.mesh") -> list[int]:
@@ -147,8 +144,10 @@ def axis_sizes(cfg: MeshConfig, count: int, path: str = "config.mesh") -> list[i
     return sizes
 
 
-def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
-    """``devices`` as an array of shape ``sizes``. Neighbours along all axes but data are in one TPU slice.
+def _grid(names: Sequence[str], sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
+    """``devices`` as an array of shape ``sizes``, the sizes of the axes ``names``.
+
+    Neighbours along all axes but data are in one TPU slice.
 
     Slices are connected by the network of the hosts, which is slower than the links of a slice. So the slices divide
     the data axis: only sums of gradients and tables of rows pass between them.
@@ -163,8 +162,7 @@ def _grid(sizes: Sequence[int], devices: list[Any], path: str) -> np.ndarray:
         raise ConfigError(f"{path}: expected slices of one size, found slices of {sorted(slices.values())} devices")
     count, (data, *inside) = len(slices), sizes
     if data % count:
-        names = AXES[1:] if len(inside) == 2 else ("fsdp", CONTEXT, "tensor")
-        within = " and ".join(f"{name}={size}" for name, size in zip(names, inside, strict=True))
+        within = " and ".join(f"{name}={size}" for name, size in zip(names[1:], inside, strict=True))
         raise ConfigError(
             f"{path}.data: expected a multiple of {count}, the number of slices, got {data}: {within} stay within a "
             f"slice of {len(devices) // count} devices"

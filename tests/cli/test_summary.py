@@ -43,7 +43,8 @@ def test_a_run_in_progress(tmp_path, capsys):
 
 
 def test_warnings_are_those_of_the_weights_of_the_run(tmp_path, capsys):
-    rows = [{"step": t, "reward/total": float(t), "agent/a/truncated": 0.5} for t in range(1, 12)]
+    unknown = {"reward/accuracy": None}  # a metric that was not finite
+    rows = [{"step": t, "reward/total": float(t), "agent/a/truncated": 0.5} | unknown for t in range(1, 12)]
     none = ["RUN: the run has no evaluation yet"]
     assert told(tmp_path / "random", rows, capsys) == (1, none)
     for number, (config, warns) in enumerate(

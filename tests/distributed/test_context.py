@@ -16,7 +16,6 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.models.decoder import make_policy
-from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.recipes import joyagents_r1, magrpo
 from jaxmarl_llm.training.learner import make_learner
 from jaxmarl_llm.training.optimizers import Optimizer
@@ -66,11 +65,7 @@ def test_attention_in_parts_is_dense_attention_over_ancestors(name):
 )
 def test_an_update_of_forests_is_that_of_separate_nodes_on_one_device(name, adapters):
     """With a value head; with adapters over a frozen backbone too."""
-    mesh, variables, shared = mesh_of(name), own(head=True), None
-    if adapters:
-        shared = variables["params"]
-        lora = jax.tree.map(lambda x: x + 0.05, init_lora(jax.random.key(2), shared, 4))  # B is not 0
-        variables = {"lora": lora, "value": variables["value"]}
+    mesh, (variables, shared) = mesh_of(name), forests.with_a_head(adapters)
     with meshes.use_mesh(mesh):
         parts = sharding.row_parts()
     packed = forests.batches(parts)

@@ -85,15 +85,20 @@ def batches(parts, trees=True):
     return packing.pack(tree, 0, advantages, trained, LOSS, **settings)
 
 
+def with_a_head(adapters):
+    """Variables of a model with a value head, and its frozen backbone: None, or with adapters the backbone."""
+    variables = own(head=True)
+    if not adapters:
+        return variables, None
+    lora = jax.tree.map(lambda x: x + 0.05, init_lora(jax.random.key(2), variables["params"], 4))  # B is not 0
+    return {"lora": lora, "value": variables["value"]}, variables["params"]
+
+
 @pytest.mark.parametrize(
     "name,adapters", [("8x1x1", False), ("1x8x1", False), ("2x2x2", False), ("2x2x2", True)], ids=str
 )
 def test_an_update_on_a_mesh_is_that_of_separate_nodes_on_one_device(name, adapters):
-    mesh, variables, shared = make_mesh(MeshConfig(*MESHES[name])), own(head=True), None
-    if adapters:
-        shared = variables["params"]
-        lora = jax.tree.map(lambda x: x + 0.05, init_lora(jax.random.key(2), shared, 4))  # B is not 0
-        variables = {"lora": lora, "value": variables["value"]}
+    mesh, (variables, shared) = make_mesh(MeshConfig(*MESHES[name])), with_a_head(adapters)
     with meshes.use_mesh(mesh):
         parts = sharding.row_parts()
     forests = batches(parts)

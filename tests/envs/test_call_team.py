@@ -26,7 +26,7 @@ from jaxmarl_llm.envs.call_team.specialists import SPECIALISTS, owner
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action
 from jaxmarl_llm.recipes import joyagents_r1
-from jaxmarl_llm.telemetry.logger import Logger
+from tests.envs.first_steps import first_steps
 
 DATA = Path(os.environ.get("JAXMARL_DATA", "data"))
 CONFIG = env.Config()
@@ -578,12 +578,7 @@ def test_the_tiny_team_takes_two_steps(tmp_path):
     cfg.check("config")
     recipe = joyagents_r1.make(cfg)
     assert recipe.env_runner.dropped == 0
-    with Logger(tmp_path, resume_step=None, total_steps=3, tensorboard=False) as log:
-        states, rows = [recipe.init(0)], []
-        for _ in range(3):
-            state, metrics = recipe.step(jax.tree.map(jax.numpy.copy, states[-1]), log)
-            states, rows = [*states, state], [*rows, metrics]
-    recipe.env_runner.close()
+    states, rows = first_steps(recipe, tmp_path, 3)
     assert rows[0]["sft/master/nll"] > 0
     for row in rows[1:]:
         assert row["count/invalid"] == 0 and row["count/cut_prompts"] == 0

@@ -26,8 +26,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action
 from jaxmarl_llm.recipes import mmoa_rag
-from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.optimizers import Optimizer
+from tests.envs.first_steps import first_steps
 
 CONFIG = text.Config()
 ENV = text.make(CONFIG)
@@ -411,12 +411,7 @@ def test_a_random_model_takes_two_steps_of_mmoa_rag(tmp_path):
     )
     cfg.check("config")
     recipe = mmoa_rag.make(cfg)
-    with Logger(tmp_path, resume_step=None, total_steps=2, tensorboard=False) as log:
-        states, rows = [recipe.init(0)], []
-        for _ in range(2):
-            state, metrics = recipe.step(jax.tree.map(jax.numpy.copy, states[-1]), log)
-            states, rows = [*states, state], [*rows, metrics]
-    recipe.env_runner.close()
+    states, rows = first_steps(recipe, tmp_path, 2)
     for row in rows:
         assert row["count/invalid"] == 0 and row["count/cut_prompts"] == 0 and row["logprob_diff"] < 1e-4
         assert np.isfinite(row["reward/f1"]) and row["reward/penalty"] < 0

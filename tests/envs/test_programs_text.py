@@ -21,8 +21,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action
 from jaxmarl_llm.recipes import unitymas_o
-from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.optimizers import Optimizer
+from tests.envs.first_steps import first_steps
 from tests.envs.test_coding_rewards import needs_sandbox
 
 CONFIG = text.Config()
@@ -289,12 +289,7 @@ def test_a_random_model_takes_two_steps_of_unitymas_o(protocol, tmp_path):
     )
     cfg.check("config")
     recipe = unitymas_o.make(cfg)
-    with Logger(tmp_path, resume_step=None, total_steps=2, tensorboard=False) as log:
-        states, rows = [recipe.init(0)], []
-        for _ in range(2):
-            state, metrics = recipe.step(jax.tree.map(jax.numpy.copy, states[-1]), log)
-            states, rows = [*states, state], [*rows, metrics]
-    recipe.env_runner.close()
+    states, rows = first_steps(recipe, tmp_path, 2)
     for metrics in rows:
         assert metrics["count/invalid"] == 0 and metrics["count/cut_prompts"] == 0 and metrics["logprob_diff"] < 1e-4
         assert metrics["reward/tests"] == 0 and metrics["reward/invalid"] < 0
