@@ -28,9 +28,10 @@ from jaxmarl_llm.recipes import grpo, magrpo
 from jaxmarl_llm.rollout.env_runner import make_env_runner
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.algorithm import StepResult
 from jaxmarl_llm.training.learner import make_learner
 from jaxmarl_llm.training.step_metrics import diagnose
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
+from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import Model, Role, Team
 
 TRL, TUNIX, COMLRL = "TRL", "google-tunix", "CoMLRL"

@@ -34,7 +34,7 @@ from experiments.configs.mmoa_rag import free, generator, tiny
 from experiments.studies.phase_runs import after_stage_0, begun_as, read_stage
 from jaxmarl_llm.recipes.mmoa_rag import NEEDED, Config, make
 from jaxmarl_llm.runs.compiled import make_evaluation
-from jaxmarl_llm.training.train_step import StepResult
+from jaxmarl_llm.training.algorithm import StepResult
 
 GOLDEN = "tests/recipes/test_mmoa_rag.py"
 STATUS = "mechanism implemented"  # which completions are out of form is partly inferred

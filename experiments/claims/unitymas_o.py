@@ -41,7 +41,7 @@ from experiments.configs.unitymas_o import code, pipeline, team, tiny, verify
 from experiments.studies.phase_runs import after_stage_0, read_stage
 from jaxmarl_llm.recipes.unitymas_o import Config, make
 from jaxmarl_llm.runs.compiled import make_evaluation
-from jaxmarl_llm.training.train_step import StepResult
+from jaxmarl_llm.training.algorithm import StepResult
 from jaxmarl_llm.types import TrainState
 
 GOLDEN = "tests/recipes/test_unitymas_o.py"

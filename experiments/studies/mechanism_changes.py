@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxmarl_llm.agents.memory import Memory
 from jaxmarl_llm.credit.rules import Sizes
 from jaxmarl_llm.credit.selection import top_k_variance
+from jaxmarl_llm.training.algorithm import StepParts
 from jaxmarl_llm.training.drivers import TracedDriver, blocks_of
 from jaxmarl_llm.training.learner import Batch, Learner
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import Array, Model, Params, TrainState, Tree
 
 
@@ -65,7 +65,7 @@ class Driver(TracedDriver):
     tree: Tree | None = None
 
     def play(
-        self, step: TrainStep, state: TrainState, params: Params, tasks: Array, key: jax.Array, assignment: Any
+        self, step: StepParts, state: TrainState, params: Params, tasks: Array, key: jax.Array, assignment: Any
     ) -> tuple[Tree, None]:
         if self.tree is not None:
             return self.tree, None
@@ -73,7 +73,7 @@ class Driver(TracedDriver):
 
     def lay_out(
         self,
-        step: TrainStep,
+        step: StepParts,
         tree: Tree,
         played: None,
         advantage: Array,

@@ -20,8 +20,8 @@ from experiments.studies.common import origin
 from jaxmarl_llm.config import to_dict
 from jaxmarl_llm.runs.compiled import task_data
 from jaxmarl_llm.runs.phases import Phase, Recipe
+from jaxmarl_llm.training.algorithm import StepResult
 from jaxmarl_llm.training.drivers import RunData, TracedDriver
-from jaxmarl_llm.training.train_step import StepResult
 from jaxmarl_llm.types import Params, TrainState
 
 

@@ -158,7 +158,7 @@ def update_selection(cfg: Any, work: cx.Workload) -> tuple[bool, int | None]:
 def trained_shares(cfg: Any, algorithm: Any, plan: Plan, work: cx.Workload) -> list[tuple[float, ...]]:
     """Share of each role's completions that an update trains, for every set of roles that learn in the same step.
 
-    cfg: configuration. algorithm: `train_step.Algorithm` of its recipe. plan: plan of sampling. work: the workload.
+    cfg: configuration. algorithm: `algorithm.Algorithm` of its recipe. plan: plan of sampling. work: the workload.
     Roles that learn in turn (``trainable_roles``) give several sets. Where `one_round` draws single steps of an episode
     (``select_steps``), a role trains on one completion of each episode. Another selection may train all of them. Moves
     of past policies are not trained.

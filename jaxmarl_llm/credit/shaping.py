@@ -30,7 +30,7 @@ class GroupDecoupled:
     then have one advantage.
 
     ``value`` is the return of the weighted sum of rewards, for metrics. The variance of a group is that of its sums of
-    normalised components. So `train_step.unequal_groups` leaves out groups that have no gradient.
+    normalised components. So `algorithm.unequal_groups` leaves out groups that have no gradient.
 
     Attributes:
         weights: Pairs (component, weight), at least one. They replace ``config.reward``, which a rule does not see.
@@ -165,7 +165,7 @@ class SoftOverlong:
 def complete_steps(key: Array, tree: Tree, trained: Bool[Array, " C"]) -> Bool[Array, " C"]:
     """Leave truncated completions out of the loss (DAPO's overlong filtering, arXiv 2503.14476, section 3.4).
 
-    A function for ``select_steps`` of `training.train_step.Algorithm`. Returns of truncated completions still count in
+    A function for ``select_steps`` of `training.algorithm.Algorithm`. Returns of truncated completions still count in
     the statistics of their groups, and in the metrics.
 
     Args:

@@ -43,10 +43,10 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
-from jaxmarl_llm.training.train_step import Algorithm
 
 
 @dataclass(frozen=True)

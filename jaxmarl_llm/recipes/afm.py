@@ -53,12 +53,12 @@ from jaxmarl_llm.rollout.keys import TASKS, stream
 from jaxmarl_llm.rollout.plans import Plan, flat, single
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.ahead import no_programs
+from jaxmarl_llm.training.algorithm import Algorithm, Driver, unequal_groups
 from jaxmarl_llm.training.config import BaseConfig, Offline
 from jaxmarl_llm.training.harvest import as_sequence, harvest
 from jaxmarl_llm.training.learner import make_learner
 from jaxmarl_llm.training.order import shuffled
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
-from jaxmarl_llm.training.train_step import Algorithm, Driver, unequal_groups
 from jaxmarl_llm.types import Array, Team, TrainState, Tree
 
 RIGHT = "em"  # component: 1 at the end of a right episode

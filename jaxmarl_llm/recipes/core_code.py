@@ -37,8 +37,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, product
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.train_step import Algorithm
 
 ROLES = ("planner", "coder")  # in the order of their turns
 

@@ -41,10 +41,10 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, product
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm, Step, StepParts, StepResult
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.dynamic_sampling import DynamicSampling
 from jaxmarl_llm.training.pay_by_change import History, PayByChange
-from jaxmarl_llm.training.train_step import Algorithm, Step, StepResult, TrainStep
 from jaxmarl_llm.types import Array
 
 ROLES = COACH, PLAYER = "coach", "player"
@@ -149,7 +149,7 @@ class CoachByChange(PayByChange):
     - ``majority/agreement_wrong``: the mean share of the majority where the label is wrong.
     """
 
-    def keep(self, step: TrainStep, kept: History, result: StepResult) -> tuple[History, Mapping[str, Any]]:
+    def keep(self, step: StepParts, kept: History, result: StepResult) -> tuple[History, Mapping[str, Any]]:
         """The history, its metrics, and those of majority labels.
 
         Args:

@@ -37,8 +37,8 @@ from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.train_step import Algorithm
 
 GROUPS = ("task_role", "task")  # whose steps make the statistics: the agent's (Dr. MAS), or all (the control)
 

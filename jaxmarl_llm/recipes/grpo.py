@@ -19,8 +19,8 @@ from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm, unequal_groups
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 
 
 @dataclass(frozen=True)

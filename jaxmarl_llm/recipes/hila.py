@@ -47,10 +47,10 @@ from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.rollout.plans import Plan, menu
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.imitation import Imitation
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.train_step import Algorithm
 from jaxmarl_llm.types import Array, Tree
 
 

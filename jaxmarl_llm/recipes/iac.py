@@ -23,8 +23,8 @@ from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.training.actor_critic import CriticAdvantage
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import ActorCritic
-from jaxmarl_llm.training.train_step import Algorithm
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat, node_wise, product
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.train_step import Algorithm
 
 PLANS = ("node_wise", "flat", "product")
 

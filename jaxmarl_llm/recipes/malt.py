@@ -44,13 +44,13 @@ from jaxmarl_llm.storage import dataset as offline
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.telemetry.report import episodes_markdown
 from jaxmarl_llm.training import harvest
+from jaxmarl_llm.training.algorithm import Algorithm, Driver, StepParts
 from jaxmarl_llm.training.config import BaseConfig, Offline
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate, majority
 from jaxmarl_llm.training.learner import Learner, make_learner
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
-from jaxmarl_llm.training.train_step import Algorithm, Driver, TrainStep
 from jaxmarl_llm.types import TrainState
 
 ROLES = ("generator", "verifier", "refiner")
@@ -175,7 +175,7 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     place = lambda logger: Path(cfg.data or logger.workdir / "data")
     count = cfg.tasks or env_runner.size
     batch, algorithm = min(count, cfg.batch), Algorithm(rule, cfg.reward)
-    recorded = TrainStep(replace(cfg, batch=batch), team, env_runner, plan, {}, algorithm)
+    recorded = StepParts(replace(cfg, batch=batch), team, env_runner, plan, {}, algorithm)
     episodes = lambda: episodes_of(team, **latest, tasks=range(cfg.run.episodes)) if latest else []
 
     def sample(state: TrainState) -> offline.Tables:

@@ -31,9 +31,9 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout import choices
 from jaxmarl_llm.rollout.plans import Plan, grow
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm, unequal_groups
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 
 CHOICES = {c.__name__: c for c in (choices.thompson, choices.uniform, choices.best, choices.last, choices.root)}
 PARTNER = "partner"  # the second model of the role

@@ -37,9 +37,9 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.training.actor_critic import CriticAdvantage
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import ActorCritic
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.train_step import Algorithm
 from jaxmarl_llm.training.trained_roles import check_trained_roles, only
 
 NEEDED = ("rewriter", "selector", "generator")

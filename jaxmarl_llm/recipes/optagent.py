@@ -30,9 +30,9 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm, Driver, Step, StepParts, Updates
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.learner import Batch
-from jaxmarl_llm.training.train_step import Algorithm, Driver, Step, TrainStep, Updates
 from jaxmarl_llm.types import Array, TrainState
 
 
@@ -62,7 +62,7 @@ def make_plan(cfg: Config) -> Plan:
     return flat(cfg.group)
 
 
-def no_update(step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
+def no_update(step: StepParts, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]) -> Updates:
     """Leave the state as it is.
 
     Args:

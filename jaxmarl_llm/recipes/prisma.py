@@ -46,8 +46,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, product
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm, unequal_groups
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 
 ROLES = ("planner", "solver", "inspector")  # in the order of their first turns
 INSPECTOR = ROLES.index("inspector")

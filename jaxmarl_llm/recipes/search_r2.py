@@ -35,9 +35,9 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
+from jaxmarl_llm.training.algorithm import Algorithm, unequal_groups
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 from jaxmarl_llm.types import Array, Tree
 
 NEEDED = ("actor", "refiner")

@@ -45,9 +45,9 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.plans import Plan, flat
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.training.actor_critic import CriticAdvantage
+from jaxmarl_llm.training.algorithm import Algorithm
 from jaxmarl_llm.training.config import ActorCritic
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.train_step import Algorithm
 
 PAYS = ("records", "team")
 

@@ -19,9 +19,9 @@ from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
 from jaxmarl_llm.rollout.plans import single
+from jaxmarl_llm.training.algorithm import StepParts
 from jaxmarl_llm.training.evaluation import eval_samplings
 from jaxmarl_llm.training.programs import Compiler, step_programs
-from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import TrainState, Tree
 
 LONG = 50  # steps from which a run has all sizes of its updates compiled; a shorter one may never meet some of them
@@ -51,7 +51,7 @@ def no_programs(state: TrainState, *, rollouts: bool, updates: bool) -> list[Com
     return []
 
 
-def programs_of(step: TrainStep) -> Programs:
+def programs_of(step: StepParts) -> Programs:
     """Programs of a step, and of the evaluation.
 
     Args:

@@ -26,9 +26,10 @@ from jaxmarl_llm.rollout.keys import EVALUATION, stream
 from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.training import finite
+from jaxmarl_llm.training.algorithm import StepParts, StepResult
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.drivers import RunData, TracedDriver
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
+from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import Params, PyTree, TrainState, Tree
 
 
@@ -157,7 +158,7 @@ def _refuse(beyond: dict[str, bool]) -> None:
             raise ConfigError(f"config.{name}: a run compiled as a whole has none; use fit, or jaxmarl-llm train")
 
 
-def _figures(step: TrainStep, result: StepResult) -> dict[str, jax.Array]:
+def _figures(step: StepParts, result: StepResult) -> dict[str, jax.Array]:
     roles, turns = [r.name for r in step.team.roles], step.env_runner.env.max_turns
     out = mean_returns(result.tree, roles, turns)
     for model, seen in result.updated.items():

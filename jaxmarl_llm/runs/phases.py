@@ -35,6 +35,7 @@ from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.runs.ahead import Programs, no_programs, programs_of
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import stale
+from jaxmarl_llm.training.algorithm import Algorithm, Driver, RewardSchedule, StepParts, StepResult, find_update
 from jaxmarl_llm.training.config import OTHERS, BaseConfig, weights_of
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate
@@ -45,13 +46,13 @@ from jaxmarl_llm.training.optimizers import Optimizer, to_memory
 from jaxmarl_llm.training.overlap import NextRollout
 from jaxmarl_llm.training.step_metrics import diagnose
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
-from jaxmarl_llm.training.train_step import Algorithm, Driver, RewardSchedule, StepResult, TrainStep, find_update
+from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
 # (training step, number of the step, number in its phase from 0, memories before and after, result)
-Recorder = Callable[[TrainStep, int, int, PyTree, PyTree, StepResult], None]
+Recorder = Callable[[StepParts, int, int, PyTree, PyTree, StepResult], None]
 
 
 class Phase(NamedTuple):

@@ -17,8 +17,8 @@ from jaxmarl_llm.telemetry.evaluations_file import EvaluationsFile
 from jaxmarl_llm.telemetry.rollouts import Row
 from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, shortest
 from jaxmarl_llm.training import held_out_rows, rollout_rows
+from jaxmarl_llm.training.algorithm import StepParts, StepResult
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import PyTree, Team, TrainState
 
 # Configuration keys that a resumed run may change. They change no computed value; a mesh changes only rounding, and an
@@ -45,7 +45,7 @@ class Recorder:
         self._made_with: dict[str, Any] = {"fingerprint": fingerprint(cfg), "commit": commit}
 
     def __call__(
-        self, step: TrainStep, number: int, rl_step: int, before: PyTree, after: PyTree, result: StepResult
+        self, step: StepParts, number: int, rl_step: int, before: PyTree, after: PyTree, result: StepResult
     ) -> None:
         """Write a step, if it is one of those that are written.
 

@@ -9,6 +9,7 @@ from jaxmarl_llm._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxmarl_llm.training.actor_critic import CriticAdvantage
+    from jaxmarl_llm.training.algorithm import Algorithm, unequal_groups
     from jaxmarl_llm.training.config import SFT, ActorCritic, BaseConfig, Offline, RunConfig
     from jaxmarl_llm.training.curriculum import Curriculum
     from jaxmarl_llm.training.drivers import HostDriver
@@ -19,13 +20,12 @@ if TYPE_CHECKING:
     from jaxmarl_llm.training.objectives import ClipCov, KlCov, cispo
     from jaxmarl_llm.training.optimizers import Optimizer
     from jaxmarl_llm.training.replay import Replay
-    from jaxmarl_llm.training.train_step import Algorithm, unequal_groups
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         objects={
             "ActorCritic": f"{__name__}.config",
-            "Algorithm": f"{__name__}.train_step",
+            "Algorithm": f"{__name__}.algorithm",
             "BaseConfig": f"{__name__}.config",
             "ClipCov": f"{__name__}.objectives",
             "CriticAdvantage": f"{__name__}.actor_critic",
@@ -44,7 +44,7 @@ else:
             "evaluate": f"{__name__}.evaluation",
             "make_learner": f"{__name__}.learner",
             "policy_loss": f"{__name__}.losses",
-            "unequal_groups": f"{__name__}.train_step",
+            "unequal_groups": f"{__name__}.algorithm",
         },
         modules={},
     )

@@ -13,10 +13,10 @@ from jaxtyping import Bool, Float, Int
 
 from jaxmarl_llm.credit.returns import generalised_advantage, scalarise, step_returns
 from jaxmarl_llm.credit.rules import CreditRule, Signal, Sizes, roles_that_act
+from jaxmarl_llm.training.algorithm import Driver, StepParts
 from jaxmarl_llm.training.config import ActorCritic
 from jaxmarl_llm.training.critic import CriticInputs, critic_batches, critic_inputs, estimate, stacks_of_rows
 from jaxmarl_llm.training.learner import Batch, NodeTargets
-from jaxmarl_llm.training.train_step import Driver, TrainStep
 from jaxmarl_llm.types import Array, Team, TrainState, Tree
 
 
@@ -64,7 +64,7 @@ class CriticTargets(NamedTuple):
 
 @dataclass(frozen=True)
 class CriticAdvantage:
-    """Advantages by the team's critics, see `train_step.CriticAdvantages`.
+    """Advantages by the team's critics, see `algorithm.CriticAdvantages`.
 
     Attributes:
         cfg: Discount, lambda, and whether advantages are whitened.
@@ -76,7 +76,7 @@ class CriticAdvantage:
     paid: CreditRule | None = None
 
     def __call__(
-        self, step: TrainStep, driver: Driver, state: TrainState, tree: Tree
+        self, step: StepParts, driver: Driver, state: TrainState, tree: Tree
     ) -> tuple[Array, Array, dict[str, CriticTargets], dict[str, Any]]:
         team, cfg = step.team, self.cfg
         estimates: dict[str, tuple[CriticInputs, Any]] = {}
@@ -122,7 +122,7 @@ def _fit_of(xp: Any, value: Any, target: Any, there: Any) -> dict[str, Any]:
     return {"value": mean(value), "explained_variance": explained}
 
 
-def _estimate(step: TrainStep, state: TrainState, tree: Tree, critic: int) -> tuple[CriticInputs, Any]:
+def _estimate(step: StepParts, state: TrainState, tree: Tree, critic: int) -> tuple[CriticInputs, Any]:
     """What the model ``critic`` reads, and its estimates."""
     model, learner = step.team.models[critic], step.learners[step.team.models[critic].name]
     if isinstance(tree.nodes.role, np.ndarray):

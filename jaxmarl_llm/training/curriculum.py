@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jaxmarl_llm.config import finite, in_range, positive
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.keys import EXTRA_PLAYS
-from jaxmarl_llm.training.train_step import Played, Step, StepResult, TrainStep
+from jaxmarl_llm.training.algorithm import Played, Step, StepParts, StepResult
 from jaxmarl_llm.types import POLICY, Array, Params, PyTree, TrainState
 
 
@@ -28,7 +28,7 @@ class Rates(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Draw a part of each step's tasks by the variance of their success so far: a `train_step.PlayFunction`.
+    """Draw a part of each step's tasks by the variance of their success so far: a `algorithm.PlayFunction`.
 
     Task i has the estimate ``p_i = (a + solved_i) / (a + b + tried_i)``, the mean of a Beta(a, b) prior after the
     completions so far. Its chance is in proportion to the learnability ``p_i (1 - p_i)`` of SFL (Rutherford et al.,
@@ -69,7 +69,7 @@ class Curriculum:
         for value in self.prior:
             positive("Curriculum.prior", value)
 
-    def begin(self, step: TrainStep, agents: Params) -> Rates:
+    def begin(self, step: StepParts, agents: Params) -> Rates:
         """No task was tried.
 
         Args:
@@ -86,7 +86,7 @@ class Curriculum:
 
     def __call__(
         self,
-        step: TrainStep,
+        step: StepParts,
         once: Callable[[Array, jax.Array], tuple[Any, Any]],
         tasks: Array,
         key: jax.Array,
@@ -111,7 +111,7 @@ class Curriculum:
         metrics = {"curriculum/learnability": worth[tasks].mean(), "curriculum/tried": (rates.tried > 0).mean()}
         return Played(tree, played, tasks, metrics)
 
-    def keep(self, step: TrainStep, kept: PyTree, result: StepResult) -> tuple[Rates, Mapping[str, Any]]:
+    def keep(self, step: StepParts, kept: PyTree, result: StepResult) -> tuple[Rates, Mapping[str, Any]]:
         """Count the completions of a step.
 
         Args:

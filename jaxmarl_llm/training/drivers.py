@@ -21,6 +21,7 @@ from jaxmarl_llm.generation.buckets import coarse
 from jaxmarl_llm.rollout.array import Block, layout, make_rollout
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, RolloutResult, array_lessons
 from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.algorithm import Played, StepParts, StepResult
 from jaxmarl_llm.training.critic import stacks_of_rows
 from jaxmarl_llm.training.finite import check_traced_choices, number_of, update_check
 from jaxmarl_llm.training.learner import Batch, Learner, NodeTargets, Scored, optimize, update_models
@@ -29,7 +30,6 @@ from jaxmarl_llm.training.losses import Loss, aggregation_weights
 from jaxmarl_llm.training.overlap import NextRollout
 from jaxmarl_llm.training.packing import pack
 from jaxmarl_llm.training.stale import inputs_of
-from jaxmarl_llm.training.train_step import Played, StepResult, TrainStep
 from jaxmarl_llm.types import Array, Model, Params, PyTree, TrainState, Tree
 
 update_memory = jax.jit(memory.update, static_argnames=("config",))
@@ -44,7 +44,7 @@ class HostDriver:
     Attributes:
         seed: Seed of the run.
         logger: Times the stages.
-        debug: See `train_step.Driver`.
+        debug: See `algorithm.Driver`.
         logprobs: Takes the log-probs that the update computes; None: nobody reads them.
         record: Takes a rollout that no step of RL played, with the parts of a step that describe it; None: nobody reads
             it. The recorder of the run sees steps of RL by itself.
@@ -56,7 +56,7 @@ class HostDriver:
     logger: Logger
     debug: bool = False
     logprobs: LearnerLogprobs | None = None
-    record: Callable[[TrainStep, StepResult], None] | None = None
+    record: Callable[[StepParts, StepResult], None] | None = None
     rollouts: NextRollout | None = None
     more: bool = False
 
@@ -73,7 +73,7 @@ class HostDriver:
 
     def play(
         self,
-        step: TrainStep,
+        step: StepParts,
         state: TrainState,
         params: Params,
         tasks: Array,
@@ -103,7 +103,7 @@ class HostDriver:
 
     def lay_out(
         self,
-        step: TrainStep,
+        step: StepParts,
         tree: Tree,
         played: RolloutResult,
         advantage: Array,
@@ -153,7 +153,7 @@ class HostDriver:
         return state.replace(params=params, opt_state=opt_state), metrics
 
     def remember(
-        self, step: TrainStep, state: TrainState, tree: Tree, played: RolloutResult, signal: Array, valid: Array
+        self, step: StepParts, state: TrainState, tree: Tree, played: RolloutResult, signal: Array, valid: Array
     ) -> tuple[TrainState, dict[str, Any]]:
         stores, metrics = dict(state.memory), dict[str, Any]()
         role_of = tree.nodes.role[tree.steps.node]
@@ -200,7 +200,7 @@ class TracedDriver:
     Attributes:
         seed: Seed of the run; may be traced, and mapped over by vmap.
         data: Training tasks and demonstrations in place of the recipe's own; may be traced.
-        debug: See `train_step.Driver`.
+        debug: See `algorithm.Driver`.
     """
 
     seed: jax.Array | int
@@ -218,7 +218,7 @@ class TracedDriver:
 
     def play(
         self,
-        step: TrainStep,
+        step: StepParts,
         state: TrainState,
         params: Params,
         tasks: Array,
@@ -244,7 +244,7 @@ class TracedDriver:
 
     def lay_out(
         self,
-        step: TrainStep,
+        step: StepParts,
         tree: Tree,
         played: None,
         advantage: Array,
@@ -305,7 +305,7 @@ class TracedDriver:
         return state.replace(params={**params, "agents": agents}, opt_state=states), metrics
 
     def remember(
-        self, step: TrainStep, state: TrainState, tree: Tree, played: None, signal: Array, valid: Array
+        self, step: StepParts, state: TrainState, tree: Tree, played: None, signal: Array, valid: Array
     ) -> tuple[TrainState, dict[str, Any]]:
         stores, config = dict(state.memory), step.algorithm.memory
         metrics: dict[str, Any] = {}
@@ -414,13 +414,13 @@ def _samples(
     )
 
 
-def array_env(step: TrainStep) -> ArrayEnv:
+def array_env(step: StepParts) -> ArrayEnv:
     """The environment of ``step``, whose rollouts are programs."""
     assert isinstance(step.env_runner.env, ArrayEnv)
     return step.env_runner.env
 
 
-def blocks_of(step: TrainStep, roles: set[int]) -> list[tuple[Block, list[int]]]:
+def blocks_of(step: StepParts, roles: set[int]) -> list[tuple[Block, list[int]]]:
     """Blocks of the rollout of ``step`` in which one of ``roles`` may act, each with the seats that it may take."""
     env = array_env(step)
     blocks = layout(step.plan, env, step.cfg.batch)

@@ -12,16 +12,16 @@ import numpy as np
 from jaxmarl_llm.config import at_least
 from jaxmarl_llm.rollout.keys import EXTRA_PLAYS
 from jaxmarl_llm.rollout.merge import merge_tasks
+from jaxmarl_llm.training.algorithm import Played, Step, StepParts
 from jaxmarl_llm.training.order import shuffled
-from jaxmarl_llm.training.train_step import Played, Step, TrainStep
 from jaxmarl_llm.types import Array, TrainState
 
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Replace tasks without a selected group by others: a `train_step.PlayFunction`.
+    """Replace tasks without a selected group by others: a `algorithm.PlayFunction`.
 
-    A task is kept if `Algorithm.select` takes one of its groups. With `train_step.unequal_groups` a kept task has a
+    A task is kept if `Algorithm.select` takes one of its groups. With `algorithm.unequal_groups` a kept task has a
     group whose returns differ. While fewer than B tasks are kept, B other tasks are played, at most ``extra_plays``
     times. The batch is the first B kept tasks in the order of play. If there are fewer, tasks that are not kept fill
     the batch, and the selection leaves them out of the update.
@@ -45,7 +45,7 @@ class DynamicSampling:
 
     def __call__(
         self,
-        step: TrainStep,
+        step: StepParts,
         once: Callable[[Array, jax.Array], tuple[Any, Any]],
         tasks: Array,
         key: jax.Array,
@@ -86,7 +86,7 @@ class DynamicSampling:
         merged = merge_tasks(plays, chosen)
         return Played(merged.tree, merged, np.array([numbers[p][t] for p, t in chosen], np.int32), metrics)
 
-    def _kept(self, step: TrainStep, tree: Any, rl_step: Step) -> np.ndarray:
+    def _kept(self, step: StepParts, tree: Any, rl_step: Step) -> np.ndarray:
         """Whether the selection takes a group of each task [B]."""
         reward = step.algorithm.reward
         credited = step.assign(tree, reward(rl_step) if callable(reward) else reward)

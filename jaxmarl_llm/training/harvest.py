@@ -21,9 +21,9 @@ from jaxmarl_llm.rollout.env_runner import Demonstrations, EnvRunner, RolloutRes
 from jaxmarl_llm.rollout.keys import TASKS, stream
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.storage.dataset import Tables
+from jaxmarl_llm.training.algorithm import StepParts, StepResult
 from jaxmarl_llm.training.config import BaseConfig
 from jaxmarl_llm.training.order import shuffled
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import Array, Team, TrainState, Tree
 
 
@@ -189,7 +189,7 @@ def demonstrations(table: Mapping[str, np.ndarray], rows: np.ndarray) -> Demonst
     return Demonstrations(table["prompt"][node], table["prompt_length"][node], said, table["length"][rows])
 
 
-def as_result(step: TrainStep, played: RolloutResult, credited: Credited, trained: Array) -> StepResult:
+def as_result(step: StepParts, played: RolloutResult, credited: Credited, trained: Array) -> StepResult:
     """The first batch of `play_once` as a result that `HostDriver.record` takes; no update reads its advantages.
 
     Args:

@@ -13,8 +13,8 @@ from jaxmarl_llm.rollout.env_runner import EnvRunner, RolloutResult
 from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.training import rollout_rows
+from jaxmarl_llm.training.algorithm import Algorithm, StepParts, StepResult
 from jaxmarl_llm.training.config import BaseConfig
-from jaxmarl_llm.training.train_step import Algorithm, StepResult, TrainStep
 from jaxmarl_llm.types import PyTree, Team, Transitions
 
 
@@ -117,9 +117,9 @@ def returns_to_go(moves: Transitions, paid: np.ndarray) -> np.ndarray:
     return out
 
 
-def _step(cfg: BaseConfig, team: Team, env_runner: EnvRunner) -> TrainStep:
+def _step(cfg: BaseConfig, team: Team, env_runner: EnvRunner) -> StepParts:
     """The parts that `rollout_rows` reads: an evaluation trains nobody."""
-    return TrainStep(cfg, team, env_runner, single(), {}, Algorithm(standard_rule(cfg.credit), cfg.reward))
+    return StepParts(cfg, team, env_runner, single(), {}, Algorithm(standard_rule(cfg.credit), cfg.reward))
 
 
 def _result(cfg: BaseConfig, played: RolloutResult | None, numbers: Sequence[int]) -> StepResult:

@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 from jaxmarl_llm.config import at_least
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
+from jaxmarl_llm.training.algorithm import Driver, StepParts, StepResult, Updates
 from jaxmarl_llm.training.evaluation import by_task
 from jaxmarl_llm.training.learner import Batch, Learner
 from jaxmarl_llm.training.optimizers import to_memory
-from jaxmarl_llm.training.train_step import Driver, StepResult, TrainStep, Updates
 from jaxmarl_llm.types import Array, Params, PyTree, TrainState
 
 
@@ -46,7 +46,7 @@ def scaled(change: float, advantages: Array) -> Array:
 
 @dataclass(frozen=True)
 class PayByChange:
-    """Update one role, and pay another by what this changed: a `train_step.UpdateFunction`, and a `Keeper`.
+    """Update one role, and pay another by what this changed: a `algorithm.UpdateFunction`, and a `Keeper`.
 
     The score is the mean of a reward component over the tasks of a held-out part, sampled with the same keys each time.
 
@@ -84,7 +84,7 @@ class PayByChange:
     def __post_init__(self) -> None:
         at_least("PayByChange.patience", self.patience, 1)
 
-    def begin(self, step: TrainStep, agents: Params) -> History:
+    def begin(self, step: StepParts, agents: Params) -> History:
         """No step was taken.
 
         Args:
@@ -111,7 +111,7 @@ class PayByChange:
         return History(zero, none, none, empty, jnp.zeros(self.patience), zero, zero)
 
     def __call__(
-        self, step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]
+        self, step: StepParts, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]
     ) -> Updates:
         """Update the learner, measure, then update the role that is paid.
 
@@ -143,7 +143,7 @@ class PayByChange:
             state, history = self._put_back(state, history, learner, step.learners[learner])
         return self._with(state, history), metrics
 
-    def keep(self, step: TrainStep, kept: PyTree, result: StepResult) -> tuple[History, Mapping[str, Any]]:
+    def keep(self, step: StepParts, kept: PyTree, result: StepResult) -> tuple[History, Mapping[str, Any]]:
         """The history as the update left it, and its metrics.
 
         Args:
@@ -159,7 +159,7 @@ class PayByChange:
             seen["change/change"] = kept.changes[-1]
         return kept, seen
 
-    def score(self, step: TrainStep, state: TrainState) -> jax.Array:
+    def score(self, step: StepParts, state: TrainState) -> jax.Array:
         """The mean of the component over the tasks of the part; unknown rewards are left out.
 
         Args:
@@ -170,11 +170,11 @@ class PayByChange:
         rows = by_task(step.cfg, step.team, step.env_runner, state, memory_config=memory, numbers=numbers)
         return jnp.float32(np.nanmean(rows[self.component]))
 
-    def _model(self, step: TrainStep, role: str) -> str:
+    def _model(self, step: StepParts, role: str) -> str:
         """Name of the model that plays a role."""
         return next(r.model for r in step.team.roles if r.name == role)
 
-    def _tasks(self, step: TrainStep) -> np.ndarray:
+    def _tasks(self, step: StepParts) -> np.ndarray:
         """Numbers of the held-out tasks of the part."""
         runner = step.env_runner
         parts = runner.task.parts if isinstance(runner, ArrayEnvRunner) else {}
@@ -189,7 +189,7 @@ class PayByChange:
         return state.with_kept({**state.kept, self.name: history})
 
     def _optimize(
-        self, step: TrainStep, driver: Driver, state: TrainState, model: str, batches: list[Batch]
+        self, step: StepParts, driver: Driver, state: TrainState, model: str, batches: list[Batch]
     ) -> Updates:
         return driver.optimize(step.team.models, step.learners, step.cfg.loss, state, {model: batches})
 

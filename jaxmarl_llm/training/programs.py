@@ -17,17 +17,17 @@ import jax.numpy as jnp
 from jaxmarl_llm.agents import memory
 from jaxmarl_llm.generation.buckets import bucket, coarse_sizes
 from jaxmarl_llm.rollout.env_runner import lesson_program
+from jaxmarl_llm.training.algorithm import StepParts
 from jaxmarl_llm.training.drivers import blocks_of, update_memory
 from jaxmarl_llm.training.learner import Batch, no_gradient
 from jaxmarl_llm.training.packing import micro_sizes
-from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import TrainState, Tree
 
 Compiler = Callable[[], object]
 Shape: Any = jax.ShapeDtypeStruct  # stands for an array
 
 
-def step_programs(step: TrainStep, state: TrainState, tree: Tree) -> list[Compiler]:
+def step_programs(step: StepParts, state: TrainState, tree: Tree) -> list[Compiler]:
     """Compilers of the programs that follow a rollout from the host: the update's, then the memories'.
 
     Args:
@@ -42,7 +42,7 @@ def step_programs(step: TrainStep, state: TrainState, tree: Tree) -> list[Compil
     return list(calls.values())
 
 
-def _update_calls(step: TrainStep, state: TrainState, tree: Tree) -> Iterator[tuple]:
+def _update_calls(step: StepParts, state: TrainState, tree: Tree) -> Iterator[tuple]:
     """Functions of `learner.optimize` and shapes of their arguments.
 
     There are none where the update is not one pass over the completions alone.
@@ -63,7 +63,7 @@ def _update_calls(step: TrainStep, state: TrainState, tree: Tree) -> Iterator[tu
             yield learner.apply, own, jax.eval_shape(learner.init, own), gradient, Shape((), jnp.float32)
 
 
-def _batches(step: TrainStep, tree: Tree, roles: set[int]) -> Iterator[Batch]:
+def _batches(step: StepParts, tree: Tree, roles: set[int]) -> Iterator[Batch]:
     """Shapes of the micro-batches that `packing.pack` makes of the completions of ``roles``, the largest first.
 
     Nodes of one completion are left out where others have several: most credit rules compare siblings.
@@ -89,7 +89,7 @@ def _batches(step: TrainStep, tree: Tree, roles: set[int]) -> Iterator[Batch]:
             )
 
 
-def _memory_calls(step: TrainStep, state: TrainState, tree: Tree) -> Iterator[tuple]:
+def _memory_calls(step: StepParts, state: TrainState, tree: Tree) -> Iterator[tuple]:
     """Functions of `HostDriver.remember`, and their arguments or the shapes of these."""
     config, read = step.algorithm.memory, tree.nodes.retrieved
     if config is None:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.training.algorithm import Driver, StepParts, Updates
 from jaxmarl_llm.training.learner import Batch
-from jaxmarl_llm.training.train_step import Driver, TrainStep, Updates, policy_update
+from jaxmarl_llm.training.train_step import policy_update
 from jaxmarl_llm.types import TrainState
 
 
 def ema_reference(
-    step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]], *, share: float = 0.1
+    step: StepParts, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]], *, share: float = 0.1
 ) -> Updates:
     """Update the policy, then move the reference towards the policy: ``ref <- share * policy + (1 - share) * ref``.
 
@@ -44,7 +45,7 @@ def ema_reference(
 
 
 def synced_reference(
-    step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]], *, every: int = 100
+    step: StepParts, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]], *, every: int = 100
 ) -> Updates:
     """Update the policy. After every ``every``-th step of the run the reference is the policy: a hard update.
 

@@ -18,10 +18,11 @@ from jaxmarl_llm.distributed import sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.rollout.keys import REPLAY
+from jaxmarl_llm.training.algorithm import Driver, StepParts, StepResult, UpdateFunction, Updates
 from jaxmarl_llm.training.critic import stacks_of_rows
 from jaxmarl_llm.training.learner import Batch, pad_rows, token_weights
 from jaxmarl_llm.training.losses import Loss, log_ratios, masked
-from jaxmarl_llm.training.train_step import Driver, StepResult, TrainStep, UpdateFunction, Updates, policy_update
+from jaxmarl_llm.training.train_step import policy_update
 from jaxmarl_llm.types import POLICY, Array, Model, Params, PyTree, TrainState
 
 
@@ -46,7 +47,7 @@ class Ring(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Replay:
-    """Mix good completions of earlier steps into each update: a `train_step.UpdateFunction`.
+    """Mix good completions of earlier steps into each update: a `algorithm.UpdateFunction`.
 
     A trained completion of return R above ``bound`` is stored with the log-probs log mu of the policy that sampled it.
     The ring has ``size`` rows, and the oldest one is overwritten. Each update draws ``samples`` stored completions, all
@@ -99,7 +100,7 @@ class Replay:
         if self.bound != self.bound:
             raise ConfigError("Replay.bound: expected a number, got nan")
 
-    def begin(self, step: TrainStep, agents: Params) -> Ring:
+    def begin(self, step: StepParts, agents: Params) -> Ring:
         """An empty ring.
 
         Args:
@@ -125,7 +126,7 @@ class Replay:
         return Ring(rows, jnp.int32(0))
 
     def __call__(
-        self, step: TrainStep, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]
+        self, step: StepParts, driver: Driver, state: TrainState, batches: Mapping[str, list[Batch]]
     ) -> Updates:
         """Update on the step's batches and on drawn completions.
 
@@ -150,7 +151,7 @@ class Replay:
         return state, {name: {**m, "replay_weight": seen[name]} if name in seen else m for name, m in metrics.items()}
 
     def _scored(
-        self, step: TrainStep, driver: Driver, state: TrainState, model: Model, batch: Batch
+        self, step: StepParts, driver: Driver, state: TrainState, model: Model, batch: Batch
     ) -> tuple[Batch, Any]:
         """A micro-batch with importance weights in its advantages, and the sum of ``w_t`` times these weights."""
         shared = None if model.base is None else state.params["shared"][model.base]
@@ -160,7 +161,7 @@ class Replay:
         weighted, weight = importance_weighted(batch, logprobs, self.truncate)
         return driver.host((weighted.replace(weights=self.coef * weighted.weights), weight))
 
-    def keep(self, step: TrainStep, kept: PyTree, result: StepResult) -> tuple[Ring, Mapping[str, Any]]:
+    def keep(self, step: StepParts, kept: PyTree, result: StepResult) -> tuple[Ring, Mapping[str, Any]]:
         """Store the good completions of a step.
 
         Args:

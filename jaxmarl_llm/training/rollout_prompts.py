@@ -9,7 +9,7 @@ import numpy as np
 from jaxmarl_llm.envs.chat import quotes
 from jaxmarl_llm.messages import Message, Prompt
 from jaxmarl_llm.rollout.env_runner import HostEnvRunner
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
+from jaxmarl_llm.training.algorithm import StepParts, StepResult
 
 
 class PromptReader:
@@ -18,7 +18,7 @@ class PromptReader:
     step: Parts of the training step. result: Result of the step, on the host.
     """
 
-    def __init__(self, step: TrainStep, result: StepResult):
+    def __init__(self, step: StepParts, result: StepResult):
         self._step, self._tree = step, result.tree
         host = None if result.played is None else result.played.records
         self._records = [] if host is None else host.records

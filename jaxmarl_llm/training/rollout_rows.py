@@ -12,13 +12,13 @@ from jaxmarl_llm.models.token_pieces import pieces
 from jaxmarl_llm.rollout.failures import one_line
 from jaxmarl_llm.telemetry import rollouts
 from jaxmarl_llm.telemetry.rollouts_writer import shortest
+from jaxmarl_llm.training.algorithm import StepParts, StepResult
 from jaxmarl_llm.training.rollout_prompts import PromptReader
 from jaxmarl_llm.training.rollout_sources import sources
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
 from jaxmarl_llm.types import EXPERT, FROZEN, PyTree, Team
 
 
-def header(step: TrainStep, result: StepResult, number: int, rl_step: int, tasks: int) -> rollouts.Header:
+def header(step: StepParts, result: StepResult, number: int, rl_step: int, tasks: int) -> rollouts.Header:
     """Header of the file of a step; its fingerprint is empty, and its counts of rows are set by the writer.
 
     Args:
@@ -51,7 +51,7 @@ def header(step: TrainStep, result: StepResult, number: int, rl_step: int, tasks
 
 
 def rows(
-    step: TrainStep,
+    step: StepParts,
     result: StepResult,
     rl_step: int,
     tasks: int,
@@ -88,7 +88,7 @@ def rows(
             yield rollouts.Failure(failure.task, failure.call, failure.turn, tuple(failure.roles), message)
 
 
-def _nodes(step: TrainStep, result: StepResult, kept: np.ndarray) -> Iterator[rollouts.Node]:
+def _nodes(step: StepParts, result: StepResult, kept: np.ndarray) -> Iterator[rollouts.Node]:
     nodes, team, reader = result.tree.nodes, step.players, PromptReader(step, result)
     for n in kept:
         model, ids = team.models[nodes.model[n]], nodes.tokens[n, : nodes.length[n]].tolist()
@@ -111,7 +111,7 @@ def _nodes(step: TrainStep, result: StepResult, kept: np.ndarray) -> Iterator[ro
 
 
 def _completions(
-    step: TrainStep, result: StepResult, rl_step: int, kept: np.ndarray, logprobs: Mapping[int, np.ndarray]
+    step: StepParts, result: StepResult, rl_step: int, kept: np.ndarray, logprobs: Mapping[int, np.ndarray]
 ) -> Iterator[rollouts.Completion]:
     nodes, steps, credited = result.tree.nodes, result.tree.steps, result.credited
     selected = np.asarray(credited.valid & result.selected[credited.group])
@@ -201,7 +201,7 @@ def _groups(team: Team, result: StepResult, kept: np.ndarray) -> Iterator[rollou
 
 
 def _memory(
-    step: TrainStep,
+    step: StepParts,
     result: StepResult,
     kept_nodes: np.ndarray,
     kept_steps: np.ndarray,
@@ -239,7 +239,7 @@ def _contents(old: Any, new: Any) -> Sequence[tuple[np.ndarray, np.ndarray]]:
     return [(getattr(old, name), getattr(new, name)) for name in ("key", "ids", "length", "text")]
 
 
-def _alike(step: TrainStep, old: Any, new: Any, slot: int) -> bool:
+def _alike(step: StepParts, old: Any, new: Any, slot: int) -> bool:
     """Whether the prompt of the new entry of a slot is so near to that of the old one that it refreshed the entry."""
     config = step.algorithm.memory
     return config is not None and bool(old.used[slot] and old.key[slot] @ new.key[slot] >= config.refresh_similarity)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxmarl_llm.agents.memory import encode_text
-from jaxmarl_llm.training.train_step import StepResult, TrainStep
+from jaxmarl_llm.training.algorithm import StepParts, StepResult
 
 TOLERANCE = 1e-5  # of the cosine of two equal keys: the memory and this module round differently
 
 
-def sources(step: TrainStep, result: StepResult, role: int, store: Any, slots: np.ndarray) -> dict[int, int]:
+def sources(step: StepParts, result: StepResult, role: int, store: Any, slots: np.ndarray) -> dict[int, int]:
     """Find the completions whose prompt and content are those of entries.
 
     Args:
@@ -46,7 +46,7 @@ def sources(step: TrainStep, result: StepResult, role: int, store: Any, slots: n
     return found
 
 
-def _entries(step: TrainStep, result: StepResult, rows: np.ndarray, store: Any) -> Sequence[tuple[list[int], bytes]]:
+def _entries(step: StepParts, result: StepResult, rows: np.ndarray, store: Any) -> Sequence[tuple[list[int], bytes]]:
     """Ids and bytes of the entry that each of ``rows`` would write. Without a program, so on one process alone."""
     runner, size = step.env_runner, store.text.shape[1]
     if not runner.array:

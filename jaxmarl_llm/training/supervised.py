@@ -12,11 +12,11 @@ import numpy as np
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.rollout.env_runner import Demonstrations
 from jaxmarl_llm.rollout.keys import DEMONSTRATIONS, stream
+from jaxmarl_llm.training.algorithm import Driver
 from jaxmarl_llm.training.config import Offline
 from jaxmarl_llm.training.learner import Batch, Learner, token_weights
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.order import shuffled
-from jaxmarl_llm.training.train_step import Driver
 from jaxmarl_llm.types import Team, TrainState
 
 SFT_LOSS = Loss(clip_low=None)

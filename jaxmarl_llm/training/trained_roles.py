@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxmarl_llm.config import one_of
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.training.train_step import TrainableRoles
+from jaxmarl_llm.training.algorithm import TrainableRoles
 
 
 def check_trained_roles(path: str, chosen: Sequence[str], roles: Sequence[str], sharing: str) -> None:

@@ -27,12 +27,12 @@ from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.algorithm import unequal_groups
 from jaxmarl_llm.training.config import SFT, Offline
 from jaxmarl_llm.training.harvest import Said, as_sequence, paths
 from jaxmarl_llm.training.learner import make_learner
 from jaxmarl_llm.training.optimizers import Optimizer
 from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_step
-from jaxmarl_llm.training.train_step import unequal_groups
 from jaxmarl_llm.types import Role, Team
 from tests.envs.facts_episodes import texts_of
 from tests.envs.test_facts_tags import Twin, play, shown

@@ -15,7 +15,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.recipes import cpmobius
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
-from jaxmarl_llm.training.train_step import StepResult
+from jaxmarl_llm.training.algorithm import StepResult
 from tests.killed_run import killed_and_whole
 from tests.recipes.test_fidelity import SIZES, Table
 from tests.training.test_pay_by_change import CONFIG

@@ -61,7 +61,7 @@ def test_an_opened_environment_writes_the_weights_out_for_step_plan_and_evaluati
 def test_a_schedule_of_weights_has_others_too():
     from jaxmarl_llm.credit.assign import standard_rule
     from jaxmarl_llm.recipes import magrpo
-    from jaxmarl_llm.training.train_step import Algorithm
+    from jaxmarl_llm.training.algorithm import Algorithm
 
     _, cfg = config({"others": 1.0})
     scheduled = Algorithm(standard_rule(cfg.credit), lambda step: {"others": 1.0, "long": -0.5 * (step > 2)})

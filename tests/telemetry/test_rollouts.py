@@ -33,7 +33,7 @@ from jaxmarl_llm.telemetry.metrics_file import read_metrics
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.telemetry.rollouts_writer import RolloutsFolder, encode, shortest
 from jaxmarl_llm.training import rollout_rows
-from jaxmarl_llm.training.train_step import Algorithm, Played, unequal_groups
+from jaxmarl_llm.training.algorithm import Algorithm, Played, unequal_groups
 from tests.faulty import TASKS, Make
 from tests.telemetry.test_metrics import fake_tracker
 

@@ -12,9 +12,9 @@ from jaxmarl_llm.generation.buckets import coarse, coarse_sizes
 from jaxmarl_llm.recipes import grpo, joyagents_r1
 from jaxmarl_llm.runs.phases import with_algorithm
 from jaxmarl_llm.telemetry.logger import Logger
+from jaxmarl_llm.training.algorithm import all_groups
 from jaxmarl_llm.training.packing import micro_rows, micro_sizes
 from jaxmarl_llm.training.programs import step_programs
-from jaxmarl_llm.training.train_step import all_groups
 
 GRPO = {
     "steps": 1,
