@@ -39,8 +39,10 @@ class Schedule(NamedTuple):
 class Forecast:
     """Seconds to the end of a phase, from the rows of metrics so far.
 
-    A step that compiles is left out as long as another one is known, and so is a step of another phase. The first
-    evaluation and the first save, which are slower, are left out likewise.
+    A step of another phase is left out, and so is a step that compiles, unless most of the others compile too. Where at
+    least half of the known steps compile, the next ones are expected to do so for as long. The first step of the phase
+    does not count for this. The first evaluation and the first save, which are slower, are left out as long as another
+    one is known.
 
     Args:
         schedule: Of the run.
@@ -49,8 +51,8 @@ class Forecast:
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
         self._phase = ""
-        self._plain: deque[float] = deque(maxlen=WINDOW)
-        self._first = 0.0  # a step of the phase without its compilations, until a plain step is known
+        self._first = 0.0  # first known step of the phase without its compilations
+        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # the others, and their compilations apart
         self._added: dict[str, list[float]] = {"evaluation": [], "save": []}
 
     def see(self, step: int, row: Mapping[str, float | None]) -> None:
@@ -60,19 +62,20 @@ class Forecast:
             step: Its number, from 1.
             row: Its metrics; the times in seconds are read.
         """
-        name, _ = self.schedule.phase(step)
-        if name != self._phase:
-            self._phase = name
-            self._plain.clear()
         seconds, compiled = (row.get(f"time/{key}") or 0.0 for key in ("step", "compile"))
         added = 0.0
         for kind, known in self._added.items():
             if spent := row.get(f"time/{kind}") or 0.0:
                 known.append(spent)
                 added += spent
-        if not compiled:
-            self._plain.append(seconds - added)
-        self._first = max(seconds - added - compiled, 0.0)
+        own = max(seconds - added - compiled, 0.0)
+        name, _ = self.schedule.phase(step)
+        if name != self._phase:
+            self._phase, self._first = name, own
+            self._steps.clear()
+            if compiled:
+                return
+        self._steps.append((own, compiled))
 
     def seconds(self, step: int, *, last_save: bool = True) -> float:
         """Seconds from the end of a step to the end of its phase.
@@ -91,12 +94,15 @@ class Forecast:
         return (end - step) * self._step() + evaluations * self._mean("evaluation") + saves * self._mean("save")
 
     def _step(self) -> float:
-        """Mean seconds of the middle half of the known steps that neither compile, evaluate nor save."""
-        if not self._plain:
+        """Mean seconds of the middle half of the known steps without evaluations and saves, and of compilations."""
+        if not self._steps:
             return self._first
-        quarter = (len(self._plain) + 1) // 4
-        middle = sorted(self._plain)[quarter : len(self._plain) - quarter]
-        return sum(middle) / len(middle)
+        plain = [seconds for seconds, compiled in self._steps if not compiled]
+        known = sorted(plain if 4 * len(plain) >= len(self._steps) else [seconds for seconds, _ in self._steps])
+        quarter = (len(known) + 1) // 4
+        middle = known[quarter : len(known) - quarter]
+        often = 2 * len(plain) <= len(self._steps)
+        return sum(middle) / len(middle) + often * sum(c for _, c in self._steps) / len(self._steps)
 
     def _mean(self, kind: str) -> float:
         """Mean seconds of an evaluation or of a save; the first one counts only when it is the only one."""

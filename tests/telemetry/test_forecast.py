@@ -68,6 +68,29 @@ def test_noise_and_a_slow_step_stay_within_a_fifth():
             assert forecast.seconds(step) == pytest.approx(left(known, step), rel=0.2), step
 
 
+def test_a_run_whose_steps_keep_compiling_is_told_so():
+    """A step takes 8 s and compiles for 0 to 40 s: a forecast of plain steps alone would be a third of the truth."""
+    draw = np.random.default_rng(1)
+    compiled = [90.0, *(draw.uniform(0, 40, 59) * (draw.random(59) < 0.8))]
+    forecast, rows = Forecast(Schedule((("training", 60),))), [{"time/step": 8 + c, "time/compile": c} for c in compiled]
+    for step, row in enumerate(rows, 1):
+        forecast.see(step, row)
+        if 20 <= step <= 40:
+            assert forecast.seconds(step) == pytest.approx(sum(r["time/step"] for r in rows[step:]), rel=0.4), step
+    once = Forecast(Schedule((("training", 60),)))
+    for step in range(1, 31):  # one late compilation, of an evaluation, is soon forgotten
+        once.see(step, {"time/step": 2.0 + 30 * (step == 11), "time/compile": 30.0 * (step == 11)})
+    assert once.seconds(30) == 60.0
+
+
+def test_where_most_steps_compile_one_short_step_is_no_forecast():
+    forecast = Forecast(Schedule((("training", 20),)))
+    for step in range(1, 11):
+        short = step == 7
+        forecast.see(step, {"time/step": 2.0 if short else 25.0, "time/compile": 0.0 if short else 15.0})
+    assert forecast.seconds(10) == pytest.approx(10 * (10 + 15 * 8 / 9))
+
+
 def test_a_phase_forgets_the_steps_of_the_one_before():
     forecast = Forecast(SCHEDULE)
     for step in range(1, 21):
