@@ -5,9 +5,9 @@
 The forecast is replayed over metrics.jsonl. It is compared with the seconds that the rest of the phase took, at every
 step from the tenth of the phase on. The last three steps are left out: their rest is a fraction of a second. So is the
 save after the last step, whose time is in no row.
-The forecast leaves compilations out, unless most steps compile, and so does the comparison. The last column has them in: a batch of a new shape
-compiles, and nothing announces it. A row: steps that are compared, share of steps within 20 %, median and largest
-error, share within 20 % with compilations. A run has to be finished.
+The comparison leaves compilations out, and so does the forecast where fewer than half of the steps compile. The last
+column has them in: a batch of a new shape compiles, and nothing announces it. A row: steps that are compared, share of
+steps within 20 %, median and largest error, share within 20 % with compilations. A run has to be finished.
 """
 
 from __future__ import annotations

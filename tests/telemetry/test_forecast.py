@@ -72,7 +72,10 @@ def test_a_run_whose_steps_keep_compiling_is_told_so():
     """A step takes 8 s and compiles for 0 to 40 s: a forecast of plain steps alone would be a third of the truth."""
     draw = np.random.default_rng(1)
     compiled = [90.0, *(draw.uniform(0, 40, 59) * (draw.random(59) < 0.8))]
-    forecast, rows = Forecast(Schedule((("training", 60),))), [{"time/step": 8 + c, "time/compile": c} for c in compiled]
+    forecast, rows = (
+        Forecast(Schedule((("training", 60),))),
+        [{"time/step": 8 + c, "time/compile": c} for c in compiled],
+    )
     for step, row in enumerate(rows, 1):
         forecast.see(step, row)
         if 20 <= step <= 40:
