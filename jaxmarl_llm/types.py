@@ -146,9 +146,11 @@ class Policy(NamedTuple):
         completion token; the prompt of a group goes through the trunk once
     unembed(variables, hidden [... D]) -> float32 logits [... V]: an `Unembed`, or any function
     embed(variables, tokens) -> [... D]: rows of the token embedding
-    unstack(variables) -> variables as `decode` takes them: cut per layer once per launch instead of once per token
+    unstack(variables) -> variables as `decode` takes them: cut per layer once per launch instead of once per token.
+        Variables that are cut already stay as they are
     extend(variables, tokens [N E], count [N], start [N], prefix) -> (hidden [N D] at the last new token, prefix):
-        ``count`` new tokens of each row stand behind ``start`` that are in the cache. None: prompts are prefilled whole
+        ``count`` new tokens of each row stand behind ``start`` that are in the cache. Takes variables of ``unstack``,
+        too. None: prompts are prefilled whole
     hidden_tree(variables, tokens [B T], position [B T], end [B T]) -> [B T D]: hidden state at each token of sequences
         that share their beginnings, laid out depth first as kernels/attention/tree takes them. None: never so packed
     draw(variables of unstack, hidden [N G D], u [N G], sampling) -> token and log-prob [N G], one uniform number each.

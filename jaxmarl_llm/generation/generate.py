@@ -30,7 +30,7 @@ from jaxmarl_llm.generation.decoding import (
 from jaxmarl_llm.generation.sampling import Sampling, sample, sample_hidden
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
-SHORT_COMPLETION = 32  # tokens: up to so many, layers are not unstacked and lanes not compacted
+LONG_COMPLETION = 64  # tokens: for more of them, unfinished lanes are compacted; each size is one more loop to compile
 
 
 class Rows:
@@ -133,7 +133,8 @@ def sample_launch(
         stop_ids: tokens that end a completion.
         pad_id: token behind the end of a completion.
         sampling: the distribution to sample from.
-        layers: `Policy.unstack` of the variables; None computes it.
+        layers: `Policy.unstack` of the variables; None computes it. A program that is given it compiles faster,
+            because it cuts no layer out of a stack.
         compact: whether unfinished samples are gathered into a smaller loop once few are left; see
             `compaction_sizes`. Not for `by_row`, whose rows have weights of their own.
         keep: whether to return (Completions, prefix, suffix). Suffix slots 0 to length - 2 of a sample are filled; its
@@ -158,7 +159,8 @@ def sample_launch(
         # A device takes its own rows of one table. So the parts are decoded one after another.
         return tuple(by_device(on_device, variables, *rows) for rows in parts)
     first = functools.partial(begin, policy, max_new_tokens=max_new_tokens, pad_id=pad_id)
-    states = tuple(applied.over(first)(variables, *rows) for rows in parts)
+    of_extend = variables if layers is None else layers
+    states = tuple(applied.over(first)(variables if rows.prefix is None else of_extend, *rows) for rows in parts)
     advanced = functools.partial(
         advance,
         policy,
@@ -391,7 +393,7 @@ def fill(
 
     Args:
         policy: functions of the model.
-        variables: variables of the model.
+        variables: variables of the model; with ``prefix`` they may be those of `Policy.unstack`.
         tokens: prompts, or what follows the filled slots [N E], right-padded.
         length: tokens of each row [N]; 0 is taken for 1.
         prefix: cache whose first ``start`` slots are filled, or None.
@@ -408,12 +410,12 @@ def fill(
 
 
 def use_compaction(max_new_tokens: int) -> bool:
-    """Whether `generate` unstacks layers and gathers unfinished samples into smaller loops: for long completions.
+    """Whether `generate` gathers unfinished samples into smaller loops: for long completions.
 
     Args:
         max_new_tokens: largest number of tokens of a completion.
     """
-    return max_new_tokens > SHORT_COMPLETION and not meshed()
+    return max_new_tokens > LONG_COMPLETION and not meshed()
 
 
 def generate(
@@ -452,7 +454,7 @@ def generate_launch(
     `unstacked` variables, to make them once for several launches. ``more``: the other arguments by name.
     """
     compact = use_compaction(max_new_tokens)
-    if compact and layers is None:
+    if layers is None and not meshed():
         layers = unstacked(policy, variables)
     rows, prefixes = tuple(part._replace(prefix=None) for part in parts), tuple(part.prefix for part in parts)
     fixed = {"max_new_tokens": max_new_tokens, "layers": layers, "compact": compact, **more}

@@ -131,6 +131,7 @@ class Prefixes:
         prompts: Sequence[np.ndarray],
         parts: Sequence[int],
         blocks: Mapping[Any, tuple[int, ...]] | None = None,
+        layers: Params | None = None,
     ) -> list[LaunchInputs]:
         """Extend the cache by the prefixes that prompts share, and gather the inputs of their launch.
 
@@ -141,6 +142,7 @@ class Prefixes:
             parts: number of prompts of each part of the launch.
             blocks: blocks of devices that may have the prompts of a task. Two tasks have equal blocks, or none in
                 common. None: all blocks.
+            layers: `Policy.unstack` of the variables, which continue cached prefixes; None: the variables do.
 
         Returns:
             Inputs of each part, with the rows of its prompts. All parts have equally many columns.
@@ -165,7 +167,8 @@ class Prefixes:
             owners, beginnings = [task for task, _ in found_prefixes], [ids for _, ids in found_prefixes]
             (inputs,) = self._gather(owners, beginnings, [len(beginnings)], blocks)
             tokens, length, start = self._applied.put((inputs.tokens, inputs.length, inputs.start))
-            prefix = _fill(self._policy, self._applied, variables, tokens, length, inputs.prefix, start)
+            read = variables if layers is None or inputs.prefix is None else layers
+            prefix = _fill(self._policy, self._applied, read, tokens, length, inputs.prefix, start)
             self.store(owners, beginnings, prefix, rows=inputs.rows)
         return self._gather(tasks, prompts, parts, blocks)
 

@@ -473,7 +473,7 @@ def extend(
 
     Args:
         cfg: the architecture.
-        variables: as for `prefill`.
+        variables: as for `prefill`, or as `unstack` returns them, which compiles faster.
         tokens: new tokens [N E], right-padded.
         count: new tokens of each row [N], at least 1.
         start: filled slots of each row [N].
@@ -484,7 +484,7 @@ def extend(
     angles, grown = _angles(cfg, slots), []
     with sharding.many_tokens():
         x = context.lay_embedded(embed(variables, tokens))
-        for layer, cached in zip(unstack(cfg, variables)["params"]["layers"], prefix):
+        for layer, cached in zip(unstack(cfg, variables)["params"]["layers"], prefix, strict=True):
 
             def attend(q: Any, k: Any, v: Any, cached: Any = cached) -> Any:
                 if context.cuts(q):
@@ -524,12 +524,14 @@ def _attend_cached(
 
 
 def unstack(cfg: Config, variables: Any) -> Any:
-    """Split the stacked layers into one tree per layer, the form that `decode` takes.
+    """Split the stacked layers into one tree per layer, the form that `decode` takes. Split ones stay as they are.
 
     Args:
         cfg: the architecture.
         variables: as for `prefill`.
     """
+    if isinstance(variables["params"]["layers"], tuple):
+        return variables
     stacked = _stacked_layers(variables)
     layers = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(cfg.num_layers))
     return {"params": {**variables["params"], "layers": layers}}

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.generation.decoding import Completions
-from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, Rows, generate_launch, unstacked, use_compaction
+from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, Rows, generate_launch, unstacked
 from jaxmarl_llm.generation.prefix_cache import LaunchInputs, Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action
@@ -83,9 +83,9 @@ class RolloutWeights:
                 self._whole[kind, name] = sharding.to_rollout(sharding.current(), self._params[kind][name])
         return model.variables({kind: {name: whole} for (kind, name), whole in self._whole.items()})
 
-    def layers(self, model: Model, max_new_tokens: int) -> Params | None:
-        """`Policy.unstack` of `variables`; None where a launch of that many tokens reads the stacked layers."""
-        if not use_compaction(max_new_tokens):
+    def layers(self, model: Model) -> Params | None:
+        """`Policy.unstack` of `variables`; None on a mesh, where a launch reads the stacked layers."""
+        if sharding.meshed():
             return None
         if model.name not in self._cut:
             self._cut = {model.name: unstacked(model.policy, self.variables(model))}
@@ -213,8 +213,8 @@ class TeamSampler:
         weights = self._weights[model.name]
         prefixes = self._cached.setdefault(model.name, Prefixes(model.policy, model.tokenizer.pad_id))
         tasks, prompts = [r.task for r in requests], [np.array(r.prompt_ids, np.int32) for r in requests]
-        variables = weights.variables(model)
-        ready = prefixes.prepare(variables, tasks, prompts, [len(part) for part in parts])
+        variables, layers = weights.variables(model), weights.layers(model)
+        ready = prefixes.prepare(variables, tasks, prompts, [len(part) for part in parts], layers=layers)
         sampled = generate_launch(
             model.policy,
             variables,
@@ -224,7 +224,7 @@ class TeamSampler:
             pad_id=model.tokenizer.pad_id,
             sampling=self._sampling,
             keep=True,
-            layers=weights.layers(model, max(limits)),
+            layers=layers,
         )
         completions, at = [], 0
         for part, inputs, (out, prefix, suffix) in zip(parts, ready, sampled, strict=True):

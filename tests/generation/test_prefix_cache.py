@@ -123,21 +123,22 @@ def cut_off(prefix, start, junk=7.0):
 
 @pytest.mark.parametrize("family,lora,queries", [("qwen2", True, 128), ("qwen3", False, 4), ("llama", False, 9)])
 def test_extending_is_prefilling(family, lora, queries, monkeypatch):
-    """Also where new tokens attend in pieces: 9 of them in pieces of 4."""
+    """Also where new tokens attend in pieces: 9 of them in pieces of 4. Stacked and split layers are the same."""
     monkeypatch.setattr(decoder, "QUERIES", queries)
     policy = model(family)
     variables = variables_of(policy, lora)
     tokens, length, start, rest = ragged()
     assert (start + rest.shape[1] > tokens.shape[1]).any() and (start == 0).any()
     hidden, prefix = jax.jit(policy.prefill)(variables, tokens, length)
-    again, grown, filled = jax.jit(functools.partial(fill, policy))(
-        variables, rest, length - start, cut_off(prefix, start), start
-    )
-    np.testing.assert_array_equal(filled, length)
-    np.testing.assert_allclose(again, hidden, atol=1e-5)
     real = (np.arange(tokens.shape[1]) < length[:, None])[..., None, None]
-    for want, got in zip(jax.tree.leaves(prefix), jax.tree.leaves(grown)):
-        np.testing.assert_allclose(np.where(real, got, 0), np.where(real, want, 0), atol=1e-5)
+    for read in (variables, policy.unstack(variables)):
+        again, grown, filled = jax.jit(functools.partial(fill, policy))(
+            read, rest, length - start, cut_off(prefix, start), start
+        )
+        np.testing.assert_array_equal(filled, length)
+        np.testing.assert_allclose(again, hidden, atol=1e-5)
+        for want, got in zip(jax.tree.leaves(prefix), jax.tree.leaves(grown), strict=True):
+            np.testing.assert_allclose(np.where(real, got, 0), np.where(real, want, 0), atol=1e-5)
 
 
 def test_extending_rows_that_have_parameters_of_their_own():
