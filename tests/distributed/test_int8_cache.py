@@ -38,13 +38,13 @@ def close(got, expected):
 
 
 def turns(sampler):
-    """Samples of two turns of a host rollout, and the tokens of all prompts. Those of the second turn continue others."""
+    """Samples of two turns of a host rollout, and the tokens of all prompts. Five prompts continue a sample."""
     first = layouts.requests((0, 1, 2, 1), (2,) * 4)
     said = sampler.sample(first, more=True)
     again = [
-        r._replace(prompt_ids=[*r.prompt_ids, *samples[k].action.ids, 65, 66, 67], group=1, key=r.key + k)
+        r._replace(prompt_ids=[*r.prompt_ids, *samples[0].action.ids, 65, 66, 67], group=1, key=r.key + k)
         for r, samples in zip(first, said, strict=True)
-        for k in range(2)
+        for k in range(5)
     ]
     tokens = sum(len(r.prompt_ids) for r in [*first, *again])
     return said + sampler.sample(again, more=False), tokens
@@ -64,7 +64,8 @@ def test_samples_on_a_mesh_are_those_of_one_device(cut, monkeypatch):
         close(turns(many)[0], expected)
     assert many.prompt_tokens == one.prompt_tokens < tokens  # what is cached is not read again
     prefixes = [many._cached] if cut == (4, 2) else list(many._cached.values())
-    assert sum(x.moved_tokens for x in prefixes) > 0  # some of it was sent to other devices
+    # Some of it was sent to other devices, where a model has several.
+    assert sum(x.moved_tokens for x in prefixes) > 0 or cut == (4, 2)
     pool = jax.tree.leaves([x._pool for x in prefixes], is_leaf=is_int8)
     assert pool and all(map(is_int8, pool)) and {x.values.dtype.name for x in pool} == {"int8"}
 
