@@ -202,8 +202,8 @@ def prefill(
         keep: form of the cache, as for `decoder.prefill`.
     """
     cfg: decoder.Config = policy.config
-    empty: Cached = jnp.zeros((*tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
-    empty = empty if keep is None else keep(empty)
+    zeros = jnp.zeros((*tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
+    empty = zeros if keep is None else keep(zeros)
     none = tuple((empty, empty) for _ in range(cfg.num_layers))
     return extend(policy, variables, tokens, length, jnp.zeros_like(length), none)
 

@@ -20,6 +20,7 @@ products, and no form copies a cache in another dtype. The form for GPU does not
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,14 +134,14 @@ def _merged(
     impl: str,
     interpret: bool,
     q: jax.Array,
-    prefix_k: Cached,
-    prefix_v: Cached,
+    prefix_k: Any,
+    prefix_v: Any,
     prefix_length: jax.Array,
-    own_k: Cached,
-    own_v: Cached,
+    own_k: Any,
+    own_v: Any,
     t: jax.Array,
 ) -> jax.Array:
-    """Attend by a Pallas form: compute parts of the keys and merge them."""
+    """Attend by a Pallas form: compute parts of the keys and merge them. The caches may be of int8."""
     from jaxmarl_llm.kernels.attention.group_decode_pallas import WHOLE, parts, whole
 
     n, g, _, heads, h = q.shape

@@ -80,7 +80,10 @@ def parts(
         interpret: run in Pallas' interpreter.
     """
     length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # no read beyond the arrays
-    return {"gpu": _triton, "tpu": _mosaic}[impl](q, k, v, length, interpret)
+    if impl == "tpu":
+        return _mosaic(q, k, v, length, interpret)
+    assert not isinstance(k, Int8Vectors) and not isinstance(v, Int8Vectors)  # see `refused`
+    return _triton(q, k, v, length, interpret)
 
 
 def product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
@@ -285,11 +288,9 @@ def _mosaic(q: jax.Array, k: Cached, v: Cached, length: jax.Array, interpret: bo
         (several, size, wide), lambda e, i, j, length, blocks: (e, 0, jnp.minimum(j, blocks[e] - 1))
     )
     shape = lambda size: jax.ShapeDtypeStruct((b * kv, m, size), jnp.float32)
-    cache: tuple[jax.Array, ...]
+    cache: tuple[Any, ...] = k, v
     if isinstance(k, Int8Vectors) and isinstance(v, Int8Vectors):
         cache = k.values, v.values, k.scales, v.scales
-    else:
-        cache = k, v
     top, total, out = pl.pallas_call(
         _mosaic_body,
         grid_spec=mosaic.PrefetchScalarGridSpec(

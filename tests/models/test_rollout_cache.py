@@ -46,14 +46,20 @@ def rounded(x):
     return jnp.rint(x / step) * step
 
 
-@pytest.fixture
-def rounds(monkeypatch):
-    """Decoders round keys and values to floats where they make them. Gives a copy of a policy without traces."""
-    monkeypatch.setattr(decoder, "lay_heads", rounded)
-    again = lambda f: functools.partial(f.func, *f.args, **f.keywords)
-    return lambda policy: policy._replace(
-        prefill=again(policy.prefill), extend=again(policy.extend), decode=again(policy.decode)
-    )
+@functools.cache
+def rounding(policy):
+    """A policy whose decoder rounds keys and values to floats where it makes them."""
+
+    def inside(function):
+        def call(*args, **more):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(decoder, "lay_heads", rounded)
+                return function(*args, **more)
+
+        return call
+
+    names = ("prefill", "extend", "decode", "decode_slots", "hidden")
+    return policy._replace(**{name: inside(getattr(policy, name)) for name in names})
 
 
 def close(got, right):
@@ -65,19 +71,19 @@ def close(got, right):
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("response", [6, 40])  # stacked layers, and layers that are cut before the loop
-def test_tokens_are_those_of_rounded_keys_and_values(response, family, rounds):
+def test_tokens_are_those_of_rounded_keys_and_values(response, family):
     policy, variables = policy_of(family=family)
     given = rows()
     for temperature in (0.0, 1.0):
         got = said(int8(policy), variables, given, response, temperature)
-        close(got, said(rounds(policy), variables, given, response, temperature))
+        close(got, said(rounding(policy), variables, given, response, temperature))
 
 
-def test_log_probs_are_those_of_whole_sequences_with_rounded_keys_and_values(rounds):
+def test_log_probs_are_those_of_whole_sequences_with_rounded_keys_and_values():
     policy, variables = policy_of()
     tokens, length, *_ = given = rows()
     got = said(int8(policy), variables, given)
-    hidden = policy.hidden(variables, jnp.asarray(tokens), jnp.asarray(length), got.tokens)
+    hidden = rounding(policy).hidden(variables, jnp.asarray(tokens), jnp.asarray(length), got.tokens)
     every = jax.nn.log_softmax(policy.unembed(variables, hidden))
     own = np.take_along_axis(np.asarray(every), np.asarray(got.tokens)[..., None], -1)[..., 0]
     there = np.arange(6) < np.asarray(got.length)[..., None]
@@ -97,11 +103,11 @@ def test_log_probs_are_near_those_of_training():
     assert 1e-4 < off.max() < 0.3 and off.mean() < 0.05
 
 
-def test_keys_and_values_of_whole_steps_give_the_tokens_of_a_plain_cache(rounds):
+def test_keys_and_values_of_whole_steps_give_the_tokens_of_a_plain_cache():
     """A cache that int8 can hold loses nothing: both forms of the same policy say the same."""
     policy, variables = policy_of()
     given = rows(seed=3)
-    close(said(int8(rounds(policy)), variables, given), said(rounds(policy), variables, given))
+    close(said(rounding(int8(policy)), variables, given), said(rounding(policy), variables, given))
 
 
 def test_the_invariant_form_has_the_tokens_of_the_portable_one():

@@ -11,13 +11,14 @@ import pytest
 from jaxmarl_llm.config import LATER, fingerprint, from_dict
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models import decoder, rollout_cache
+from jaxmarl_llm.models import rollout_cache
 from jaxmarl_llm.models.rollout_cache import int8
 from jaxmarl_llm.recipes import grpo, malt
 from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
+from tests.models.test_rollout_cache import rounding
 from tests.training import relay
 from tests.training.relay import steps
 from tests.training.test_rollout_weights import LORA, SHARED, array_run, team, text_run
@@ -25,26 +26,10 @@ from tests.training.test_rollout_weights import LORA, SHARED, array_run, team, t
 INT8 = {"rollout_cache": "int8", "loss": Loss(tis_clip=2.0)}
 
 
-def rounded(x):
-    """Vectors in steps of their largest magnitude / 127, as floats: what int8 values stand for."""
-    step = jnp.maximum(jnp.abs(x).max(-1, keepdims=True) / 127, 1e-30)
-    return jnp.rint(x / step) * step
-
-
 @functools.cache
-def rounding(policy):
-    """A policy that generates with plain caches of keys and values which the test rounds. Training does not."""
-
-    def inside(function):
-        def call(*args, **more):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(decoder, "lay_heads", rounded)
-                return function(*args, **more)
-
-        return call
-
-    names = ("prefill", "extend", "decode", "decode_slots")
-    return policy._replace(**{name: inside(getattr(policy, name)) for name in names})
+def generating_with_rounded(policy):
+    """A policy that generates with plain caches of keys and values which a test rounds. Training does not."""
+    return rounding(policy)._replace(hidden=policy.hidden)
 
 
 RUNS = {
@@ -63,7 +48,7 @@ def test_a_run_samples_with_rounded_keys_and_values_and_learns_from_whole_ones(n
     make, changes = RUNS[name]
     state, results, metrics = steps(make(**INT8, **changes), tmp_path / "int8", 2)
     recipe = make(loss=Loss(tis_clip=2.0), **changes)
-    recipe.env_runner.cache_form = rounding
+    recipe.env_runner.cache_form = generating_with_rounded
     other, witness, _ = steps(recipe, tmp_path / "witness", 2)
     for result, right in zip(results, witness, strict=True):
         got, right = result.tree.steps, right.tree.steps
