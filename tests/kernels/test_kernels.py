@@ -286,7 +286,7 @@ def programs(dtype=jnp.bfloat16, n=4, g=8, p=2048, s=256, heads=14, kv=2, h=64, 
         ),
         "decode, int8": Program(
             lambda *x, impl: group_decode_attention(*x, impl=impl), (of(n, g, 1, heads, h), *in_int8), "group_decode",
-            f"x{p}xf32>",
+            f"x{heads // kv}x1x{p}xf32>",
         ),
         "training": Program(
             jax.grad(of_group, (0, 1, 2, 4, 5)), responses, "tree_attention", f"x{s}x{p}xf32>"
