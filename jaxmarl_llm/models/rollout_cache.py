@@ -2,7 +2,7 @@
 
 A form makes from a policy one that generates with such a cache. Keys and values are rounded once, when they are made.
 All tokens read the rounded ones, those of a prompt too. So it does not matter which launch read a prompt. Functions of
-training, and a policy without keys and values, stay as they are.
+training and scripted models stay as they are.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def int8(policy: Policy) -> Policy:
     prefill = policy.prefill
     if not isinstance(prefill, functools.partial) or prefill.func not in PREFILLS or prefill.keywords:
         raise ConfigError(
-            f"config.rollout_cache: expected {SAME!r} for a model that is no decoder of this package: its policy "
-            f"{type(policy.config).__qualname__} has a cache of its own, got 'int8'"
+            f"config.rollout_cache: expected {SAME!r} for a model that is no decoder of this package, got 'int8'"
         )
     return policy._replace(prefill=functools.partial(prefill, keep=quantize_vectors))
 

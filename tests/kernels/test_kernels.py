@@ -347,7 +347,8 @@ for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
     there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device))
     for sizes in SIZES if topology == "v5e:2x2" else SIZES[:1]:
         for name, program in programs(**sizes).items():
-            lower = lambda impl: jax.jit(lambda *x: program.call(*x, impl=impl)).lower(*map(there, program.arguments))
+            arguments = jax.tree.map(there, program.arguments)
+            lower = lambda impl: jax.jit(lambda *x: program.call(*x, impl=impl)).lower(*arguments)
             assert re.search(program.name, lower("tpu").as_text())
             memory = lambda impl: lower(impl).compile().memory_analysis().temp_size_in_bytes
             used = memory("tpu")
