@@ -36,6 +36,7 @@ from jaxmarl_llm.generation.blocks import Blocks
 from jaxmarl_llm.generation.buckets import up_to
 from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, sample_launch
 from jaxmarl_llm.kernels.int8 import Int8Matrix
+from jaxmarl_llm.models import rollout_cache
 from jaxmarl_llm.models.decoder import make_policy
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.models.rollout_weights import FORMS
@@ -272,10 +273,12 @@ def compile_stages(
 
     p, r = shape.prompt, shape.response
     learner = make_learner(team.policy, cfg.loss, cfg.optimizer, cfg.sampling)
+    cached = rollout_cache.FORMS[cfg.rollout_cache]
+    playing = team.policy if cached is None else cached(team.policy)
 
     def rollout(variables: Params, parts: Sequence[PromptRows]) -> Any:
         return sample_launch(
-            team.policy,
+            playing,
             variables,
             [part._replace(keys=jax.random.wrap_key_data(part.keys)) for part in parts],
             max_new_tokens=r,

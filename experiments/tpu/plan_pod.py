@@ -103,6 +103,8 @@ def measure(
         program += f" rollout {blocks} blocks, {grid.shape}"
     if bare.rollout_weights != SAME:
         program += f" {bare.rollout_weights}"
+    if bare.rollout_cache != SAME:
+        program += f" {bare.rollout_cache} cache"
     versions, date = {"jax": jax.__version__, "libtpu": libtpu.__version__}, datetime.date.today().isoformat()
     made = program, versions, hlo.VERSION
     same = next((r for r in known if (r["program"], r["versions"], r.get("counter")) == made and r["stages"]), None)
@@ -118,7 +120,8 @@ def measure(
     peaks = stage_peaks(bare, team, stages) or {"resident": resident(bare, held)}
     launch = largest_launch(plan, work)
     shaped = launch._replace(parts=tuple(LaunchPart(g, n, n, ()) for n, g in shape.parts))
-    cache = costs.cache_bytes(shaped, team.policy.config)
+    largest = max(work.models, key=lambda w: costs.parameters(w.config))  # the model that is compiled
+    cache = costs.cache_bytes(shaped, largest)
     cache *= max(1, grid.shape["tensor"] // team.policy.config.num_kv_heads)  # heads that are copied
     row: dict[str, Any] = {
         "config": name,
@@ -146,12 +149,11 @@ def measure(
         "date": date,
     }
     if any(s.compiled for s in stages.values()):
-        weights = max(work.models, key=lambda w: costs.parameters(w.config))
         real = shape.parts
         if rows is None and blocks == 1:  # with blocks, every block is taken to be full
             real = tuple((min(n, part.rows), g) for (n, g), part in zip(shape.parts, launch.parts, strict=True))
         compiled = {k: s for k, s in stages.items() if s.compiled}
-        row["ratios"] = ratios(weights, real, shape, mesh.size, cuts, row["cache"], compiled)
+        row["ratios"] = ratios(largest, real, shape, mesh.size, cuts, row["cache"], compiled)
     row["advice"] = "" if row["fits"] else advice(bare, row, team.policy.config)
     if row["fits"] and set(stages) > {"prefill", "accumulate", "apply"}:
         row["step"] = step_seconds(bare, plan, work, chip, mesh, team, shape, stages, blocks)

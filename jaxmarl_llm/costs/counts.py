@@ -44,7 +44,8 @@ class ModelSize(NamedTuple):
 
     config: architecture. rank: 0 for a full copy; otherwise the rank of a LoRA adapter over a base that all such models
     share. targets: layers with an adapter. extra: float32 parameters of a value head. rollout_weights: form of the
-    weights that a training rollout reads (`models.rollout_weights`).
+    weights that a training rollout reads (`models.rollout_weights`). rollout_cache: form of the keys and values that it
+    caches (`models.rollout_cache`).
     """
 
     config: Config
@@ -52,6 +53,7 @@ class ModelSize(NamedTuple):
     targets: tuple[str, ...] = TARGETS
     extra: int = 0
     rollout_weights: str = "same"
+    rollout_cache: str = "same"
 
 
 class RoleLengths(NamedTuple):

@@ -147,8 +147,8 @@ class _Step(NamedTuple):
 
 def largest_launch(plan: Plan, work: Workload) -> Launch:
     """The launch of a rollout with the largest cache and logits."""
-    config = lambda x: work.models[x.model].config
-    return max(launches(plan, work), key=lambda x: costs.cache_bytes(x, config(x)) + costs.logits_bytes(x, config(x)))
+    of = lambda x: work.models[x.model]
+    return max(launches(plan, work), key=lambda x: costs.cache_bytes(x, of(x)) + costs.logits_bytes(x, of(x).config))
 
 
 def trained_nodes(cfg: Any, plan: Plan, work: Workload) -> float:
@@ -222,7 +222,7 @@ def _memory(
         parameters=team / cut,
         optimizer=held.optimizer / cut,
         rollout_copy=held.formed / cut + (playing / wide if fsdp * context > 1 or layout != (1, tensor) else 0.0),
-        cache=costs.cache_bytes(here, arch) / wide,
+        cache=costs.cache_bytes(here, step.weights) / wide,
         generation=max(here.rows * prompt / copies, 3 * 4 * lanes * arch.vocab_size) / wide,
         gradient=held.gradient / cut,
         activations=(layers / (1 if remat else tensor) + scores / tensor) / context + gathered,

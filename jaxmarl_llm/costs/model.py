@@ -111,21 +111,26 @@ def attention_flops(cfg: Config) -> int:
     return 4 * cfg.num_layers * cfg.num_heads * cfg.head_dim
 
 
-def cache_bytes(launch: Launch, cfg: Config, *, shared: bool = True) -> int:
+def cache_bytes(launch: Launch, weights: ModelSize, *, shared: bool = True) -> int:
     """Bytes of the keys and values of a launch.
 
     A slot holds 2 L K H numbers. There are N P slots for prompts and N G S slots for completions. S = max(R - 1, 1),
-    because the last token is not read again. launch: the allocated shape. cfg: architecture. shared: False counts N G
+    because the last token is not read again. launch: the allocated shape. weights: the model. shared: False counts N G
     (P + S) slots, as if every sample had a prompt of its own.
     """
     own = max(launch.response - 1, 1)
     slots = sum(part.rows * ((1 if shared else part.group) * launch.prompt + part.group * own) for part in launch.parts)
-    return slots * cache_slot_bytes(cfg)
+    return slots * cache_slot_bytes(weights)
 
 
-def cache_slot_bytes(cfg: Config) -> int:
-    """Bytes of the keys and values of one token in all layers."""
-    return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * ITEMSIZE[cfg.dtype]
+def cache_slot_bytes(weights: ModelSize) -> int:
+    """Bytes of the cached keys and values of one token in all layers.
+
+    int8: one byte for each number and a float32 scale for each key and each value of a head.
+    """
+    c = weights.config
+    vector = c.head_dim + 4 if weights.rollout_cache == "int8" else c.head_dim * ITEMSIZE[c.dtype]
+    return 2 * c.num_layers * c.num_kv_heads * vector
 
 
 def layer_bytes(weights: ModelSize) -> int:
@@ -220,7 +225,7 @@ def least_work(launch: Launch, weights: ModelSize) -> LeastWork:
         written += part.fresh * p
         read += part.nodes * ((r - 1) * p + g * max(own - (r - 1), 0.0))
     steps, started = least_steps(launch), max((x.nodes / x.most for _, x in launch.members), default=0.0)
-    slot = cache_slot_bytes(c)
+    slot = cache_slot_bytes(weights)
     layers, table = layer_bytes(weights), ITEMSIZE[c.dtype] * c.vocab_size * c.hidden_size
     decode_bytes = steps * table + max(steps - started, 0.0) * layers + read * slot
     return LeastWork(prefill, decode, started * layers + written * slot, decode_bytes, unshared, uncached)
@@ -313,8 +318,8 @@ def memory(
     `training.optimizers.Optimizer`.
     """
     started = launches(plan, work)
-    of = lambda launch: work.models[launch.model].config
-    top = max(started, key=lambda x: cache_bytes(x, of(x)) + logits_bytes(x, of(x)))
+    of = lambda launch: work.models[launch.model]
+    top = max(started, key=lambda x: cache_bytes(x, of(x)) + logits_bytes(x, of(x).config))
     own = [own_bytes(w) for w in work.models]
     numbers = max(adapter_parameters(w) if w.rank else parameters(w.config) for w in work.models)
     return Memory(
@@ -324,7 +329,7 @@ def memory(
         copies * sum(own),
         cache_bytes(top, of(top)),
         cache_bytes(top, of(top), shared=False),
-        logits_bytes(top, of(top)),
+        logits_bytes(top, of(top).config),
         2 * 4 * numbers,
         offload,
         sum(formed_bytes(w) for w in _copies(work.models)),

@@ -78,6 +78,7 @@ def workload_of(
             cfg.team.lora_targets,
             extra if m.name in team.critics else 0,
             cfg.rollout_weights,
+            cfg.rollout_cache,
         )
         for m in team.models
     )

@@ -89,7 +89,7 @@ def cut_heads(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, place)
 
 
-def by_heads(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def by_heads(function: Callable[..., Any], *arrays: PyTree) -> Any:
     """Run ``function(*arrays)`` on each device with its own rows and heads, inside a compiled function.
 
     Its code sees no mesh, so its kernels need not be partitioned. Without a mesh, it is called as it is.
@@ -97,8 +97,8 @@ def by_heads(function: Callable[..., Any], *arrays: jax.Array) -> Any:
     Args:
         function: attention, or another function whose rows and heads do not meet. Its result, or each of its results,
             has the axes of the first array.
-        arrays: [N ... heads H], or with fewer axes: [N ...] without heads, or a number. N is a multiple of `row_parts`.
-            The numbers of heads are multiples of the tensor axis.
+        arrays: [N ... heads H], or with fewer axes: [N ...] without heads, or a number. Each may be a tree of such
+            arrays. N is a multiple of `row_parts`. The numbers of heads are multiples of the tensor axis.
     """
     if not meshed():
         return function(*arrays)
@@ -108,5 +108,5 @@ def by_heads(function: Callable[..., Any], *arrays: jax.Array) -> Any:
         heads = (*[None] * (x.ndim - 3), "tensor", None) if x.ndim > 3 else ()
         return PartitionSpec(own, *heads) if x.ndim else PartitionSpec()
 
-    specs = tuple(cut(x) for x in arrays)
+    specs = jax.tree.map(cut, arrays)
     return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)(*arrays)

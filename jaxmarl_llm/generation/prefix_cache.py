@@ -220,7 +220,7 @@ class Prefixes:
 
     def _reserve(self, like: PyTree) -> None:
         """Make room for the slots in use. ``like``: a cache, for the shapes of the first pool."""
-        size = 0 if self._pool is None else len(self._pool[0][0]) // self._parts
+        size = 0 if self._pool is None else len(jax.tree.leaves(self._pool)[0]) // self._parts
         need = 1 << (max(*self._used, 256) - 1).bit_length()
         if self._pool is None:
             self._pool = prefix_pool.make(like, size=need, cut=self._cut)

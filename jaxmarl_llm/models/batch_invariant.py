@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.generation.sampling import Sampling, sample_hidden
+from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors, dequantize, stored
 from jaxmarl_llm.models import decoder
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
@@ -163,9 +164,10 @@ def _extend_row(policy: Policy, layers: Params, row: tuple) -> tuple[jax.Array, 
 
         def attend(cache: tuple, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
             # Padding behind `count` is written behind what is read, or beyond the cache and dropped.
-            cached_k, cached_v = (x.at[positions].set(y, mode="drop") for x, y in zip(cache, (k, v)))
+            write = lambda x, y: x.at[positions].set(y, mode="drop")
+            cached_k, cached_v = (jax.tree.map(write, x, stored(y, x)) for x, y in zip(cache, (k, v)))
             repeat = lambda x: jnp.broadcast_to(x, (ROWS, *x.shape))
-            read = lambda x, at: repeat(x.at[at].get(mode="clip"))
+            read = lambda x, at: repeat(_whole(jax.tree.map(lambda y: y.at[at].get(mode="clip"), x)))
             return attend_to(q, lambda at: (read(cached_k, at), read(cached_v, at)), positions), (cached_k, cached_v)
 
         ids = jax.lax.dynamic_slice_in_dim(tokens, i * ROWS, ROWS)
@@ -177,7 +179,19 @@ def _extend_row(policy: Policy, layers: Params, row: tuple) -> tuple[jax.Array, 
     return jax.lax.fori_loop(0, (count - 1) // ROWS + 1, tile, (hidden, prefix))
 
 
-def prefill(policy: Policy, variables: Params, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, PyTree]:
+def _whole(x: Cached) -> jax.Array:
+    """Keys or values that were read from a cache, as numbers to compute with."""
+    return dequantize(x, jnp.float32) if isinstance(x, Int8Vectors) else x
+
+
+def prefill(
+    policy: Policy,
+    variables: Params,
+    tokens: jax.Array,
+    length: jax.Array,
+    *,
+    keep: decoder.Keep | None = None,
+) -> tuple[jax.Array, PyTree]:
     """Extend empty caches by prompts: hidden state [N D] of the last token, and the cache (k, v) of each layer.
 
     Args:
@@ -185,9 +199,11 @@ def prefill(policy: Policy, variables: Params, tokens: jax.Array, length: jax.Ar
         variables: as for `decoder.prefill`.
         tokens: prompts [N P], right-padded.
         length: tokens of each prompt [N], at least 1.
+        keep: form of the cache, as for `decoder.prefill`.
     """
     cfg: decoder.Config = policy.config
-    empty = jnp.zeros((*tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
+    zeros = jnp.zeros((*tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
+    empty = zeros if keep is None else keep(zeros)
     none = tuple((empty, empty) for _ in range(cfg.num_layers))
     return extend(policy, variables, tokens, length, jnp.zeros_like(length), none)
 
@@ -246,15 +262,19 @@ def decode_part(
         filled = length[node]
 
         def attend(cache: tuple, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
+            now = stored(k, cache[0][0]), stored(v, cache[0][1])
+
             def keys(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
                 slot = positions - filled[:, None]  # in the suffix
                 where = lambda test, x, y: jnp.where(test[..., None, None], x, y)
                 of_prompt = lambda x: x.at[node[:, None], positions].get(mode="clip")
                 of_sample = lambda x: x.at[node[:, None], sample[:, None], jnp.maximum(slot, 0)].get(mode="clip")
-                cached_k, cached_v = (where(slot < 0, of_prompt(x), of_sample(y)) for x, y in zip(*cache))
-                return where(slot == t, k[:, None], cached_k), where(slot == t, v[:, None], cached_v)
+                cached = lambda x, y: where(slot < 0, of_prompt(x), of_sample(y))
+                read = lambda x, y, new: where(slot == t, new[:, None], cached(x, y))
+                found_k, found_v = (_whole(jax.tree.map(read, *of)) for of in zip(*cache, now, strict=True))
+                return found_k, found_v
 
-            return attend_to(q, keys, filled + t), (k, v)
+            return attend_to(q, keys, filled + t), now
 
         return _trunk(policy, layers, tokens, filled + t, tuple(zip(prefix, suffix)), attend)
 

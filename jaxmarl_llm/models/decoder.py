@@ -36,6 +36,7 @@ from jaxmarl_llm.kernels.attention.group import group_attention
 from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention, ring_decode_attention
 from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.kernels.head.head import Head
+from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors, attend_to, dequantize, stored
 from jaxmarl_llm.kernels.matmul import matmul
 from jaxmarl_llm.types import Policy, Unembed
 
@@ -233,6 +234,7 @@ class Linear(nn.Module):
 
 # (q [... T Q H], k [... T K H], v) -> (attention [... T Q H], the keys and values to keep)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+Keep = Callable[[jax.Array], Cached]  # new keys or values -> what a cache has of them
 
 
 class Attention(nn.Module):
@@ -286,14 +288,14 @@ class Block(nn.Module):
         return x + MLP(self.cfg, name="mlp")(y), kept
 
 
-def attend_by_heads(attention: Callable[..., jax.Array], *arrays: jax.Array, on_mesh: str = "auto") -> jax.Array:
+def attend_by_heads(attention: Callable[..., jax.Array], *arrays: Any, on_mesh: str = "auto") -> jax.Array:
     """Attend on each device with its own rows and heads: XLA cannot partition the kernels.
 
     Rows that a mesh cannot cut evenly take the portable form, which XLA partitions.
 
     Args:
         attention: a function of kernels/attention, which takes ``impl``.
-        arrays: its arguments, queries first.
+        arrays: its arguments, queries first; caches may be of int8.
         on_mesh: form on each device of a mesh.
     """
     if len(arrays[0]) % sharding.row_parts():
@@ -302,7 +304,7 @@ def attend_by_heads(attention: Callable[..., jax.Array], *arrays: jax.Array, on_
     return by_heads(functools.partial(attention, impl=impl), *arrays)
 
 
-def _on_own_rows(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+def _on_own_rows(function: Callable[..., Any], *arrays: Any) -> Any:
     """`by_heads` of a function of XLA, which also takes rows that a mesh cannot cut evenly."""
     return function(*arrays) if len(arrays[0]) % sharding.row_parts() else by_heads(function, *arrays)
 
@@ -320,6 +322,20 @@ def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
     if context.cuts(q):
         return context.attend_in_parts(tree_attention, q, k, v, jnp.full(q.shape[:2], q.shape[1])), (k, v)
     return attend_by_heads(causal_attention, q, k, v), (k, v)
+
+
+def causal_kept(keep: Keep, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    """Attend as `causal`, to the keys and values as the cache will have them.
+
+    Args:
+        keep: form of the cache.
+        q: queries [N P Q H].
+        k: keys [N P K H].
+        v: values [N P K H].
+    """
+    kept = keep(k), keep(v)
+    read = (dequantize(x, q.dtype) if isinstance(x, Int8Vectors) else x for x in kept)
+    return causal(q, *read)[0], kept
 
 
 def ancestors(q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array) -> jax.Array:
@@ -441,7 +457,9 @@ def output_head(cfg: Config, variables: Any) -> Head:
     return Head(p["embed"]["embedding"], used=cfg.used_vocab)
 
 
-def prefill(cfg: Config, variables: Any, tokens: jax.Array, length: jax.Array) -> tuple[jax.Array, Any]:
+def prefill(
+    cfg: Config, variables: Any, tokens: jax.Array, length: jax.Array, *, keep: Keep | None = None
+) -> tuple[jax.Array, Any]:
     """Run prompts once: hidden state [N D] of the last token, and keys and values (k, v) [N P K H] of each layer.
 
     Args:
@@ -449,20 +467,23 @@ def prefill(cfg: Config, variables: Any, tokens: jax.Array, length: jax.Array) -
         variables: ``{"params": ..., "lora": ...}``; the adapters may be absent.
         tokens: prompts [N P], right-padded.
         length: tokens of each prompt [N], at least 1.
+        keep: form of the cache, as `kernels.int8.quantize_vectors`. `extend` and `decode` keep the form of the cache
+            that they are given. None: keys and values as they are.
     """
     check_positions(cfg, tokens.shape[1])
     columns = tokens.shape[1]
     tokens = _pad_columns(tokens, context.missing(columns))
     angles = _angles(cfg, jnp.arange(tokens.shape[1]))[None]
+    attend = causal if keep is None else functools.partial(causal_kept, keep)
     with sharding.many_tokens():
         x, kv = jax.lax.scan(
-            lambda x, layer: _apply_layer(cfg, layer, x, angles, causal),
+            lambda x, layer: _apply_layer(cfg, layer, x, angles, attend),
             context.lay_embedded(embed(variables, tokens)),
             _stacked_layers(variables),
             unroll=_unroll(cfg),
         )
     of_layer = lambda x, i: context.whole_tokens(x[i, :, :columns] if columns < x.shape[2] else x[i])
-    prefix = tuple((of_layer(kv[0], i), of_layer(kv[1], i)) for i in range(cfg.num_layers))
+    prefix = tuple(jax.tree.map(lambda x, i=i: of_layer(x, i), kv) for i in range(cfg.num_layers))
     return _final_norm(cfg, variables, _at_last_token(x, length)), prefix
 
 
@@ -507,13 +528,16 @@ def _attend_cached(
     of each row are in memory. ``asking``: slots of the queries [N E'], where these are a part of the new tokens.
     """
     row = jnp.arange(len(slots))[:, None]
-    pk, pv = pk.at[row, slots].set(k, mode="drop"), pv.at[row, slots].set(v, mode="drop")
+    write = lambda x, new: x.at[row, slots].set(new, mode="drop")
+    pk, pv = (jax.tree.map(write, x, stored(new, x)) for x, new in ((pk, k), (pv, v)))
     slots = slots if asking is None else asking
     n, e = slots.shape
 
     def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        visible = (jnp.arange(pk.shape[1]) <= part[1][..., None])[:, None]
-        return jax.nn.dot_product_attention(part[0], pk, pv, mask=visible)
+        visible = jnp.arange(pk.shape[1]) <= part[1][..., None]
+        if isinstance(pk, Int8Vectors):
+            return attend_to(part[0], pk, pv, visible)
+        return jax.nn.dot_product_attention(part[0], pk, pv, mask=visible[:, None])
 
     if e <= QUERIES:
         return attend((q, slots)), pk, pv
@@ -541,12 +565,11 @@ def init_suffix(prefix: Any, group: int, response: int) -> Any:
     """Make an empty cache for samples: (k, v) [N G R K H] of each layer.
 
     Args:
-        prefix: cache of the prompts, which gives N, K, H and the dtype.
+        prefix: cache of the prompts, which gives N, K, H and the form.
         group: samples of each prompt, G.
         response: slots of each sample, R.
     """
-    n, _, k, h = prefix[0][0].shape
-    zeros = jnp.zeros((n, group, response, k, h), prefix[0][0].dtype)
+    zeros = jax.tree.map(lambda x: jnp.zeros((len(x), group, response, *x.shape[2:]), x.dtype), prefix[0][0])
     return tuple((zeros, zeros) for _ in prefix)
 
 
@@ -562,7 +585,8 @@ def _attend_samples(
 ) -> tuple[jax.Array, Any]:
     """Attend from one token of every sample of a part in one layer: [N G 1 Q H], and (k, v) with the token's."""
     slot = t if begun is None else t % suffix[0].shape[2]
-    written = (jax.lax.dynamic_update_slice_in_dim(x, y, slot, axis=2) for x, y in zip(suffix, (k, v), strict=True))
+    write = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, axis=2)
+    written = (jax.tree.map(write, x, stored(new, x)) for x, new in zip(suffix, (k, v), strict=True))
     (own_k, own_v), (prefix_k, prefix_v) = written, prefix
     if begun is None:
         # Pallas forms copy the own slots out of the loop's state on a mesh: 1.8 times the traffic (docs/log.md).

@@ -34,6 +34,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import bucket, coarse
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Prompt
+from jaxmarl_llm.models.rollout_cache import with_caches
 from jaxmarl_llm.rollout import scheduler
 from jaxmarl_llm.rollout.array import check_seats, make_rollout
 from jaxmarl_llm.rollout.block_sampler import sampler_of
@@ -46,7 +47,7 @@ from jaxmarl_llm.rollout.launches import SamplerFactory, here
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.rollout.recall import mean_embedding
 from jaxmarl_llm.rollout.watching import later
-from jaxmarl_llm.types import Array, Params, PyTree, Retrieval, Role, Team, TrainState, Tree
+from jaxmarl_llm.types import Array, Params, Policy, PyTree, Retrieval, Role, Team, TrainState, Tree
 
 QUERY_TOKENS = 96  # tokens of a host prompt's first user message that make its memory key
 ENTRY_TOKENS, ENTRY_BYTES = 64, 208  # of a host environment's memory entry
@@ -101,10 +102,12 @@ class EnvRunner(ABC):
     ``watcher``: called with every rollout, and whether its tasks were held out; None: nobody watches. ``evaluations``:
     sees every evaluation; None: nothing does. ``layout``: how devices are cut during generation; None: as in training.
     ``form``: what a training rollout reads in place of a model's parameters, see `models.rollout_weights`; None: them.
+    ``cache_form``: the policy of its generation in place of a model's, see `models.rollout_cache`; None: that policy.
     """
 
     layout: Layout | None = None
     form: Callable[[Params], Params] | None = None
+    cache_form: Callable[[Policy], Policy] | None = None
     watcher: Callable[[RolloutResult, bool], None] | None = None
     evaluations: EvaluationWatcher | None = None
     dropped = 0.0  # share of the demonstrations that were left out
@@ -173,6 +176,18 @@ class EnvRunner(ABC):
             return form(to_rollout(mesh, tree)) if apart else to_rollout(mesh, form(tree))
 
         return {kind: {name: of_model(params[kind][name]) for name in params[kind]} for kind in ("shared", "agents")}
+
+    def playing(self, team: Team, held_out: bool) -> Team:
+        """The team as a rollout plays it: with caches in their form. Equal arguments give the same team.
+
+        Args:
+            team: Roles and models.
+            held_out: Whether the tasks are held out: an evaluation has the caches of the models.
+
+        Raises:
+            ConfigError: The cache of a model has no such form.
+        """
+        return team if held_out or self.cache_form is None else with_caches(team, self.cache_form)
 
     @abstractmethod
     def contents(self, numbers: Sequence[int], held_out: bool) -> list[str]:
@@ -295,7 +310,7 @@ class ArrayEnvRunner(EnvRunner):
         """
         arguments = self._arguments(params, memory, indices, jax.random.key(0), 0, held_out, None)
         shapes = jax.eval_shape(lambda *given: given, *arguments)
-        return self._compiled(team, plan, sampling, memory_config), shapes
+        return self._compiled(self.playing(team, held_out), plan, sampling, memory_config), shapes
 
     def _rollout(self, team: Team, plan: Plan, sampling: Sampling, memory_config: MemoryConfig | None) -> Callable:
         return jax.jit(make_rollout(team, self.env, plan, sampling, memory_config))
@@ -315,7 +330,7 @@ class ArrayEnvRunner(EnvRunner):
         held_out=False,
         assignment=None,
     ):
-        rollout = self._compiled(team, plan, sampling, memory_config)
+        rollout = self._compiled(self.playing(team, held_out), plan, sampling, memory_config)
         with use_mesh(None if self.layout is None else self.layout.mesh):
             tree = to_host(rollout(*self._arguments(params, memory, indices, key, version, held_out, assignment)))
         check_seats(self.env, tree)
@@ -445,7 +460,7 @@ class HostEnvRunner(EnvRunner):
         held_out=False,
         assignment=None,
     ):
-        source = self.held_out if held_out else self.tasks
+        source, team = self.held_out if held_out else self.tasks, self.playing(team, held_out)
         chosen = [source[i] for i in indices]
         settings = HostSettings(
             plan,

@@ -24,7 +24,8 @@ from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.contract import Environment, check_step
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models.rollout_weights import FORMS, SAME
+from jaxmarl_llm.models import rollout_cache, rollout_weights
+from jaxmarl_llm.models.rollout_weights import SAME
 from jaxmarl_llm.rollout.array import table_rows
 from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, HostEnvRunner, make_env_runner
 from jaxmarl_llm.rollout.external import Engines
@@ -238,7 +239,9 @@ def open_env_runner(cfg: BaseConfig, env: Environment | None = None) -> tuple[En
     if cfg.team.batch_models and not env_runner.array:
         raise ConfigError(f"config.team.batch_models: expected false with the host environment {cfg.env.name!r}")
     team = make_team(cfg.team, env_runner.env.roles)
-    env_runner.form = FORMS[cfg.rollout_weights]
+    env_runner.form = rollout_weights.FORMS[cfg.rollout_weights]
+    env_runner.cache_form = rollout_cache.FORMS[cfg.rollout_cache]
+    env_runner.playing(team, held_out=False)  # raises ConfigError for a model whose cache has no form
     if cfg.engine.urls:
         if not isinstance(env_runner, HostEnvRunner):
             raise ConfigError(f"config.engine.urls: expected none with the array environment {cfg.env.name!r}")
@@ -317,10 +320,9 @@ def make_phases(
         raise ConfigError(f"config.update: expected None: recipe {cfg.recipe} updates by phases of its own")
     if cfg.staleness and not all(isinstance(phase.step, TrainStep) for phase in phases):
         raise ConfigError(f"config.staleness: expected 0: recipe {cfg.recipe} samples in phases of its own")
-    if cfg.rollout_weights != SAME and not all(isinstance(phase.step, TrainStep) for phase in phases):
-        raise ConfigError(
-            f"config.rollout_weights: expected {SAME!r}: recipe {cfg.recipe} samples in phases of its own"
-        )
+    for name in ("rollout_weights", "rollout_cache"):
+        if getattr(cfg, name) != SAME and not all(isinstance(phase.step, TrainStep) for phase in phases):
+            raise ConfigError(f"config.{name}: expected {SAME!r}: recipe {cfg.recipe} samples in phases of its own")
     if isinstance(env_runner, ArrayEnvRunner):
         check_step(env_runner.task, cfg.env.name, max(role.max_new_tokens for role in team.roles))
     mesh = meshes.open_mesh(cfg.mesh, team.models)

@@ -16,7 +16,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.engine import EngineConfig
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models.rollout_weights import FORMS, SAME
+from jaxmarl_llm.models import rollout_cache, rollout_weights
+from jaxmarl_llm.models.rollout_weights import SAME
 from jaxmarl_llm.telemetry.rollouts import RolloutsConfig
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
@@ -138,6 +139,7 @@ class BaseConfig:
     past: Past = Past()  # earlier policies as opponents
     staleness: int = later(0)  # steps that the policy of a rollout is behind the one that the step updates
     rollout_weights: str = later(SAME)  # what training rollouts read: same, or int8 (matrices of the layers)
+    rollout_cache: str = later(SAME)  # keys and values that training rollouts cache: same, or int8
     mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
     run: RunConfig = RunConfig()
 
@@ -166,15 +168,16 @@ class BaseConfig:
             raise ConfigError(f"{path}.past.size: expected 0 with {path}.engine.urls, got {self.past.size}")
         if self.engine.urls and self.env.lanes:
             raise ConfigError(f"{path}.env.lanes: expected 0 with {path}.engine.urls, got {self.env.lanes}")
-        self._check_rollout_weights(path)
+        self._check_rollout_form(path, "rollout_weights", tuple(rollout_weights.FORMS))
+        self._check_rollout_form(path, "rollout_cache", tuple(rollout_cache.FORMS))
         if self.past.size and self.team.critic != "none":
             raise ConfigError(
                 f"{path}.past.size: expected 0 with {path}.team.critic={self.team.critic!r}, got {self.past.size}"
             )
 
-    def _check_rollout_weights(self, path: str) -> None:
-        key, form = f"{path}.rollout_weights", self.rollout_weights
-        one_of(key, form, tuple(FORMS))
+    def _check_rollout_form(self, path: str, name: str, forms: tuple[str, ...]) -> None:
+        key, form = f"{path}.{name}", getattr(self, name)
+        one_of(key, form, forms)
         if form == SAME:
             return
         if self.engine.urls:

@@ -227,7 +227,8 @@ class TracedDriver:
     ) -> tuple[Tree, None]:
         env_runner = step.env_runner
         assert isinstance(env_runner, ArrayEnvRunner)  # `runs.compiled` has checked
-        rollout = make_rollout(step.players, env_runner.env, step.plan, step.cfg.sampling, step.algorithm.memory)
+        team = env_runner.playing(step.players, held_out=False)
+        rollout = make_rollout(team, env_runner.env, step.plan, step.cfg.sampling, step.algorithm.memory)
         source = env_runner.tasks if self.data is None else self.data.tasks
         batch = jax.tree.map(lambda t: jnp.asarray(t)[tasks], source)
         parts = env_runner.formed({k: params[k] for k in ("shared", "agents")}, held_out=False)

@@ -22,7 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmarl_llm.kernels import int8
 from jaxmarl_llm.kernels.attention.constants import NEG
+from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors
 from jaxmarl_llm.kernels.matmul import matmul
 from jaxmarl_llm.kernels.select_impl import choose
 
@@ -32,11 +34,11 @@ PAYS = {"tpu": 1024}
 
 def group_attention(
     q: Float[Array, "N G T Q H"],
-    prefix_k: Float[Array, "N P K H"],
-    prefix_v: Float[Array, "N P K H"],
+    prefix_k: Float[Array, "N P K H"] | Int8Vectors,
+    prefix_v: Float[Array, "N P K H"] | Int8Vectors,
     prefix_length: Int[Array, " N"],
-    own_k: Float[Array, "N G S K H"],
-    own_v: Float[Array, "N G S K H"],
+    own_k: Float[Array, "N G S K H"] | Int8Vectors,
+    own_v: Float[Array, "N G S K H"] | Int8Vectors,
     offset: Int[Array, ""] | int = 0,
     *,
     impl: str = "auto",
@@ -45,7 +47,8 @@ def group_attention(
 ) -> Float[Array, "N G T Q H"]:
     """Attend over the shared prefix and a sample's own keys.
 
-    Raises ValueError for an impl that does not take the shapes.
+    Raises ValueError for an impl that does not take the shapes. The portable form also takes caches of int8: all four,
+    or none.
 
     Args:
         q: queries of each sample.
@@ -64,6 +67,8 @@ def group_attention(
     tokens = prefix_k.shape[1] + own_k.shape[1] * own_k.shape[2]
 
     def refused(impl: str) -> str | None:
+        if isinstance(prefix_k, Int8Vectors):
+            return "does not take caches of int8"
         from jaxmarl_llm.kernels.attention import tree_pallas  # loads Pallas, which takes as long as JAX
 
         why = tree_pallas.refused(impl, q.shape[-1], block)
@@ -119,14 +124,14 @@ def _by_einsum(
 
 def attend_by_einsum(
     q: jax.Array,
-    prefix_k: jax.Array,
-    prefix_v: jax.Array,
+    prefix_k: Cached,
+    prefix_v: Cached,
     prefix_length: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    own_k: Cached,
+    own_v: Cached,
     see_own: jax.Array,
 ) -> jax.Array:
-    """Attend over the shared prefix and own keys, in the portable form.
+    """Attend over the shared prefix and own keys, in the portable form. Both caches are arrays, or both are int8.
 
     Args:
         q: queries, already divided by sqrt(H) [N G T Q H].
@@ -139,11 +144,19 @@ def attend_by_einsum(
     """
     n, g, t, heads, h = q.shape
     p, kv = prefix_k.shape[1:3]
+    if isinstance(prefix_k, Int8Vectors):
+        # A prefix, which a decoding loop does not change, would be converted once before the loop. q changes in it.
+        q, prefix_k, prefix_v = jax.lax.optimization_barrier((q, prefix_k, prefix_v))
     q = q.reshape(n, g, t, kv, heads // kv, h)
-    f32 = {"preferred_element_type": jnp.float32}
     by_head = jnp.transpose(q, (0, 3, 1, 4, 2, 5))  # [N K G R T H]
-    score_p = matmul(by_head, jnp.transpose(prefix_k, (0, 2, 3, 1)), jnp.float32)
-    score_s = matmul(by_head, jnp.transpose(own_k, (0, 3, 1, 4, 2)), jnp.float32)
+
+    def scores(letters: str, keys: Cached, order: tuple[int, ...]) -> jax.Array:
+        if isinstance(keys, Int8Vectors):
+            return int8.scores(letters, by_head, keys)
+        return matmul(by_head, jnp.transpose(keys, order), jnp.float32)
+
+    score_p = scores("nkgrth,npkh->nkgrtp", prefix_k, (0, 2, 3, 1))
+    score_s = scores("nkgrth,ngskh->nkgrts", own_k, (0, 3, 1, 4, 2))
     see_p = (jnp.arange(p) < prefix_length[:, None])[:, None, None, None, None, :]
     score_p = jnp.where(see_p, score_p, NEG)
     score_s = jnp.where(see_own, score_s, NEG)
@@ -151,7 +164,7 @@ def attend_by_einsum(
     top = jax.lax.stop_gradient(top)
     w_p, w_s = jnp.exp(score_p - top), jnp.exp(score_s - top)
     total = w_p.sum(-1) + w_s.sum(-1)
-    out = jnp.einsum("nkgrtp,npkh->ngtkrh", w_p.astype(q.dtype), prefix_v, **f32)
-    out += jnp.einsum("nkgrts,ngskh->ngtkrh", w_s.astype(q.dtype), own_v, **f32)
+    out = int8.weighted("nkgrtp,npkh->ngtkrh", w_p, prefix_v, q.dtype)
+    out += int8.weighted("nkgrts,ngskh->ngtkrh", w_s, own_v, q.dtype)
     out /= jnp.transpose(total, (0, 2, 4, 1, 3))[..., None]
     return out.reshape(n, g, t, heads, h).astype(q.dtype)

@@ -12,18 +12,24 @@ of values o_j. The parts are merged by
 matrix product. A key of the prefix is therefore read once per group, and only keys below ``prefix_length`` are read.
 Own keys are one more part, read up to t on GPU; on TPU XLA computes it. Few keys need no parts on GPU: one operation
 computes all. The backward pass of a Pallas form runs the portable form.
+
+Both caches may be of int8 (`int8.Int8Vectors`). The portable form and that for TPU convert the values beside the
+products, and no form copies a cache in another dtype. The form for GPU does not take them, and there is no gradient.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmarl_llm.kernels import int8
 from jaxmarl_llm.kernels.attention.constants import NEG
 from jaxmarl_llm.kernels.attention.group import attend_by_einsum, group_attention
+from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors
 from jaxmarl_llm.kernels.select_impl import choose
 
 PAYS = {"tpu": 256, "gpu": 256}  # keys of the prefix from which auto takes a kernel
@@ -31,11 +37,11 @@ PAYS = {"tpu": 256, "gpu": 256}  # keys of the prefix from which auto takes a ke
 
 def group_decode_attention(
     q: Float[Array, "N G 1 Q H"],
-    prefix_k: Float[Array, "N P K H"],
-    prefix_v: Float[Array, "N P K H"],
+    prefix_k: Float[Array, "N P K H"] | Int8Vectors,
+    prefix_v: Float[Array, "N P K H"] | Int8Vectors,
     prefix_length: Int[Array, " N"],
-    own_k: Float[Array, "N G S K H"],
-    own_v: Float[Array, "N G S K H"],
+    own_k: Float[Array, "N G S K H"] | Int8Vectors,
+    own_v: Float[Array, "N G S K H"] | Int8Vectors,
     t: Int[Array, ""] | int,
     *,
     impl: str = "auto",
@@ -65,6 +71,9 @@ def group_decode_attention(
     if not fits or own_k.shape != own_v.shape or own_k.shape != (n, g, s, kv, h) or prefix_length.shape != (n,):
         shapes = ", ".join(str(x.shape) for x in (q, prefix_k, prefix_v, prefix_length, own_k, own_v))
         raise ValueError(f"shapes do not fit [N G 1 Q H], [N P K H] twice, [N], [N G S K H] twice: {shapes}")
+    in_int8 = isinstance(prefix_k, Int8Vectors)
+    if any(isinstance(x, Int8Vectors) != in_int8 for x in (prefix_v, own_k, own_v)):
+        raise ValueError("keys and values of prefix and suffix are all arrays or all int8, not some of them")
     if p + s == 0:
         raise ValueError("there are no keys: prefix and suffix are both empty")
     if not isinstance(t, jax.core.Tracer) and not -1 <= int(t) < s:
@@ -73,14 +82,14 @@ def group_decode_attention(
     def refused(impl: str) -> str | None:
         from jaxmarl_llm.kernels.attention import group_decode_pallas  # loads Pallas, which takes as long as JAX
 
-        return group_decode_pallas.refused(impl, h)
+        return group_decode_pallas.refused(impl, h, in_int8)
 
     t = jnp.asarray(t, jnp.int32)
     out = choose(
         impl,
         (q, prefix_k, prefix_v, prefix_length, own_k, own_v, t),
         portable=functools.partial(group_attention, impl="xla"),
-        pallas=lambda impl: functools.partial(_by_parts, impl, interpret),
+        pallas=lambda impl: functools.partial(_merged if in_int8 else _by_parts, impl, interpret),
         refused=refused,
         pays=[impl for impl, keys in PAYS.items() if p >= keys],
     )
@@ -92,11 +101,11 @@ def group_decode_attention(
 
 def ring_decode_attention(
     q: Float[Array, "N G 1 Q H"],
-    prefix_k: Float[Array, "N P K H"],
-    prefix_v: Float[Array, "N P K H"],
+    prefix_k: Float[Array, "N P K H"] | Int8Vectors,
+    prefix_v: Float[Array, "N P K H"] | Int8Vectors,
     prefix_length: Int[Array, " N"],
-    own_k: Float[Array, "N G S K H"],
-    own_v: Float[Array, "N G S K H"],
+    own_k: Float[Array, "N G S K H"] | Int8Vectors,
+    own_v: Float[Array, "N G S K H"] | Int8Vectors,
     t: Int[Array, ""],
     begun: Int[Array, " N"],
 ) -> Float[Array, "N G 1 Q H"]:
@@ -121,18 +130,18 @@ def ring_decode_attention(
     return attend_by_einsum(q * q.shape[-1] ** -0.5, prefix_k, prefix_v, prefix_length, own_k, own_v, see)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _by_parts(
+def _merged(
     impl: str,
     interpret: bool,
     q: jax.Array,
-    prefix_k: jax.Array,
-    prefix_v: jax.Array,
+    prefix_k: Any,
+    prefix_v: Any,
     prefix_length: jax.Array,
-    own_k: jax.Array,
-    own_v: jax.Array,
+    own_k: Any,
+    own_v: Any,
     t: jax.Array,
 ) -> jax.Array:
+    """Attend by a Pallas form: compute parts of the keys and merge them. The caches may be of int8."""
     from jaxmarl_llm.kernels.attention.group_decode_pallas import WHOLE, parts, whole
 
     n, g, _, heads, h = q.shape
@@ -161,18 +170,20 @@ def _by_parts(
     return out.reshape(q.shape).astype(q.dtype)
 
 
-def _part(rows: jax.Array, k: jax.Array, v: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _part(rows: jax.Array, k: Cached, v: Cached, t: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the part of the own keys by XLA."""
-    f32 = {"preferred_element_type": jnp.float32}
     see = jnp.arange(k.shape[2]) <= t
-    score = jnp.where(see, jnp.einsum("ngkrh,ngskh->ngkrs", rows, k, **f32), NEG)
+    score = jnp.where(see, int8.scores("ngkrh,ngskh->ngkrs", rows, k), NEG)
     top = score.max(-1)
     weight = jnp.where(see, jnp.exp(score - top[..., None]), 0.0)
-    return top, weight.sum(-1), jnp.einsum("ngkrs,ngskh->ngkrh", weight.astype(v.dtype), v, **f32)
+    return top, weight.sum(-1), int8.weighted("ngkrs,ngskh->ngkrh", weight, v, rows.dtype)
+
+
+_by_parts = jax.custom_vjp(_merged, nondiff_argnums=(0, 1))
 
 
 def _forward(impl: str, interpret: bool, *args: jax.Array) -> tuple[jax.Array, tuple]:
-    return _by_parts(impl, interpret, *args), args
+    return _merged(impl, interpret, *args), args
 
 
 def _backward(impl: str, interpret: bool, args: tuple, cotangent: jax.Array) -> tuple:

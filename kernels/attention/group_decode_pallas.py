@@ -14,6 +14,9 @@ On TPU keys are [K H L], with tokens along the 128 lanes. XLA chooses this layou
 programs. A decoding loop therefore copies nothing, and no lane is empty at H = 64. A cache [.., L H] would leave half
 of the lanes empty. Half of the depth of a matrix product is unused at H = 64, which does not slow decoding down.
 
+Keys and values of int8 are for TPU alone (`int8.Int8Vectors`). Their scales are [K 1 L]. A program multiplies scores
+with the scales of the keys, and weights with the scales of the values.
+
 Compiler parameters are always given, because the default backend of Pallas on GPU differs between releases of JAX.
 """
 
@@ -29,6 +32,7 @@ from jax.experimental.pallas import tpu as mosaic
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.attention.constants import NEG
+from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors
 from jaxmarl_llm.kernels.pallas_triton import lacking, triton
 
 LARGEST = 256  # largest head size
@@ -42,16 +46,24 @@ WIDE, WARPS = 64, 2  # GPU: keys of a block of `whole` at heads of 64, and warps
 Parts = tuple[Float[Array, "B J K M"], Float[Array, "B J K M"], Float[Array, "B J K M H"]]
 
 
-def refused(impl: str, h: int) -> str | None:
-    """Say why ``impl`` has no kernel for heads of size ``h``, or return None where it has one."""
+def refused(impl: str, h: int, in_int8: bool = False) -> str | None:
+    """Say why ``impl`` has no kernel for heads of size ``h``, or return None where it has one.
+
+    Args:
+        impl: gpu or tpu.
+        h: size of a head.
+        in_int8: whether keys and values are int8.
+    """
+    if in_int8 and impl == "gpu":
+        return "does not take caches of int8"
     fits = h % 8 == 0 and h <= LARGEST
     return lacking(impl) or (None if fits else f"does not take heads of size {h}")
 
 
 def parts(
     q: Float[Array, "B K M H"],
-    k: Float[Array, "B L K H"],
-    v: Float[Array, "B L K H"],
+    k: Float[Array, "B L K H"] | Int8Vectors,
+    v: Float[Array, "B L K H"] | Int8Vectors,
     length: Int[Array, " B"],
     *,
     impl: str,
@@ -61,14 +73,17 @@ def parts(
 
     Args:
         q: scaled query rows M of each key head.
-        k: keys of the cache.
-        v: values of the cache.
+        k: keys of the cache; int8 for impl tpu alone.
+        v: values of the cache, likewise.
         length: number of keys to read of each row.
         impl: gpu or tpu.
         interpret: run in Pallas' interpreter.
     """
     length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # no read beyond the arrays
-    return {"gpu": _triton, "tpu": _mosaic}[impl](q, k, v, length, interpret)
+    if impl == "tpu":
+        return _mosaic(q, k, v, length, interpret)
+    assert not isinstance(k, Int8Vectors) and not isinstance(v, Int8Vectors)  # see `refused`
+    return _triton(q, k, v, length, interpret)
 
 
 def product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
@@ -85,7 +100,7 @@ def product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
     )
 
 
-def fold(carry: Any, score: jax.Array, see: jax.Array, v: jax.Array, axis: int) -> Any:
+def fold(carry: Any, score: jax.Array, see: jax.Array, v: jax.Array, axis: int, scales: jax.Array | None = None) -> Any:
     """Add a block of keys to the running (m [M 1], l [M 1], o [M H]).
 
     Args:
@@ -94,13 +109,16 @@ def fold(carry: Any, score: jax.Array, see: jax.Array, v: jax.Array, axis: int) 
         see: which scores are visible.
         v: values of the block.
         axis: axis of ``v`` that counts keys.
+        scales: factor of each value [1 keys]; None: 1.
     """
     top, total, out = carry
     score = jnp.where(see, score, NEG)
     most = jnp.maximum(top, score.max(1, keepdims=True))
     weight = jnp.where(see, jnp.exp(score - most), 0.0)
     keep = jnp.exp(top - most)
-    return most, total * keep + weight.sum(1, keepdims=True), out * keep + product(weight.astype(v.dtype), v, (1, axis))
+    total = total * keep + weight.sum(1, keepdims=True)
+    weight = weight if scales is None else weight * scales
+    return most, total, out * keep + product(weight.astype(v.dtype), v, (1, axis))
 
 
 # ------------------------------------------------------------------------------------------------------------- GPU
@@ -224,8 +242,12 @@ def _triton(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpr
 # ------------------------------------------------------------------------------------------------------------- TPU
 
 
-def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, top: Any, total: Any, out: Any) -> None:
-    """``top``, ``total`` and ``out`` stay on the chip over the last axis of the grid: they are the running sums."""
+def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, *refs: Any) -> None:
+    """``top``, ``total`` and ``out`` stay on the chip over the last axis of the grid: they are the running sums.
+
+    ``refs``: these three; before them the scales of ``k`` and ``v`` where these are int8.
+    """
+    *scales, top, total, out = refs
     block, (several, _, wide) = pl.program_id(2), k.shape
     first = pl.program_id(0) * several
 
@@ -241,34 +263,45 @@ def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, top: Any, tot
         @pl.when(filled > 0)
         def more(e: int = e, filled: jax.Array = filled) -> None:
             see = jax.lax.broadcasted_iota(jnp.int32, (1, wide), 1) < filled
-            # A weight of 0 is not enough behind the last key: memory there may hold NaN.
-            values = jnp.where(see, v[e], jnp.zeros_like(v[e]))
             carry = top[e], total[e], out[e]
-            top[e], total[e], out[e] = fold(carry, product(q[e], k[e], (1, 0)), see, values, 1)
+            # A weight of 0 is not enough behind the last key: memory there may hold NaN.
+            known = lambda x: jnp.where(see, x, jnp.zeros_like(x))
+            if not scales:
+                top[e], total[e], out[e] = fold(carry, product(q[e], k[e], (1, 0)), see, known(v[e]), 1)
+                return
+            of_keys, of_values = (x[e] for x in scales)
+            float_ = lambda x: x.astype(jnp.float32).astype(q.dtype)
+            score = product(q[e], float_(k[e]), (1, 0)) * of_keys
+            top[e], total[e], out[e] = fold(carry, score, see, float_(v[e]), 1, known(of_values))
 
 
-def _mosaic(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpret: bool) -> Parts:
+def _mosaic(q: jax.Array, k: Cached, v: Cached, length: jax.Array, interpret: bool) -> Parts:
     (b, kv, m, h), keys = q.shape, k.shape[1]
     tall, wide = min(m, ROWS), min(keys, KEYS)
-    each = wide * h * k.dtype.itemsize + tall * h * 4
+    each = wide * h * q.dtype.itemsize + tall * h * 4
     several = next(s for s in (8, 4, 2, 1) if s == 1 or (b * kv % s == 0 and s * each <= ON_CHIP))
     length = jnp.repeat(length, kv)
     blocks = pl.cdiv(jnp.maximum(length.reshape(-1, several).max(1), 1), wide)  # to fetch
-    by_head = lambda x: jnp.transpose(x, (0, 2, 3, 1)).reshape(b * kv, h, keys)
+    by_head = lambda x: jnp.transpose(x, (0, 2, 3, 1)).reshape(b * kv, x.shape[3], keys)
     of_rows = lambda size: pl.BlockSpec((several, tall, size), lambda e, i, j, length, blocks: (e, i, 0))
-    of_keys = pl.BlockSpec((several, h, wide), lambda e, i, j, length, blocks: (e, 0, jnp.minimum(j, blocks[e] - 1)))
+    of_keys = lambda size: pl.BlockSpec(
+        (several, size, wide), lambda e, i, j, length, blocks: (e, 0, jnp.minimum(j, blocks[e] - 1))
+    )
     shape = lambda size: jax.ShapeDtypeStruct((b * kv, m, size), jnp.float32)
+    cache: tuple[Any, ...] = k, v
+    if isinstance(k, Int8Vectors) and isinstance(v, Int8Vectors):
+        cache = k.values, v.values, k.scales, v.scales
     top, total, out = pl.pallas_call(
         _mosaic_body,
         grid_spec=mosaic.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(b * kv // several, pl.cdiv(m, tall), pl.cdiv(keys, wide)),
-            in_specs=[of_rows(h), of_keys, of_keys],
+            in_specs=[of_rows(h), *(of_keys(x.shape[3]) for x in cache)],
             out_specs=[of_rows(1), of_rows(1), of_rows(h)],
         ),
         out_shape=[shape(1), shape(1), shape(h)],
         compiler_params=mosaic.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="group_decode",
-    )(length, blocks, q.reshape(b * kv, m, h), by_head(k), by_head(v))
+    )(length, blocks, q.reshape(b * kv, m, h), *map(by_head, cache))
     return tuple(x.reshape(b, 1, kv, m, *rest) for x, rest in ((top, ()), (total, ()), (out, (h,))))

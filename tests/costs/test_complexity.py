@@ -290,7 +290,7 @@ def test_array_launches_and_caches_are_what_is_traced(plan):
     tasks = toys.relay_tasks(batch)
     jax.eval_shape(make_rollout(team, env, plan, Sampling()), params, {}, tasks, jax.random.key(0), 0)
     work = relay_work(3, batch)
-    expected = [(costs.cache_bytes(x, TINY), x.rows) for x in cx.launches(plan, work)]
+    expected = [(costs.cache_bytes(x, cx.ModelSize(TINY)), x.rows) for x in cx.launches(plan, work)]
     assert log == expected and cx.counts(plan, work).launches == len(log)
 
 
