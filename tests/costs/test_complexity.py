@@ -129,6 +129,7 @@ def host_tree(monkeypatch, plan, work, natural, ends_at=None):
     keys = lambda data, role, earlier, *, group: (len(data), group)
     zeros = lambda n, g: (np.zeros((n, g, 2), np.uint32),) * 2
     monkeypatch.setattr(launches, "generate_launch", recorder)
+    monkeypatch.setattr(launches, "unstacked", lambda policy, variables: None)  # there are no parameters
     slots = lambda size: ((np.zeros((size, 1, 1)),) * 2,)
     monkeypatch.setattr(prefix_pool, "make", lambda cache, *, size, cut: slots(size))
     monkeypatch.setattr(prefix_pool, "put", lambda pool, *_, cut: pool)

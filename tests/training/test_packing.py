@@ -56,6 +56,7 @@ def rollout(name):
     with EnvPool(lambda: env, workers=0) as pool, pytest.MonkeyPatch.context() as patch:
         each = lambda policy, variables, parts, **fixed: [said(policy, variables, *part[:4], **fixed) for part in parts]
         patch.setattr(launches, "generate_launch", each)
+        patch.setattr(launches, "unstacked", lambda policy, variables: None)  # there are no parameters
         slots = lambda *size: ((np.zeros((*size, 1, 1), np.float32),) * 2,)
         patch.setattr(prefix_cache, "_fill", lambda policy, applied, variables, tokens, *_: slots(len(tokens), 512))
         patch.setattr(prefix_pool, "make", lambda cache, *, size, cut: slots(size))
