@@ -8,7 +8,7 @@ harder      `relay_dispatch`: 7, 9 or 11 turns, pay at the end, eight specialist
 smollm2     `assistant` on real data (HotpotQA, BFCL, tau-bench retail, GSM8K). Five roles, a LoRA each over one
             SmolLM2-135M-Instruct (`make smollm2` fetches it); CPU, about a minute a step
 call_team   `call_team`: a master, five specialists, one function call of each task; conventions that only trial shows.
-            A LoRA each over one SmolLM2-135M-Instruct; CPU, about 42 minutes by the prediction below. The package has
+            A LoRA each over one SmolLM2-135M-Instruct; CPU, likely about 45 minutes on two cores. The package has
             samples; --config.env.args.data_dir=DIR names the full data
 call_team_tiny
             the same roles with random models of two layers that read bytes; seconds
@@ -142,13 +142,15 @@ CALL = {"call": 1.0}  # the one paid component of `call_team`
 def call_team() -> Config:
     """Function calls of BFCL, API-Bank and tau-bench retail by a team of SmolLM2-135M, in minutes on two cores.
 
-    Nothing was trained yet with these settings. They are sized from steps of `writing` with the same model on two
-    cores: 26 s for 16 texts of 48 tokens. That predicts 14 minutes for stage 0, 20 for RL, and 8 for three evaluations.
-    Names of specialists are two or three tokens with the stop token. Calls have 25 on average (`envs.call_team.calls`).
+    Calibrated on seed 100 with 160 held-out tasks, greedy. The base model never names a specialist. After 30 steps of
+    stage 0 .65 of the tasks are routed right, and calls match .266. Its loss is level from step 25 on. 40 steps of RL
+    with 4 tasks each, at temperature .8, changed the match by -.009 (-.056 to .035): most groups had equal rewards. 10
+    steps of these settings changed it by .017 (-.031 to .065). All 30 steps were not run (docs/log.md). Names of
+    specialists are two or three tokens with the stop token. Calls have 25 on average (`envs.call_team.calls`).
     """
     return Config(
-        steps=60,
-        batch=4,
+        steps=30,
+        batch=16,
         team=TeamConfig(
             parameter_sharing="lora",
             backbone=Backbone(path="weights/smollm2"),
@@ -157,7 +159,7 @@ def call_team() -> Config:
             remat=False,
         ),
         env=EnvConfig("call_team", {"conventions": True, "demonstrated": 400}, max_prompt=384, eval_tasks=160),
-        sampling=Sampling(temperature=0.8),
+        sampling=Sampling(temperature=1.0),
         reward=CALL,
         memory=MemoryConfig(capacity=128, retrieve=1, min_similarity=0.6),
         memory_reward=CALL,
@@ -166,9 +168,9 @@ def call_team() -> Config:
         credit=Credit(normalise="none"),
         loss=Loss(kl_coef=0.02),
         micro_tokens=1536,
-        optimizer=Optimizer(learning_rate=1e-4),
-        sft=SFT(steps=50, batch=4, samples=400, min_fitting=0.9, optimizer=Optimizer(learning_rate=1e-3)),
-        run=RunConfig(eval_every=30, eval_greedy=False, best="eval/call", checkpoint_every=10, log_every=1),
+        optimizer=Optimizer(learning_rate=3e-4, max_grad_norm=1.0),
+        sft=SFT(steps=30, batch=4, samples=400, min_fitting=0.9, optimizer=Optimizer(learning_rate=1e-3)),
+        run=RunConfig(eval_every=15, eval_greedy=False, best="eval/call", checkpoint_every=10, log_every=1),
     )
 
 
