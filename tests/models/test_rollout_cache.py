@@ -70,7 +70,7 @@ def close(got, right):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("response", [6, 40])  # stacked layers, and layers that are cut before the loop
+@pytest.mark.parametrize("response", [6, 40])
 def test_tokens_are_those_of_rounded_keys_and_values(response, family):
     policy, variables = policy_of(family=family)
     given = rows()
