@@ -159,8 +159,7 @@ def sample_launch(
         # A device takes its own rows of one table. So the parts are decoded one after another.
         return tuple(by_device(on_device, variables, *rows) for rows in parts)
     first = functools.partial(begin, policy, max_new_tokens=max_new_tokens, pad_id=pad_id)
-    of_extend = variables if layers is None else layers
-    states = tuple(applied.over(first)(variables if rows.prefix is None else of_extend, *rows) for rows in parts)
+    states = tuple(applied.over(first)(to_fill(rows.prefix, variables, layers), *rows) for rows in parts)
     advanced = functools.partial(
         advance,
         policy,
@@ -407,6 +406,17 @@ def fill(
         return *policy.prefill(variables, tokens, length), length
     assert policy.extend is not None  # `prefix_cache` keeps nothing without it
     return *policy.extend(variables, tokens, length, start, prefix), start + length
+
+
+def to_fill(prefix: PyTree, variables: Params, layers: Params | None) -> Params:
+    """The form of the variables that `fill` compiles fastest with.
+
+    Args:
+        prefix: cache that the prompts continue, or None.
+        variables: variables of the model.
+        layers: `Policy.unstack` of them, or None.
+    """
+    return variables if prefix is None or layers is None else layers
 
 
 def use_compaction(max_new_tokens: int) -> bool:

@@ -30,7 +30,7 @@ import numpy as np
 from jaxmarl_llm.distributed.sharding import by_device, meshed, row_parts, settle
 from jaxmarl_llm.generation import prefix_pool
 from jaxmarl_llm.generation.buckets import bucket, up_to
-from jaxmarl_llm.generation.generate import TOGETHER, Rows, fill
+from jaxmarl_llm.generation.generate import TOGETHER, Rows, fill, to_fill
 from jaxmarl_llm.generation.placement import place_rows
 from jaxmarl_llm.generation.prefix_pool import NO_SLOT, Cut
 from jaxmarl_llm.generation.trie import Trie, common
@@ -167,7 +167,7 @@ class Prefixes:
             owners, beginnings = [task for task, _ in found_prefixes], [ids for _, ids in found_prefixes]
             (inputs,) = self._gather(owners, beginnings, [len(beginnings)], blocks)
             tokens, length, start = self._applied.put((inputs.tokens, inputs.length, inputs.start))
-            read = variables if layers is None or inputs.prefix is None else layers
+            read = to_fill(inputs.prefix, variables, layers)
             prefix = _fill(self._policy, self._applied, read, tokens, length, inputs.prefix, start)
             self.store(owners, beginnings, prefix, rows=inputs.rows)
         return self._gather(tasks, prompts, parts, blocks)

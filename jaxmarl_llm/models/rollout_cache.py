@@ -14,9 +14,9 @@ from dataclasses import replace
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.kernels.int8 import quantize_vectors
 from jaxmarl_llm.models import batch_invariant, decoder
+from jaxmarl_llm.models.rollout_weights import SAME
 from jaxmarl_llm.types import Policy, Team
 
-SAME = "same"
 PREFILLS = (decoder.prefill, batch_invariant.prefill)  # functions whose caches have forms
 
 

@@ -99,8 +99,7 @@ def _fit(
     callbacks: Sequence[Callback],
 ) -> TrainState:
     """Resume or start a run, train it to the last step, and write its report. Arguments as in `fit`."""
-    played = cfg.steps > 0 and not recipe.env_runner.array
-    passes = preflight.epochs(cfg, recipe.env_runner.size) if played else None
+    passes = None if recipe.env_runner.array else preflight.epochs(cfg, recipe.env_runner.size)
     folder, saver = files.folder, files.saver
     primary = processes.index() == 0  # the other processes write only their parts of checkpoints
     if primary:

@@ -52,7 +52,7 @@ from jaxmarl_llm.types import Params, PyTree, Team, TrainState
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
-# (training step, number of the step, number in its phase from 0, memories before and after, result)
+# (parts of the training step, number of the step, number in its phase from 0, memories before and after, result)
 Recorder = Callable[[StepParts, int, int, PyTree, PyTree, StepResult], None]
 
 

@@ -50,14 +50,16 @@ def check(cfg: Any, plan: Any) -> None:
         allocator.release()
 
 
-def epochs(cfg: Any, tasks: int) -> str:
-    """A line that says how often RL plays each training task of a host environment.
+def epochs(cfg: Any, tasks: int) -> str | None:
+    """A line that says how often RL plays each training task of a host environment; None for a run without RL.
 
     cfg: configuration. tasks: number of training tasks. Raises ConfigError above ``run.max_epochs`` passes: a
     configuration of a large run was left with a small sample of its data.
     """
     from jaxmarl_llm.errors import ConfigError
 
+    if not cfg.steps:
+        return None
     passes = cfg.steps * cfg.batch / tasks
     line = f"{tasks} training tasks; {cfg.steps} steps of {cfg.batch} tasks play each one {passes:.3g} times"
     if cfg.run.max_epochs and passes > cfg.run.max_epochs:

@@ -286,6 +286,7 @@ class StepParts:
         return with_past(self.team) if self.cfg.past.size else self.team
 
     def sizes(self, num_tasks: int) -> Sizes:
+        """Sizes that credit needs. ``num_tasks``: number of tasks in the tree."""
         return Sizes(self.env_runner.env.max_turns, num_tasks, len(self.team.roles))
 
     def assign(self, tree: Tree, weights: RewardWeights) -> Credited:

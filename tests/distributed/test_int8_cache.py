@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from jaxmarl_llm.rollout.launches import TeamSampler
 from tests import toys
 from tests.distributed import test_layouts as layouts
 from tests.distributed import test_sharded_runs as runs
-from tests.distributed import test_split
 
 INT8 = {"rollout_cache": "int8", "loss": {"tis_clip": 2.0}}
 is_int8 = lambda x: isinstance(x, Int8Vectors)
@@ -106,18 +103,3 @@ def test_a_step_in_a_layout_is_that_of_one_device(weights, tmp_path):
     assert np.median(off) < 1e-5 and off.max() < 5e-3
     assert runs.parameters_apart(many.state, one.state) < 1e-4 and runs.distance(one.state.params, one.before) > 3e-4
     assert one.metrics["logprob_diff"] > 1e-5
-
-
-def test_a_split_team_samples_with_int8_on_its_parts(tmp_path):
-    made = []
-    for name, mesh in (("one", {}), ("many", {"mesh": test_split.SPLIT})):
-        cfg = test_split.config(**INT8, sft={"steps": 0}, **mesh)
-        recipe, _ = test_split.paid(magrpo.make(cfg))
-        result = []
-        recipe.recorder = functools.partial(lambda result, *of: result.append(of[-1].tree.steps.tokens), result)
-        state, seen = runs.step(recipe, recipe.init(0), tmp_path / name, 0)
-        made.append((result[0], state, seen))
-        recipe.env_runner.close()
-    (one, before, _), (many, after, seen) = made
-    np.testing.assert_array_equal(one, many)
-    assert test_split.distance(after.params["agents"], before.params["agents"]) < 1e-4 and seen["logprob_diff"] > 1e-5

@@ -110,10 +110,11 @@ def test_devices_that_only_sample_make_int8_of_what_they_got(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), learned[0], wanted[0])
 
 
-def test_a_split_team_samples_int8_on_its_parts(tmp_path):
+@pytest.mark.parametrize("setting", ["rollout_weights", "rollout_cache"])
+def test_a_split_team_samples_int8_on_its_parts(setting, tmp_path):
     made = []
     for name, mesh in (("one", {}), ("many", {"mesh": test_split.SPLIT})):
-        cfg = test_split.config(**INT8, sft={"steps": 0}, **mesh)
+        cfg = test_split.config(**{setting: "int8"}, loss={"tis_clip": 2.0}, sft={"steps": 0}, **mesh)
         recipe, _ = test_split.paid(magrpo.make(cfg))
         result = []
         recipe.recorder = lambda *of, result=result: result.append(of[-1].tree.steps.tokens)
@@ -122,4 +123,6 @@ def test_a_split_team_samples_int8_on_its_parts(tmp_path):
         recipe.env_runner.close()
     (one, before, _), (many, after, seen) = made
     np.testing.assert_array_equal(one, many)
-    assert test_split.distance(after.params["agents"], before.params["agents"]) < 2e-5 and seen["logprob_diff"] > 1e-4
+    apart_at_most = {"rollout_weights": 2e-5, "rollout_cache": 1e-4}[setting]  # a number between two steps may move
+    assert test_split.distance(after.params["agents"], before.params["agents"]) < apart_at_most
+    assert seen["logprob_diff"] > 1e-5

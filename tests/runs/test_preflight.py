@@ -17,6 +17,7 @@ def config(**changes):
 
 def test_the_passes_over_the_tasks_are_counted():
     assert preflight.epochs(config(), 60) == "60 training tasks; 30 steps of 4 tasks play each one 2 times"
+    assert preflight.epochs(config(steps=0), 60) is None  # stage 0 alone
     most = RunConfig(max_epochs=1.99)
     with pytest.raises(ConfigError, match=r"^config\.run\.max_epochs=1\.99: 60 training tasks; .* 2 times; give all"):
         preflight.epochs(config(run=most), 60)

@@ -1,6 +1,5 @@
 """Rollouts with caches of int8: their samples, what the update makes of them, and what stays as it was."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,18 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.config import LATER, fingerprint, from_dict
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models import rollout_cache
 from jaxmarl_llm.models.rollout_cache import int8
-from jaxmarl_llm.recipes import grpo, malt
-from jaxmarl_llm.runs.compiled import make_program
 from jaxmarl_llm.runs.loop import fit
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.optimizers import Optimizer
 from tests.models.test_rollout_cache import rounding
-from tests.training import relay
 from tests.training.relay import steps
 from tests.training.test_rollout_weights import LORA, SHARED, array_run, team, text_run
 
@@ -99,58 +93,11 @@ def test_evaluations_and_runs_without_the_setting_have_the_models_themselves(tmp
     assert text.evaluate(text.init(0)) == plain_text.evaluate(plain_text.init(0))
 
 
-def test_fingerprints_of_before_the_setting_hold():
-    cfg = grpo.Config(recipe="jaxmarl_llm.recipes.grpo")
-    assert "rollout_cache" in {f.name for f in dataclasses.fields(cfg) if f.metadata.get(LATER)}
-    assert fingerprint(dataclasses.replace(cfg, rollout_cache="same")) == fingerprint(cfg)
-    plain = dataclasses.replace(cfg, loss=Loss(tis_clip=2.0))
-    assert fingerprint(dataclasses.replace(plain, rollout_cache="int8")) != fingerprint(plain)
-
-
 def test_a_run_trains_from_end_to_end_and_its_checkpoints_are_floats(tmp_path):
     recipe = array_run(**INT8, steps=2)
     state = fit(recipe.cfg, recipe, tmp_path)
     assert int(state.step) == 2
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
-
-
-def test_a_compiled_run_takes_the_steps_of_fit(tmp_path):
-    recipe = relay.make(**INT8, optimizer=Optimizer(name="sgd", learning_rate=0.3, max_grad_norm=0.0), steps=2)
-    state, _, metrics = steps(recipe, tmp_path, 2)
-    compiled, _ = jax.jit(make_program(recipe).run)(jnp.int32(recipe.cfg.seed))
-    for a, b in zip(*map(jax.tree.leaves, (state.params["agents"], compiled.params["agents"])), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=3e-4)
-    assert metrics[-1]["logprob_diff"] > 1e-5
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"rollout_cache": "int7"}, r"config\.rollout_cache: .*int7.*int8"),
-        ({"loss": {"tis_clip": None}}, r"config\.loss\.tis_clip: .*with config\.rollout_cache='int8', got None"),
-        (
-            {"engine": {"urls": {"team": "http://x"}, "weights": "/w"}},
-            r"config\.rollout_cache: expected 'same' with config\.engine\.urls",
-        ),
-        ({"mesh": {"context": 2}}, r"config\.rollout_cache: expected 'same' with config\.mesh\.context=2"),
-        (
-            {"loss": {"objective": "dpo", "aggregation": "sum"}},
-            r"config\.rollout_cache: expected 'same' with config\.loss\.objective='dpo'",
-        ),
-    ],
-)
-def test_a_setting_that_cannot_be_is_refused_in_one_line(changes, message):
-    base = {"recipe": "jaxmarl_llm.recipes.grpo", "rollout_cache": "int8", "loss": {"tis_clip": 2.0}}
-    with pytest.raises(ConfigError, match=message) as error:
-        from_dict(grpo.Config, {**base, **changes})
-    assert "\n" not in str(error.value)
-
-
-def test_a_recipe_that_samples_in_phases_of_its_own_is_refused():
-    cfg = malt.Config(recipe="jaxmarl_llm.recipes.malt")
-    cfg = dataclasses.replace(cfg, **INT8)
-    with pytest.raises(ConfigError, match=r"config\.rollout_cache: expected 'same': recipe .*phases of its own"):
-        malt.make(cfg)
 
 
 def test_a_model_without_a_form_is_refused_before_a_run(monkeypatch):
