@@ -103,8 +103,8 @@ def counted(self, method, calls, original=workers.EnvPool._map):
 def scattered(known, capacity, turn=itertools.count()):
     return (np.arange(len(known)) + next(turn)) % known.shape[1]
 
-def reused(self, variables, tasks, prompts, *args, original=Prefixes.prepare):
-    before, ready = self.prefilled_tokens, original(self, variables, tasks, prompts, *args)
+def reused(self, variables, tasks, prompts, *args, original=Prefixes.prepare, **words):
+    before, ready = self.prefilled_tokens, original(self, variables, tasks, prompts, *args, **words)
     note("prefixes", sum(map(len, prompts)), self.prefilled_tokens - before, self.moved_tokens)
     return ready
 
