@@ -157,6 +157,8 @@ class Policy(NamedTuple):
         None: as `sampling` draws from what ``unembed`` gives.
     decode_slots(variables, tokens, prefix, length, suffix, t, begun): as ``decode``, for nodes that begin at times of
         their own, ``begun`` [N]. The token of time t is in slot t mod R of the suffix. None: nodes begin together
+    choose_adapters(variables, index [...]) -> variables in which hidden states [... D] have the adapter of ``index``,
+        one of those that `lora.join_adapters` laid side by side. Also of ``unstack``. None: a launch has one adapter
     """
 
     config: Any
@@ -172,6 +174,7 @@ class Policy(NamedTuple):
     hidden_tree: Callable[..., jax.Array] | None = None
     draw: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     decode_slots: Callable[..., tuple[Sequence[jax.Array], PyTree]] | None = None
+    choose_adapters: Callable[[Params, jax.Array], Params] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,8 +45,8 @@ class Suite:
         return self.name.startswith("tiny")
 
 
-CPU = ("head", "decode", "update", "step", "product", "invariant", "sweep", "scheduler")
-GPU = ("machine", "head", "decode", "update", "step", "kernels", "variants", "profile")
+CPU = ("head", "decode", "update", "step", "product", "invariant", "sweep", "scheduler", "adapters")
+GPU = ("machine", "head", "decode", "update", "step", "kernels", "variants", "adapters", "profile")
 TURN, MOST = 0.2, 100  # seconds, and calls
 # What keeps freed memory in any program with glibc, as `runs.allocator.retain` does in ours on a CPU.
 KEEP_FREED_MEMORY = (

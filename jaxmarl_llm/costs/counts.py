@@ -94,6 +94,7 @@ class Workload(NamedTuple):
     width: prompt columns of an array rollout, including text from memory; a host rollout does not use it.
     seats: seats of the array environment; more than the seats of a turn where some stay empty.
     batch_models: one launch computes all models, see `Team.batch_models`.
+    join_adapters: a turn of a host rollout is one launch for all models, adapters of one backbone on one device.
     """
 
     turns: tuple[Turn, ...]
@@ -104,6 +105,7 @@ class Workload(NamedTuple):
     width: int = 0
     seats: int = 1
     batch_models: bool = False
+    join_adapters: bool = False
 
 
 def uniform(*roles: int) -> dict[int, float]:
@@ -364,7 +366,8 @@ def launches(plan: Plan, work: Workload) -> list[Launch]:
     """Executions of generation programs in one rollout of ``plan`` on ``work``.
 
     Engine "array": at each branch, one launch for each model that may act in this turn, with the seats it may take.
-    Engine "host": at each turn, one launch for each model, with a part for each number of samples that occurs. The rows
+    Engine "host": at each turn, one launch for each model, with a part for each number of samples that occurs. With
+    ``join_adapters`` it is one launch for all models, which has the index of the first one. The rows
     of a part are padded to ``bucket(rows, 4)`` and all prompts to ``bucket(longest, 32)``. Every node is in the
     ``members`` of the launch of the model that plays it, and in no other. So the nodes of all launches add up to
     `Counts.nodes`. R is the largest limit of the roles that a launch may have.
@@ -407,15 +410,18 @@ def _array_launches(levels: Sequence[TurnStates], work: Workload) -> list[Launch
 
 def _host_launches(levels: Sequence[TurnStates], work: Workload) -> list[Launch]:
     """`launches` of a host rollout."""
-    # (turn, model) -> group -> where roles of the model may act
+    # (turn, first model of the launch) -> group -> where roles of its models may act
     found: dict[tuple[int, int], dict[int, list[tuple[TurnStates, list[int], Mapping[int, float]]]]] = {}
+    first = lambda r: 0 if work.join_adapters else work.roles[r].model
     for level in levels:
         t, seats = level.branch.turn, work.turns[level.branch.turn].seats
         for seat in seats if level.states else ():
-            for m in sorted({work.roles[r].model for r in seat if seat[r] > 0}):
-                roles = [r for r in _roles_of(seat, m, work) if seat[r] > 0]
+            able = [r for r in sorted(seat) if seat[r] > 0]
+            for m in sorted(set(map(first, able))):
+                roles = [r for r in able if first(r) == m]
                 found.setdefault((t, m), {}).setdefault(level.group, []).append((level, roles, seat))
     out: list[Launch] = []
+    begun: set[int] = set()  # models that have sampled
     for (t, m), by_group in sorted(found.items()):
         present = {r for places in by_group.values() for _, mine, _ in places for r in mine}
         prompt = max(n for r in present for n, p in work.roles[r].prompt_at(t).items() if p > 0)
@@ -425,8 +431,10 @@ def _host_launches(levels: Sequence[TurnStates], work: Workload) -> list[Launch]
             most = sum(level.slots for level, _, _ in places)
             rows, live = bucket(most, 4), sum(member.nodes for member in members)
             parts.append(LaunchPart(group, rows, rows if live == most else rows * (live / most), members))
-        if all(launch.model != m for launch in out):
+        models = {work.roles[r].model for r in present}
+        if begun.isdisjoint(models):
             parts = _mark_fresh(parts, work.tasks)
+        begun |= models
         out.append(Launch(t, m, bucket(prompt, 32), _limit(present, work), tuple(parts)))
     return out
 

@@ -23,7 +23,7 @@ from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import Chip
 from jaxmarl_llm.costs.counts import Launch, ModelSize, Workload, launches, turn_states
 from jaxmarl_llm.costs.decodings import Decoding, decodings
-from jaxmarl_llm.costs.workload import memory_options, update_selection
+from jaxmarl_llm.costs.workload import joins_adapters, memory_options, update_selection
 from jaxmarl_llm.distributed.sharding import AXES, CONTEXT
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import up_to
@@ -334,6 +334,7 @@ def proposals(
     Returns:
         Proposals, each once. Those that do not fit come last, the smallest of them first.
     """
+    work = work._replace(join_adapters=chips == 1 and joins_adapters(cfg, work.engine))
     step = _step(cfg, plan, work)
     least = costs.roofline(chip, plan, work, costs.UpdateSize(0, 0, 0, 0, 0))[0] / chips
     found = []

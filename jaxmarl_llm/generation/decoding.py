@@ -40,6 +40,7 @@ class Decoding(struct.PyTreeNode):
     suffix: PyTree  # cache of the samples
     limit: Int[Array, " N"] | None = None  # largest number of tokens of each row; None: R for all rows
     cut: Bool[Array, "N G"] | None = None  # done because of ``limit``; None without it
+    adapter: Int[Array, " N"] | None = None  # index of each row's adapter; None: all rows have one
 
     @property
     def completions(self) -> Completions:
@@ -147,7 +148,7 @@ def gather_lanes(state: Decoding, nodes: jax.Array, samples: jax.Array) -> Decod
     rows = lambda tree: tree if same else jax.tree.map(lambda x: x[nodes], tree)
     per_lane, per_node = (
         select_fields(state, (*LOOP_STATE, "keys")),
-        select_fields(state, ("length", "prefix", "limit")),
+        select_fields(state, ("length", "prefix", "limit", "adapter")),
     )
     gathered = Decoding(**lanes(per_lane), **rows(per_node))
     return gathered.replace(done=gathered.done | (samples < 0))

@@ -66,6 +66,7 @@ class PromptRows(NamedTuple):
     prefix: PyTree = None
     start: Any = None  # [N]
     limit: Any = None  # [N]
+    adapter: Any = None  # [N], for `Policy.choose_adapters`; None: all rows have the adapter of the variables
 
 
 def sample_completions(
@@ -208,17 +209,19 @@ def begin(
     prefix: PyTree = None,
     start: Int[Array, " N"] | None = None,
     limit: Int[Array, " N"] | None = None,
+    adapter: Int[Array, " N"] | None = None,
     *,
     max_new_tokens: int,
     pad_id: int,
 ) -> Decoding:
     """Fill the cache with the prompts and make the state before the first token.
 
-    Arguments are those of `sample_completions`, and of `sample_launch`: ``max_new_tokens`` and ``pad_id``.
+    Arguments are those of `sample_completions`, of `PromptRows`, and of `sample_launch`: ``max_new_tokens`` and
+    ``pad_id``.
     """
     n, g = keys.shape
     tokens, length, keys, active, limit = cut_rows((tokens, length, keys, active, limit))
-    hidden, prefix, length = fill(policy, variables, tokens, length, prefix, start)
+    hidden, prefix, length = fill(policy, variables, tokens, length, prefix, start, adapter)
     hidden = jnp.broadcast_to(hidden[:, None], (n, g, hidden.shape[-1]))
     state = Decoding(
         done=jnp.broadcast_to(~active[:, None], (n, g)),
@@ -232,6 +235,7 @@ def begin(
         suffix=policy.init_suffix(prefix, g, max(max_new_tokens - 1, 1)),
         limit=limit,
         cut=None if limit is None else jnp.zeros((n, g), bool),
+        adapter=adapter,
     )
     fields = select_fields(state, LOOP_STATE)
     suffix = cut_attention(fields.pop("suffix"))
@@ -268,6 +272,10 @@ def advance(
         Index of the next token, and the states before it.
     """
     max_new_tokens = states[0].tokens.shape[-1]
+    of_rows = [state.adapter for state in states if state.adapter is not None]
+    if policy.choose_adapters is not None and of_rows:
+        lanes = [jnp.broadcast_to(own[:, None], s.done.shape) for own, s in zip(of_rows, states, strict=True)]
+        layers = policy.choose_adapters(layers, join(lanes)[..., None])
     sizes: Sequence[tuple[int, ...]] = [(0, 0)] * len(states) if until is None else until
     fixed = tuple(tuple(getattr(state, name) for state in states) for name in ("prefix", "length"))
 
@@ -387,6 +395,7 @@ def fill(
     length: Int[Array, " N"],
     prefix: PyTree = None,
     start: Int[Array, " N"] | None = None,
+    adapter: Int[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "N D"], PyTree, Int[Array, " N"]]:
     """Fill the cache with prompts, from nothing or behind the filled slots of ``prefix``.
 
@@ -397,10 +406,13 @@ def fill(
         length: tokens of each row [N]; 0 is taken for 1.
         prefix: cache whose first ``start`` slots are filled, or None.
         start: filled slots of each row [N], or None.
+        adapter: index of the adapter of each row [N], see `PromptRows`; or None.
 
     Returns:
         Hidden state of the last token, the cache, and its number of filled slots.
     """
+    if policy.choose_adapters is not None and adapter is not None:
+        variables = policy.choose_adapters(variables, adapter[:, None])
     length = jnp.maximum(length, 1)
     if prefix is None or start is None:
         return *policy.prefill(variables, tokens, length), length

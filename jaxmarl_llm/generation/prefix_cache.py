@@ -7,7 +7,8 @@ computed it.
 
 Before a launch each prompt is looked up, and its cached prefix is gathered from the pool. Several prompts may share
 more than that: one task's text, read by another role for the first time. Such a shared prefix is extended once, then
-shared prefixes that continue it. Each prompt's rest is extended along with the generation.
+shared prefixes that continue it. Each prompt's rest is extended along with the generation. Where few rests are long,
+they are extended before it, so that all rows of the launch are not padded to them.
 
 The pool holds 2 L K H numbers for each distinct token of prompts and samples of the turns before the last. Its number
 of slots is rounded up to a power of two. It lives until the rollout ends.
@@ -38,6 +39,7 @@ from jaxmarl_llm.types import Params, Policy, PyTree
 
 MIN_REUSED_TOKENS = 8  # a shorter prefix is computed again, which takes less time than gathering it
 MOVED_TOKENS = 1 << 15  # tokens that a device of a mesh receives at once, at most, or one from each part
+LEAST_ROWS, LEAST_REST = 4, 16  # rows of a program, and columns behind cached prefixes, with padding
 NONE = np.zeros((0,), np.int32)  # slots
 
 
@@ -132,6 +134,7 @@ class Prefixes:
         parts: Sequence[int],
         blocks: Mapping[Any, tuple[int, ...]] | None = None,
         layers: Params | None = None,
+        adapters: Mapping[Any, int] | None = None,
     ) -> list[LaunchInputs]:
         """Extend the cache by the prefixes that prompts share, and gather the inputs of their launch.
 
@@ -143,6 +146,7 @@ class Prefixes:
             blocks: blocks of devices that may have the prompts of a task. Two tasks have equal blocks, or none in
                 common. None: all blocks.
             layers: `Policy.unstack` of the variables, which continue cached prefixes; None: the variables do.
+            adapters: index of the adapter of each task, see `PromptRows`; None: the variables have one.
 
         Returns:
             Inputs of each part, with the rows of its prompts. All parts have equally many columns.
@@ -163,14 +167,49 @@ class Prefixes:
             rows.sort(key=lambda row: row.tolist())
             for level, ids in shared_prefixes(rows, known[group], known[group]):
                 levels.setdefault(level, []).append((group[0], ids))
+        extend = functools.partial(self._extend, variables, layers, adapters, blocks)
         for _, found_prefixes in sorted(levels.items()):
-            owners, beginnings = [task for task, _ in found_prefixes], [ids for _, ids in found_prefixes]
-            (inputs,) = self._gather(owners, beginnings, [len(beginnings)], blocks)
-            tokens, length, start = self._applied.put((inputs.tokens, inputs.length, inputs.start))
-            read = to_fill(inputs.prefix, variables, layers)
-            prefix = _fill(self._policy, self._applied, read, tokens, length, inputs.prefix, start)
-            self.store(owners, beginnings, prefix, rows=inputs.rows)
+            extend(found_prefixes)
+        long = self._long_rests(tasks, prompts, parts)
+        if long:
+            extend(long)
         return self._gather(tasks, prompts, parts, blocks)
+
+    def _extend(
+        self,
+        variables: Params,
+        layers: Params | None,
+        adapters: Mapping[Any, int] | None,
+        blocks: Mapping[Any, tuple[int, ...]],
+        beginnings: Sequence[tuple[Hashable, np.ndarray]],
+    ) -> None:
+        """Put beginnings of prompts, each with its task, into the pool. The other arguments are those of `prepare`."""
+        owners, prefixes = [task for task, _ in beginnings], [ids for _, ids in beginnings]
+        (inputs,) = self._gather(owners, prefixes, [len(prefixes)], blocks)
+        adapter = None if adapters is None else np.array([adapters[task] for task in owners])[inputs.prompts]
+        tokens, length, start, adapter = self._applied.put((inputs.tokens, inputs.length, inputs.start, adapter))
+        read = to_fill(inputs.prefix, variables, layers)
+        prefix = _fill(self._policy, self._applied, read, tokens, length, inputs.prefix, start, adapter)
+        self.store(owners, prefixes, prefix, rows=inputs.rows)
+
+    def _long_rests(
+        self, tasks: Sequence[Hashable], prompts: Sequence[np.ndarray], parts: Sequence[int]
+    ) -> list[tuple[Hashable, np.ndarray]]:
+        """Prompts, each with its task and without its last token, that are better read before their launch.
+
+        All rows of a launch have as many columns as the longest rest. Where few rests are long, these are read by
+        themselves, if that leaves out at least half of the tokens with padding. A launch that continues nothing stays
+        as it is, so that its shape is known before the run (`costs.counts.launches`).
+        """
+        known = [_longest(self._find(task, ids))[1] for task, ids in zip(tasks, prompts)]
+        rest = [len(ids) - len(slots) for ids, slots in zip(prompts, known)]
+        short = self._padded(1, LEAST_REST)
+        long = {(task, *ids.tolist()): (task, ids[:-1]) for task, ids, n in zip(tasks, prompts, rest) if n > short}
+        if not long or not any(len(slots) for slots in known):
+            return []
+        rows, columns = sum(self._padded(count, LEAST_ROWS) for count in parts), self._padded(max(rest), LEAST_REST)
+        apart = self._padded(len(long), LEAST_ROWS) * columns + rows * short
+        return list(long.values()) if 2 * apart <= rows * columns else []
 
     def store(
         self,
@@ -247,7 +286,7 @@ class Prefixes:
             for task, ids, of, part in zip(tasks, prompts, found, of_row)
         ]
         cached = any(len(own) for own in slots)
-        columns = self._padded(max(rest), 16 if cached else 32), self._padded(max(map(len, prompts)), 32)
+        columns = self._padded(max(rest), LEAST_REST if cached else 32), self._padded(max(map(len, prompts)), 32)
         pairs = list(zip(prompts, slots, strict=True))
         return [
             self._gather_part(pairs[own], *columns, *at, cached=cached) for own, at in zip(ranges, placed, strict=True)
@@ -262,7 +301,7 @@ class Prefixes:
             alike.setdefault(own, []).append(n)
         of_block = self._parts // self._blocks
         count = max(-(-len(rows) // len(own)) for own, rows in alike.items())
-        capacity = up_to(self._padded(count, 4), of_block) // of_block
+        capacity = up_to(self._padded(count, LEAST_ROWS), of_block) // of_block
         where = np.zeros(len(found), int)
         for own, rows in alike.items():
             open_to = [block * of_block + k for block in own for k in range(of_block)]
@@ -349,9 +388,16 @@ def _rows_first(cache: PyTree, leading: int) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnames=("policy", "applied"), donate_argnames=("prefix",))
 def _fill(
-    policy: Policy, applied: Rows, variables: Params, tokens: Any, length: Any, prefix: PyTree, start: Any
+    policy: Policy,
+    applied: Rows,
+    variables: Params,
+    tokens: Any,
+    length: Any,
+    prefix: PyTree,
+    start: Any,
+    adapter: Any = None,
 ) -> PyTree:
     on_rows = lambda variables, *rows: fill(policy, variables, *rows)[1]
     if policy.draw is not None and meshed():  # as in `sample_launch`
         return by_device(on_rows, variables, tokens, length, prefix, start)
-    return applied.over(on_rows)(variables, tokens, length, prefix, start)
+    return applied.over(on_rows)(variables, tokens, length, prefix, start, adapter)

@@ -38,6 +38,7 @@ from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.kernels.head.head import Head
 from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors, attend_to, dequantize, stored
 from jaxmarl_llm.kernels.matmul import matmul
+from jaxmarl_llm.models import lora
 from jaxmarl_llm.types import Policy, Unembed
 
 QUERIES = 128  # new tokens of a cached prompt that attend at once
@@ -213,7 +214,10 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    """Linear map x W (+ b), plus scale * (x A) B where the ``lora`` collection holds an adapter for this module."""
+    """Linear map x W (+ b), plus scale * (x A) B where the ``lora`` collection holds an adapter for this module.
+
+    Of joined adapters (`lora.join_adapters`), ``own`` says which columns of x A each hidden state has.
+    """
 
     cfg: Config
     features: int
@@ -226,7 +230,11 @@ class Linear(nn.Module):
         if self.has_variable("lora", "a"):
             a: jax.Array = self.get_variable("lora", "a")
             b: jax.Array = self.get_variable("lora", "b")
-            y = y + ((x @ a.astype(x.dtype)) @ b.astype(x.dtype)) * self.cfg.lora_scale
+            inner = x @ a.astype(x.dtype)
+            if self.has_variable("lora", "own"):
+                own: jax.Array = self.get_variable("lora", "own")
+                inner = jnp.where(own, inner, 0)
+            y = y + (inner @ b.astype(x.dtype)) * self.cfg.lora_scale
         if self.bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.cfg.dtype)
         return y
@@ -751,4 +759,5 @@ def make_policy(cfg: Config, *, remat: bool = True) -> Policy:
         extend=bind(extend, cfg),
         hidden_tree=bind(hidden_tree, cfg, remat),
         decode_slots=bind(decode, cfg),
+        choose_adapters=lora.choose_adapters,
     )

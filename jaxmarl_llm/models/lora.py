@@ -7,6 +7,8 @@ new adapter changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -56,3 +58,49 @@ def merge_lora(params: Params, lora: Params, scale: float) -> Params:
             delta = scale * jnp.einsum("lir,lro->lio", ab["a"], ab["b"])
             layers[block][name] = {**leaf, "kernel": (leaf["kernel"] + delta).astype(leaf["kernel"].dtype)}
     return {**params, "layers": layers}
+
+
+@jax.jit
+def join_adapters(adapters: Sequence[Params]) -> Params:
+    """Lay adapters of one backbone side by side along their ranks: one adapter of all ranks.
+
+    A third leaf of each module, "of" [L sum of ranks], is the index of the adapter that each column belongs to.
+
+    Args:
+        adapters: adapters with the same modules.
+    """
+
+    def join(*modules: Params) -> Params:
+        if "a" not in modules[0]:
+            return {name: join(*(module[name] for module in modules)) for name in modules[0]}
+        ranks = [module["a"].shape[-1] for module in modules]
+        of = jnp.repeat(jnp.arange(len(ranks)), jnp.array(ranks), total_repeat_length=sum(ranks))
+        layers = len(modules[0]["a"])
+        return {
+            "a": jnp.concatenate([module["a"] for module in modules], axis=-1),
+            "b": jnp.concatenate([module["b"] for module in modules], axis=-2),
+            "of": jnp.broadcast_to(of, (layers, len(of))),
+        }
+
+    return join(*adapters)
+
+
+def choose_adapters(variables: Params, index: jax.Array) -> Params:
+    """Give each hidden state one of joined adapters. It fulfils `Policy.choose_adapters`.
+
+    Args:
+        variables: with the result of `join_adapters` as ``lora``; stacked, or as `Policy.unstack` returns them.
+        index: adapter of each hidden state [...], of as many axes as they have, or 1 where all of an axis agree.
+    """
+
+    def choose(module: Params) -> Params:
+        if "of" not in module:
+            return {name: choose(inner) for name, inner in module.items()}
+        of: jax.Array = module["of"]
+        of = of.reshape(*of.shape[:-1], *[1] * index.ndim, of.shape[-1])
+        return {"a": module["a"], "b": module["b"], "own": of == index[..., None]}
+
+    if "lora" in variables:
+        return {**variables, "lora": choose(variables["lora"])}
+    layers = tuple({**layer, "lora": choose(layer["lora"])} for layer in variables["params"]["layers"])
+    return {**variables, "params": {**variables["params"], "layers": layers}}

@@ -145,7 +145,7 @@ class BlockSampler:
         self, part: Sequence[GenerationRequest], ready: LaunchInputs, limited: bool, applied: Blocks
     ) -> PromptRows:
         """One part of a launch, on the devices. ``limited``: whether rows of the launch have different limits."""
-        rows = prompt_rows(part, ready, [self._limit(r) for r in part] if limited else None, applied)
+        rows = prompt_rows(part, ready, [self._limit(r) for r in part] if limited else None, applied=applied)
         where = NamedSharding(self._layout.mesh, PartitionSpec("data", "fsdp"))
         return rows._replace(keys=_by_block(rows.keys, self._layout.blocks, where))
 

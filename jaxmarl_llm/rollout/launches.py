@@ -1,4 +1,4 @@
-"""Generation in a turn of a host rollout: one launch for each model.
+"""Generation in a turn of a host rollout: one launch for each model, or one for all adapters of a backbone.
 
 Nodes of a launch that have equally many samples are one part of it. A launch reuses the prefix cache of earlier
 launches (`prefix_cache`), and each part is padded to a bucket. Models with devices of their own (`meshes.Split`)
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -23,6 +23,7 @@ from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, Rows, generate
 from jaxmarl_llm.generation.prefix_cache import LaunchInputs, Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action
+from jaxmarl_llm.models.lora import join_adapters
 from jaxmarl_llm.rollout.keys import PLAY, fold
 from jaxmarl_llm.types import Model, Params, Team
 
@@ -71,6 +72,7 @@ class RolloutWeights:
         self._params = params
         self._whole: dict[tuple[str, str], Params] = {}
         self._cut: dict[str, Params] = {}
+        self._joined: dict[tuple[str, ...], tuple[Params, Params]] = {}
 
     def variables(self, model: Model) -> Params:
         """`Model.variables` of ``model``, gathered along the mesh axis fsdp."""
@@ -90,6 +92,16 @@ class RolloutWeights:
         if model.name not in self._cut:
             self._cut = {model.name: unstacked(model.policy, self.variables(model))}
         return self._cut[model.name]
+
+    def joined(self, models: Sequence[Model]) -> tuple[Params, Params]:
+        """`variables` and `layers` of all adapters of one backbone, side by side in the order of ``models``."""
+        names = tuple(model.name for model in models)
+        if names not in self._joined:
+            first = models[0]
+            adapters = [self._params["agents"][name]["lora"] for name in names]
+            variables = {"params": self._params["shared"][first.base], "lora": join_adapters(adapters)}
+            self._joined = {names: (variables, unstacked(first.policy, variables))}
+        return self._joined[names]
 
 
 def request_keys(requests: Sequence[GenerationRequest], size: int, *, group: int) -> jax.Array:
@@ -158,6 +170,28 @@ class SamplerFactory(Protocol):
         ...
 
 
+def launched_together(team: Team, params: Params) -> list[tuple[int, ...]]:
+    """The models that one launch of a host rollout may have, for each model of a team: indices of models.
+
+    They are the adapters of one backbone, on one device. Another model is alone.
+
+    Args:
+        team: Roles and models.
+        params: Parameters of the team.
+    """
+
+    def kind(index: int) -> tuple[Hashable, ...]:
+        model = team.models[index]
+        joins = model.policy.choose_adapters is not None and model.policy.draw is None
+        if not joins or sharding.meshed() or meshes.has_split_models() or set(params["agents"][model.name]) != {"lora"}:
+            return (index,)
+        modules = jax.tree.structure(params["agents"][model.name])
+        return model.base, model.policy, model.tokenizer.stop_ids, model.tokenizer.pad_id, modules
+
+    kinds = [kind(index) for index in range(len(team.models))]
+    return [tuple(other for other, its in enumerate(kinds) if its == own) for own in kinds]
+
+
 class TeamSampler:
     """Samples completions of a team's models during one rollout.
 
@@ -174,7 +208,9 @@ class TeamSampler:
         self._team, self._sampling, self._mesh = team, sampling, mesh
         common = RolloutWeights(params)
         self._weights = {m.name: RolloutWeights(params) if meshes.has_split_models() else common for m in team.models}
-        self._cached: dict[str, Prefixes] = {}
+        self._cached: dict[tuple[int, ...], Prefixes] = {}
+        with meshes.use_mesh(mesh):
+            self._together = launched_together(team, params)
         self.launches = 0
 
     @property
@@ -185,40 +221,54 @@ class TeamSampler:
     def sample(self, requests: Sequence[GenerationRequest], *, more: bool) -> list[list[SampledCompletion]]:
         """The completions of every request. ``more``: later prompts may begin with these prompts and completions."""
         completions: list[list[SampledCompletion]] = [[] for _ in requests]
-        rows_of: dict[int, dict[int, list[int]]] = {}  # model -> group size -> requests
+        # models of a launch -> group size -> requests
+        rows_of: dict[tuple[int, ...], dict[int, list[int]]] = {}
         for n, request in enumerate(requests):
-            rows_of.setdefault(request.model, {}).setdefault(request.group, []).append(n)
-        models = {self._team.models[m].name: self._team.models[m] for m in sorted(rows_of)}
-        parts = {self._team.models[m].name: [rows for _, rows in sorted(of.items())] for m, of in rows_of.items()}
-        self.launches += len(models)
+            rows_of.setdefault(self._together[request.model], {}).setdefault(request.group, []).append(n)
+        of_launch = {
+            self._team.models[together[0]].name: (together, [rows for _, rows in sorted(of.items())])
+            for together, of in sorted(rows_of.items())
+        }
+        self.launches += len(of_launch)
 
-        def sample_model(name: str) -> None:
-            sampled = self._launch(models[name], [[requests[n] for n in rows] for rows in parts[name]], more)
-            for n, samples in zip(itertools.chain(*parts[name]), sampled, strict=True):
+        def sample_models(first: str) -> None:
+            together, parts = of_launch[first]
+            sampled = self._launch(together, [[requests[n] for n in rows] for rows in parts], more)
+            for n, samples in zip(itertools.chain(*parts), sampled, strict=True):
                 completions[n] = samples
 
         with meshes.use_mesh(self._mesh):
-            meshes.map_models(list(models), sample_model)
+            meshes.map_models(list(of_launch), sample_models)
         return completions
 
     def _launch(
-        self, model: Model, parts: Sequence[Sequence[GenerationRequest]], keep: bool
+        self, together: tuple[int, ...], parts: Sequence[Sequence[GenerationRequest]], keep: bool
     ) -> list[list[SampledCompletion]]:
-        """Completions of requests of one model, each with the limit of its own role.
+        """Completions of requests of models ``together``, each with the limit of its own role.
 
         ``parts``: requests with equally many samples. ``keep``: put what was read and sampled into the prefix cache.
         """
         requests = list(itertools.chain(*parts))
         limits = {self._limit(request) for request in requests}
+        acting = {request.model for request in requests}
+        model = self._team.models[min(acting)]
         weights = self._weights[model.name]
-        prefixes = self._cached.setdefault(model.name, Prefixes(model.policy, model.tokenizer.pad_id))
-        tasks, prompts = [r.task for r in requests], [np.array(r.prompt_ids, np.int32) for r in requests]
-        variables, layers = weights.variables(model), weights.layers(model)
-        ready = prefixes.prepare(variables, tasks, prompts, [len(part) for part in parts], layers=layers)
+        prefixes = self._cached.setdefault(together, Prefixes(model.policy, model.tokenizer.pad_id))
+        # Keys and values depend on the adapter. So models share none.
+        tasks, prompts = [(r.model, r.task) for r in requests], [np.array(r.prompt_ids, np.int32) for r in requests]
+        adapter_of: dict[int, int] | None = None
+        if len(acting) > 1:
+            adapter_of = {m: index for index, m in enumerate(together)}
+            variables, layers = weights.joined([self._team.models[m] for m in together])
+        else:
+            variables, layers = weights.variables(model), weights.layers(model)
+        adapters = None if adapter_of is None else {task: adapter_of[task[0]] for task in tasks}
+        sizes = [len(part) for part in parts]
+        ready = prefixes.prepare(variables, tasks, prompts, sizes, layers=layers, adapters=adapters)
         sampled = generate_launch(
             model.policy,
             variables,
-            [self._rows(part, inputs, len(limits) > 1) for part, inputs in zip(parts, ready, strict=True)],
+            [self._rows(part, inputs, len(limits) > 1, adapter_of) for part, inputs in zip(parts, ready, strict=True)],
             max_new_tokens=max(limits),
             stop_ids=model.tokenizer.stop_ids,
             pad_id=model.tokenizer.pad_id,
@@ -240,13 +290,28 @@ class TeamSampler:
         """The largest number of tokens of a completion of ``request``."""
         return self._team.roles[request.role].max_new_tokens
 
-    def _rows(self, part: Sequence[GenerationRequest], ready: LaunchInputs, limited: bool) -> PromptRows:
-        """One part of a launch, padded. ``limited``: whether rows of the launch have different limits."""
-        return prompt_rows(part, ready, [self._limit(r) for r in part] if limited else None)
+    def _rows(
+        self,
+        part: Sequence[GenerationRequest],
+        ready: LaunchInputs,
+        limited: bool,
+        adapter_of: Mapping[int, int] | None,
+    ) -> PromptRows:
+        """One part of a launch, padded.
+
+        ``limited``: whether rows of the launch have different limits. ``adapter_of``: index of the adapter of each
+        model; None: the variables have one.
+        """
+        limits = [self._limit(r) for r in part] if limited else None
+        return prompt_rows(part, ready, limits, None if adapter_of is None else [adapter_of[r.model] for r in part])
 
 
 def prompt_rows(
-    part: Sequence[GenerationRequest], ready: LaunchInputs, limits: Sequence[int] | None, applied: Rows = TOGETHER
+    part: Sequence[GenerationRequest],
+    ready: LaunchInputs,
+    limits: Sequence[int] | None,
+    adapters: Sequence[int] | None = None,
+    applied: Rows = TOGETHER,
 ) -> PromptRows:
     """One part of a launch on the devices, padded with copies of the last request.
 
@@ -254,14 +319,15 @@ def prompt_rows(
         part: Requests with equally many samples.
         ready: Inputs of the part, which say where the rows are.
         limits: Largest number of tokens of a completion of each request. None: that of the launch.
+        adapters: Index of the adapter of each request, see `PromptRows`. None: the variables have one.
         applied: How functions are applied to rows.
     """
     of_row = ready.prompts
-    limit = None if limits is None else np.array(limits, np.int32)[of_row]
-    tables = (ready.tokens, ready.length, ready.active, ready.start, limit)
-    tokens, length, active, start, limit = applied.put(tables)
+    limit, adapter = (None if x is None else np.array(x, np.int32)[of_row] for x in (limits, adapters))
+    tables = (ready.tokens, ready.length, ready.active, ready.start, limit, adapter)
+    tokens, length, active, start, limit, adapter = applied.put(tables)
     keys = request_keys([part[n] for n in of_row], len(of_row), group=part[0].group)
-    return PromptRows(tokens, length, keys, active, ready.prefix, start, limit)
+    return PromptRows(tokens, length, keys, active, ready.prefix, start, limit, adapter)
 
 
 def completions_of(model: Model, out: Completions, rows: Iterable[int]) -> list[list[SampledCompletion]]:

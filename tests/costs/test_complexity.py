@@ -14,15 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmarl_llm.agents.team import init_params, make_team
+from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import CHIPS
+from jaxmarl_llm.costs.workload import workload_of
+from jaxmarl_llm.distributed import meshes
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation import prefix_pool
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
 from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.rollout import host, host_keys, launches
 from jaxmarl_llm.rollout.array import layout, make_rollout
 from jaxmarl_llm.rollout.env_pool import EnvPool
@@ -34,6 +39,14 @@ from tests import toys
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
 TINY = toys.policy().config
+SMALL = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 4,
+}
 
 
 def workload(k=2, seats=1, *, tasks=1, prompt=5, response=3, engine="host", **extra):
@@ -95,7 +108,7 @@ class Recorded:
 
     def part(self, part, max_new_tokens):
         """What one part gives, and the tokens of its longest completion."""
-        tokens, _, keys, active, prefix, start, limit = part
+        tokens, _, keys, active, prefix, start, limit, _ = part
         assert prefix is None and start is None  # no prompt begins as another
         n, g = keys
         said, limit = np.zeros((n, g), np.int32), np.full((n,), max_new_tokens) if limit is None else limit
@@ -155,9 +168,10 @@ def host_tree(monkeypatch, plan, work, natural, ends_at=None):
     env = HostEnv(
         "toy", tuple(names), len(work.turns), ("pay",), lambda s, t: 0, observe, step, lambda s: {"r0": {"pay": 1.0}}
     )
-    models = tuple(Model(f"m{i}", toys.policy(), toys.TOKENIZER) for i in range(len(work.models)))
+    base, own = ("base", "lora") if work.join_adapters else (None, "params")
+    models = tuple(Model(f"m{i}", toys.policy(), toys.TOKENIZER, base) for i in range(len(work.models)))
     team = Team(tuple(Role(n, f"m{s.model}", s.max_new_tokens) for n, s in zip(names, work.roles)), models)
-    params = {"shared": {}, "agents": {m.name: {"params": {}} for m in models}}
+    params = {"shared": {"base": {}}, "agents": {m.name: {own: {}} for m in models}}
     with EnvPool(lambda: env, workers=0) as pool:
         settings = host.HostSettings(plan, Sampling(), max_prompt=512)
         played = host.play(team, params, pool, list(range(work.tasks)), jax.random.key(0), settings)
@@ -181,7 +195,7 @@ def random_work(rng):
     if ends_at is not None:
         turns[ends_at] = turns[ends_at]._replace(ends=1.0)
     work = cx.Workload(tuple(turns), tuple(speakers), (cx.ModelSize(TINY),) * models, int(rng.integers(1, 4)))
-    return work, natural, ends_at
+    return work._replace(join_adapters=rng.random() < 0.4), natural, ends_at
 
 
 @pytest.mark.parametrize("start", range(0, 200, 20))
@@ -219,6 +233,30 @@ def test_predictions_equal_a_real_host_rollout_on_200_random_configurations(monk
         if seed % 10 == 0:
             held = costs.memory(plan, work)
             assert held.cache + held.logits == recorder.cache_bytes(TINY), where
+
+
+def test_adapters_are_joined_where_the_workload_says_so():
+    """By sharing, critic and form, on one device. On a mesh a launch has one model, whatever the memory of a device."""
+    seen = set()
+    for sharing, critic, invariant in itertools.product(
+        ("separate", "shared", "lora"), ("none", "head", "separate"), (False, True)
+    ):
+        changed = {"parameter_sharing": sharing, "critic": critic, "batch_invariant": invariant}
+        cfg = from_dict(magrpo.Config, {"team": {"backbone": SMALL, **changed}, "env": {"name": "dilemma_text"}})
+        work, _ = workload_of(cfg)
+        team = make_team(cfg.team, cfg.env.environment().make().roles)
+        params = jax.eval_shape(lambda cfg=cfg, team=team: init_params(cfg.team, team, jax.random.key(0)))
+        together = launches.launched_together(team, params)
+        players = [team.model_index(role) for role in range(len(team.roles))]
+        several = len({together[m] for m in players}) < len(set(players))
+        assert work.join_adapters == several or len(set(players)) == 1, changed
+        assert work.engine == "host" and (work.join_adapters or sharing != "lora" or critic == "head" or invariant)
+        with meshes.use_mesh(meshes.make_mesh(meshes.MeshConfig(data=2), jax.devices()[:2])):
+            assert launches.launched_together(team, params) == [(m,) for m in range(len(team.models))]
+        on_mesh = dataclasses.replace(cfg, mesh=meshes.MeshConfig(data=2))
+        assert not workload_of(on_mesh)[0].join_adapters
+        seen.add(work.join_adapters)
+    assert seen == {False, True}
 
 
 # ---- array rollouts -------------------------------------------------------------------------------------------------
@@ -745,7 +783,6 @@ def test_an_updates_bytes_are_about_what_the_compiler_counts(remat):
 
 def test_an_update_that_is_too_large_names_the_flag():
     from jaxmarl_llm.cli import config_flags
-    from jaxmarl_llm.costs.workload import workload_of
     from jaxmarl_llm.recipes import joyagents_r1
     from jaxmarl_llm.runs import preflight
 
@@ -768,7 +805,6 @@ def test_an_update_that_is_too_large_names_the_flag():
 
 def test_freed_memory_is_kept_where_an_update_takes_a_third_of_the_machine_at_most(monkeypatch):
     from jaxmarl_llm.cli import config_flags
-    from jaxmarl_llm.costs.workload import workload_of
     from jaxmarl_llm.recipes import joyagents_r1
     from jaxmarl_llm.runs import allocator, preflight
 

@@ -123,6 +123,7 @@ OTHERS = {
     "invariant": {"invariant"},
     "kernels": {"Pallas"},
     "variants": {"XLA's attention", "layers unrolled"},
+    "adapters": {"a launch for each adapter"},
 }
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from jaxmarl_llm.generation import prefix_cache
 from jaxmarl_llm.generation.generate import by_row, fill, generate
+from jaxmarl_llm.generation.prefix_cache import Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models import decoder
 from jaxmarl_llm.models.decoder import Config, make_policy
-from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.models.lora import init_lora, join_adapters
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.rollout import plans
 from jaxmarl_llm.rollout.env_pool import EnvPool
@@ -88,10 +89,10 @@ def model(family="qwen2", layers=2):
     return make_policy(dataclasses.replace(CONFIG, num_layers=layers, **switches), remat=False)
 
 
-def adapter(base, seed):
+def adapter(base, seed, rank=2):
     noise = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda x: x + noise.normal(0, 0.1, x.shape).astype(x.dtype), init_lora(jax.random.key(0), base, 2)
+        lambda x: x + noise.normal(0, 0.1, x.shape).astype(x.dtype), init_lora(jax.random.key(0), base, rank)
     )
 
 
@@ -151,6 +152,34 @@ def test_extending_rows_that_have_parameters_of_their_own():
     again, _ = jax.jit(rows.extend)(variables, rest, length - start, start, cut_off(prefix, start))
     np.testing.assert_allclose(again, hidden, atol=1e-5)
     assert np.abs(np.asarray(hidden) - np.asarray(policy.prefill({"params": base}, tokens, length)[0])).max() > 0.01
+
+
+@pytest.mark.parametrize("long", [2, 20])
+def test_few_long_rests_are_read_before_the_launch(long):
+    """Hidden states are those of whole prompts, each with its own adapter. Padding is left out where rests differ."""
+    policy, rng, n = model(), np.random.default_rng(0), 24
+    base = variables_of(policy)["params"]
+    loras = [adapter(base, seed, rank) for seed, rank in enumerate((2, 1, 3))]
+    variables = {"params": base, "lora": join_adapters(loras)}
+    adapters = {(task, m): m for task in range(n) for m in range(3)}
+    owners = [(task, task % 3) for task in range(n)]
+    prefixes = Prefixes(policy, 256)
+    text = lambda size: rng.integers(0, 264, size).astype(np.int32)
+    known = [text(20) for _ in owners]
+    for ids in (known, [np.concatenate([ids, text(90 if row < long else 4)]) for row, ids in enumerate(known)]):
+        before = prefixes.prefilled_tokens
+        (ready,) = prefixes.prepare(variables, owners, ids, [n], adapters=adapters)
+        of = np.array([adapters[task] for task in owners])[ready.prompts]
+        hidden, prefix, _ = fill(
+            policy, variables, ready.tokens, ready.length, ready.prefix, ready.start, jnp.asarray(of)
+        )
+        prefixes.store(owners, ids, prefix, rows=ready.rows)
+        for row, (task, tokens) in enumerate(zip(owners, ids, strict=True)):
+            alone = {"params": base, "lora": loras[adapters[task]]}
+            want, _ = policy.prefill(alone, tokens[None], np.array([len(tokens)]))
+            np.testing.assert_allclose(hidden[ready.rows[row]], want[0], atol=1e-5)
+    assert prefixes.prefilled_tokens - before == sum(map(len, ids)) - 20 * n
+    assert ready.tokens.shape[1] == (16 if long == 2 else 96)
 
 
 def test_generation_goes_on_from_a_cache_and_gives_it_back():

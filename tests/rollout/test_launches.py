@@ -1,4 +1,4 @@
-"""A launch of several group widths samples what launches of one width sample: token for token, plans and teams."""
+"""A launch of several widths or adapters samples what launches of one sample: token for token, plans and teams."""
 
 import re
 
@@ -36,7 +36,7 @@ class WidthByWidth(TeamSampler):
             rows_of.setdefault((request.model, request.group), []).append(n)
         for (m, group), rows in sorted(rows_of.items()):
             keep = more or any(model == m and wider > group for model, wider in rows_of)
-            samples = self._launch(self._team.models[m], [[requests[n] for n in rows]], keep)
+            samples = self._launch(self._together[m], [[requests[n] for n in rows]], keep)
             for n, found in zip(rows, samples, strict=True):
                 out[n] = found
             self.launches += 1
@@ -65,7 +65,7 @@ def team_of(how, limits):
     own = lambda i: {"params": policy.init(jax.random.key(i + 1))}
     if base:
         noise = lambda key, tree: jax.tree.map(lambda x: x + 0.3 * jax.random.normal(key, x.shape, x.dtype), tree)
-        own = lambda i: {"lora": noise(jax.random.key(i), init_lora(jax.random.key(i), params, 2))}
+        own = lambda i: {"lora": noise(jax.random.key(i), init_lora(jax.random.key(i), params, 2 + i))}
     team = Team(tuple(Role(role, name, n) for role, name, n in zip(ROLES, names, limits)), models)
     return team, {
         "shared": {base: params} if base else {},
@@ -123,6 +123,9 @@ CASES = {
     "product": (product(2), "shared", {}),
     "crossed": (product(2, "cross"), "separate", {}),
     "adapters": (node_wise(3), "lora", {"limits": (3, 5)}),
+    "adapters, long": (node_wise(6), "lora", {"limits": (70, 3)}),  # unfinished samples go on alone
+    "adapters, crossed": (product(2, "cross"), "lora", {}),
+    "adapters, memory": (node_wise(3), "lora", {"recall": remembered, "limits": (6, 2)}),
     "memory": (node_wise(3), "shared", {"recall": remembered, "limits": (6, 2)}),
     "colder": (node_wise(2), "shared", {"sampling": Sampling(temperature=0.7, top_k=20)}),
     "from hidden states": (node_wise((2, 3)), "head", {}),
@@ -144,8 +147,9 @@ def test_a_launch_of_a_turn_samples_what_launches_by_width_sample(case):
     width = np.bincount(one.steps.node[one.steps.valid])
     by_width = set(zip(nodes.turn[valid], nodes.model[valid], width[: valid.sum()], strict=True))
     assert int(other.counts.launches) == len(by_width)
-    assert int(one.counts.launches) == len({(turn, model) for turn, model, _ in by_width})
-    mixed = plan.name.startswith(("ragged", "node_wise")) and not plan.local
+    own = {(turn, 0 if how == "lora" else model) for turn, model, _ in by_width}
+    assert int(one.counts.launches) == len(own)
+    mixed = how == "lora" or (plan.name.startswith(("ragged", "node_wise")) and not plan.local)
     assert (int(one.counts.launches) < int(other.counts.launches)) == mixed
     read = one.nodes.length[one.nodes.valid].sum()
     assert int(one.counts.prompt_tokens) < read  # prefixes are reused
