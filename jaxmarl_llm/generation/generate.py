@@ -216,8 +216,8 @@ def begin(
 ) -> Decoding:
     """Fill the cache with the prompts and make the state before the first token.
 
-    Arguments are those of `sample_completions`, of `PromptRows`, and of `sample_launch`: ``max_new_tokens`` and
-    ``pad_id``.
+    Arguments are those of `sample_completions`, of `PromptRows`: ``adapter``, and of `sample_launch`:
+    ``max_new_tokens`` and ``pad_id``.
     """
     n, g = keys.shape
     tokens, length, keys, active, limit = cut_rows((tokens, length, keys, active, limit))

@@ -209,9 +209,14 @@ class TeamSampler:
         common = RolloutWeights(params)
         self._weights = {m.name: RolloutWeights(params) if meshes.has_split_models() else common for m in team.models}
         self._cached: dict[tuple[int, ...], Prefixes] = {}
-        with meshes.use_mesh(mesh):
-            self._together = launched_together(team, params)
+        self._params = params
         self.launches = 0
+
+    @functools.cached_property
+    def _together(self) -> list[tuple[int, ...]]:
+        """The models of a launch, for each model."""
+        with meshes.use_mesh(self._mesh):
+            return launched_together(self._team, self._params)
 
     @property
     def prompt_tokens(self) -> int:
