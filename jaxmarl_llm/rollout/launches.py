@@ -76,6 +76,7 @@ class RolloutWeights:
 
     def variables(self, model: Model) -> Params:
         """`Model.variables` of ``model``, gathered along the mesh axis fsdp."""
+        self._joined = {}
         names = [("agents", model.name)] + ([] if model.base is None else [("shared", model.base)])
         # The copies of the other model are freed before these are made: both may not fit.
         self._whole = {name: whole for name, whole in self._whole.items() if name in names}
@@ -97,7 +98,7 @@ class RolloutWeights:
         """`variables` and `layers` of all adapters of one backbone, side by side in the order of ``models``."""
         names = tuple(model.name for model in models)
         if names not in self._joined:
-            first = models[0]
+            self._whole, self._cut, first = {}, {}, models[0]
             adapters = [self._params["agents"][name]["lora"] for name in names]
             variables = {"params": self._params["shared"][first.base], "lora": join_adapters(adapters)}
             self._joined = {names: (variables, unstacked(first.policy, variables))}
