@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxmarl_llm.envs.text_task import TextTask
     from jaxmarl_llm.generation.sampling import Sampling
     from jaxmarl_llm.rollout import plans
-    from jaxmarl_llm.rollout.env_runner import make_env_runner
+    from jaxmarl_llm.rollout.make_runner import make_env_runner
     from jaxmarl_llm.runs.loop import fit
     from jaxmarl_llm.telemetry.metrics_file import read_metrics
     from jaxmarl_llm.training.config import SFT
@@ -40,7 +40,7 @@ else:
             "TextTask": "jaxmarl_llm.envs.text_task",
             "Tree": "jaxmarl_llm.types",
             "fit": "jaxmarl_llm.runs.loop",
-            "make_env_runner": "jaxmarl_llm.rollout.env_runner",
+            "make_env_runner": "jaxmarl_llm.rollout.make_runner",
             "read_metrics": "jaxmarl_llm.telemetry.metrics_file",
         },
         modules={

@@ -25,7 +25,7 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.models import decoder
 from jaxmarl_llm.models.tokenizer import Tokenizer
 from jaxmarl_llm.recipes import grpo, magrpo
-from jaxmarl_llm.rollout.env_runner import make_env_runner
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.algorithm import StepResult

@@ -31,7 +31,8 @@ def write(name: str, *words: object) -> None:
 def spy() -> None:
     """Make rollouts and stages write."""
     from jaxmarl_llm.distributed import deadlines
-    from jaxmarl_llm.rollout import env_runner
+    from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner
+    from jaxmarl_llm.rollout.host_runner import HostEnvRunner
 
     def recorded(play: Any) -> Any:
         @functools.wraps(play)
@@ -64,7 +65,7 @@ def spy() -> None:
 
         return wrapped
 
-    for kind in (env_runner.ArrayEnvRunner, env_runner.HostEnvRunner):
+    for kind in (ArrayEnvRunner, HostEnvRunner):
         setattr(kind, "play", recorded(kind.play))  # noqa: B010 (to types, a method is no variable)
     deadlines.stage = told(deadlines.stage)
     deadlines.set_step = counted(deadlines.set_step)

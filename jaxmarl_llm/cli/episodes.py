@@ -110,7 +110,7 @@ class TrainedTeam:
     ) -> None:
         from jaxmarl_llm.cli.trained_run import open_run
         from jaxmarl_llm.config import at_least
-        from jaxmarl_llm.rollout.env_runner import HostEnvRunner
+        from jaxmarl_llm.rollout.host_runner import HostEnvRunner
 
         if temperature is not None:
             at_least("--temperature", temperature, 0)

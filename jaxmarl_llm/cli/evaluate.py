@@ -112,7 +112,7 @@ def another_environment(cfg, recipe, state, name, workdir):
     the run lacks.
     """
     from jaxmarl_llm.distributed import meshes
-    from jaxmarl_llm.rollout.env_runner import make_env_runner
+    from jaxmarl_llm.rollout.make_runner import make_env_runner
     from jaxmarl_llm.training.config import OTHERS, weights_of
     from jaxmarl_llm.training.evaluation import evaluate
     from jaxmarl_llm.training.train_step import TrainStep

@@ -25,7 +25,8 @@ import numpy as np
 
 from jaxmarl_llm.agents.team import make_team, with_partner
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.rollout.env_runner import EnvRunner, make_env_runner
+from jaxmarl_llm.rollout.env_runner import EnvRunner
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from jaxmarl_llm.training.evaluation import by_task
 from jaxmarl_llm.types import Team, TrainState
 

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from jaxmarl_llm.rollout import choices, plans
     from jaxmarl_llm.rollout.array import make_rollout
     from jaxmarl_llm.rollout.env_pool import EnvPool
-    from jaxmarl_llm.rollout.env_runner import RolloutResult, make_env_runner
+    from jaxmarl_llm.rollout.env_runner import RolloutResult
     from jaxmarl_llm.rollout.host import HostSettings, play
+    from jaxmarl_llm.rollout.make_runner import make_env_runner
     from jaxmarl_llm.rollout.plans import Branch, Plan, flat, grow, handoff, node_wise, product, single
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -26,7 +27,7 @@ else:
             "flat": f"{__name__}.plans",
             "grow": f"{__name__}.plans",
             "handoff": f"{__name__}.plans",
-            "make_env_runner": f"{__name__}.env_runner",
+            "make_env_runner": f"{__name__}.make_runner",
             "make_rollout": f"{__name__}.array",
             "node_wise": f"{__name__}.plans",
             "play": f"{__name__}.host",

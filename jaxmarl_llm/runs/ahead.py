@@ -17,7 +17,7 @@ import jax
 
 from jaxmarl_llm.distributed import processes
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
+from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner
 from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.training.algorithm import StepParts
 from jaxmarl_llm.training.evaluation import eval_samplings

@@ -21,8 +21,9 @@ from jaxmarl_llm.envs.contract import Environment
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.array import layout, make_rollout
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, make_env_runner
+from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner
 from jaxmarl_llm.rollout.keys import EVALUATION, stream
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from jaxmarl_llm.rollout.plans import single
 from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.training import finite

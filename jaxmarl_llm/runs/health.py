@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxmarl_llm.errors import RunError
-from jaxmarl_llm.rollout.env_runner import EnvRunner, HostEnvRunner, RolloutResult
+from jaxmarl_llm.rollout.env_runner import EnvRunner, RolloutResult
 from jaxmarl_llm.rollout.failures import RolloutFailure, one_line
+from jaxmarl_llm.rollout.host_runner import HostEnvRunner
 from jaxmarl_llm.telemetry.failures_file import NAME, FailuresFile
 from jaxmarl_llm.training.step_metrics import count_invalid
 

@@ -27,10 +27,13 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models import rollout_cache, rollout_weights
 from jaxmarl_llm.models.rollout_weights import SAME
 from jaxmarl_llm.rollout.array import table_rows
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, EnvRunner, HostEnvRunner, make_env_runner
+from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner
+from jaxmarl_llm.rollout.env_runner import Demonstrations, EnvRunner
 from jaxmarl_llm.rollout.external import Engines
 from jaxmarl_llm.rollout.growth import try_choice
+from jaxmarl_llm.rollout.host_runner import HostEnvRunner
 from jaxmarl_llm.rollout.keys import INIT, STEPS, stream
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from jaxmarl_llm.rollout.menus import check_menus
 from jaxmarl_llm.rollout.plans import ROOT, Plan
 from jaxmarl_llm.runs.ahead import Programs, no_programs, programs_of

@@ -9,8 +9,9 @@ from __future__ import annotations
 from jaxmarl_llm.errors import RunError
 from jaxmarl_llm.messages import Action, HostEnv
 from jaxmarl_llm.rollout.env_pool import Failure, raised
-from jaxmarl_llm.rollout.env_runner import EnvRunner, HostEnvRunner
+from jaxmarl_llm.rollout.env_runner import EnvRunner
 from jaxmarl_llm.rollout.failures import RolloutFailure, one_line
+from jaxmarl_llm.rollout.host_runner import HostEnvRunner
 from jaxmarl_llm.rollout.tables import checked, reward_row
 from jaxmarl_llm.runs.health import Health
 from jaxmarl_llm.telemetry.failures_file import NAME

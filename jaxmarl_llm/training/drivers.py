@@ -19,7 +19,8 @@ from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.generation.buckets import coarse
 from jaxmarl_llm.rollout.array import Block, layout, make_rollout
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, Demonstrations, RolloutResult, array_lessons
+from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner, array_lessons
+from jaxmarl_llm.rollout.env_runner import Demonstrations, RolloutResult
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.algorithm import Played, StepParts, StepResult
 from jaxmarl_llm.training.critic import stacks_of_rows

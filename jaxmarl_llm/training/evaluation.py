@@ -13,7 +13,8 @@ import numpy as np
 from jaxmarl_llm.agents.memory import MemoryConfig
 from jaxmarl_llm.credit.assign import Credited
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner, EnvRunner, RolloutResult
+from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner
+from jaxmarl_llm.rollout.env_runner import EnvRunner, RolloutResult
 from jaxmarl_llm.rollout.keys import EVALUATION, stream
 from jaxmarl_llm.rollout.plans import Plan, flat, single
 from jaxmarl_llm.training.config import BaseConfig

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from jaxmarl_llm.config import at_least
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
+from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner
 from jaxmarl_llm.training.algorithm import Driver, StepParts, StepResult, Updates
 from jaxmarl_llm.training.evaluation import by_task
 from jaxmarl_llm.training.learner import Batch, Learner

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxmarl_llm.agents import memory
 from jaxmarl_llm.generation.buckets import bucket, coarse_sizes
-from jaxmarl_llm.rollout.env_runner import lesson_program
+from jaxmarl_llm.rollout.array_runner import lesson_program
 from jaxmarl_llm.training.algorithm import StepParts
 from jaxmarl_llm.training.drivers import blocks_of, update_memory
 from jaxmarl_llm.training.learner import Batch, no_gradient

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmarl_llm.envs.chat import quotes
 from jaxmarl_llm.messages import Message, Prompt
-from jaxmarl_llm.rollout.env_runner import HostEnvRunner
+from jaxmarl_llm.rollout.host_runner import HostEnvRunner
 from jaxmarl_llm.training.algorithm import StepParts, StepResult
 
 

@@ -80,7 +80,7 @@ import numpy as np
 from jaxmarl_llm.cli import config_flags as cli, train
 from jaxmarl_llm.generation import prefix_cache
 from jaxmarl_llm.generation.prefix_cache import Prefixes
-from jaxmarl_llm.rollout import env_runner, env_pool as workers
+from jaxmarl_llm.rollout import array_runner, env_pool as workers, host_runner
 
 def note(name, *words):
     with open(f"{cli.FLAGS.workdir}/{name}{cli.FLAGS.process or 0}.txt", "a") as file:
@@ -111,7 +111,7 @@ def reused(self, variables, tasks, prompts, *args, original=Prefixes.prepare, **
 if __name__ == "__main__":
     Prefixes.prepare = reused
     prefix_cache.place_rows = scattered if "SCATTER" in os.environ else prefix_cache.place_rows
-    for kind in (env_runner.ArrayEnvRunner, env_runner.HostEnvRunner):
+    for kind in (array_runner.ArrayEnvRunner, host_runner.HostEnvRunner):
         kind.play = spied(kind.play)
     workers.EnvPool._map = counted
     cli.run(train.main)

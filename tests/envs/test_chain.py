@@ -17,7 +17,7 @@ from jaxmarl_llm.envs.text_adapter import last_line
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
-from jaxmarl_llm.rollout.env_runner import make_env_runner
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 
 BYTES, KEY = ByteTokenizer(), jax.random.key(0)
 CONFIGS = {

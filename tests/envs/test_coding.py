@@ -18,7 +18,7 @@ from jaxmarl_llm.envs.coding.rewards import Unscored
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action, Message
-from jaxmarl_llm.rollout import env_runner
+from jaxmarl_llm.rollout import make_runner
 from jaxmarl_llm.rollout.plans import product
 from jaxmarl_llm.sandbox import judge as sandbox
 from tests.envs.test_coding_rewards import needs_sandbox
@@ -208,7 +208,7 @@ def test_no_sandbox_no_rollout(monkeypatch):
             refuse_(coding.Config())
         refuse_(coding.Config(unsafe_exec=True))
     with pytest.raises(ConfigError, match="no sandbox"):
-        env_runner.make_env_runner(registry.EnvConfig("coding", workers=0))
+        make_runner.make_env_runner(registry.EnvConfig("coding", workers=0))
 
 
 def test_tasks():
@@ -319,7 +319,7 @@ def test_a_rollout_through_the_arena(real, benchmark):
         "coding", {"benchmark": benchmark, "count": 3, "max_turns": 2, "feedback": "level"}, workers=1, max_prompt=512
     )
     cfg.check("config.env")
-    made = env_runner.make_env_runner(cfg)
+    made = make_runner.make_env_runner(cfg)
     try:
         t = team(("helper", "main"), 6)
         played = made.play(t, params(t), None, [0, 1], product(2), jax.random.key(0), Sampling(), None)

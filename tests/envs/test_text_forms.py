@@ -20,7 +20,7 @@ from jaxmarl_llm.envs.safety import array as safety
 from jaxmarl_llm.envs.text_adapter import by_last_line, last_line
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, Message
-from jaxmarl_llm.rollout.env_runner import _final_move
+from jaxmarl_llm.rollout.host_runner import _final_move
 from jaxmarl_llm.rollout.keys import TASKS, stream
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training.order import shuffled

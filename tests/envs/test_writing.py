@@ -21,7 +21,7 @@ from jaxmarl_llm.envs.writing import rewards as wr
 from jaxmarl_llm.envs.writing import rouge, word_lists
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Action, Message
-from jaxmarl_llm.rollout.env_runner import make_env_runner
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from tests.envs.test_writing_rewards import CAT, DOG, SHIPPED, numbered
 
 TASK = writing.tasks(writing.Config(count=1))[0]

@@ -11,8 +11,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling, score
 from jaxmarl_llm.rollout.array import layout, make_rollout
-from jaxmarl_llm.rollout.env_runner import make_env_runner
 from jaxmarl_llm.rollout.keys import fold
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from jaxmarl_llm.rollout.plans import Branch, flat, handoff, node_wise, product, single
 from jaxmarl_llm.rollout.recall import prepend
 from tests import toys

@@ -16,8 +16,8 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout import choices, plans
 from jaxmarl_llm.rollout.array import layout, make_rollout, table_rows
-from jaxmarl_llm.rollout.env_runner import make_env_runner
 from jaxmarl_llm.rollout.growth import try_choice
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from jaxmarl_llm.rollout.plans import grow
 from jaxmarl_llm.training import finite
 from jaxmarl_llm.types import Model, Role, Team

@@ -15,8 +15,8 @@ from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv
 from jaxmarl_llm.rollout import choices, host, scheduler
 from jaxmarl_llm.rollout.env_pool import EnvPool
-from jaxmarl_llm.rollout.env_runner import make_env_runner
 from jaxmarl_llm.rollout.host import HostSettings
+from jaxmarl_llm.rollout.make_runner import make_env_runner
 from jaxmarl_llm.rollout.plans import Branch, Plan, flat, grow
 from tests import toys
 from tests.rollout.test_launches import CASES, TASKS, chat, team_of

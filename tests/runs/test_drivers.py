@@ -15,7 +15,7 @@ from jaxmarl_llm.agents.team import Backbone, TeamConfig
 from jaxmarl_llm.credit.assign import Credit
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.rollout.env_runner import lesson_program
+from jaxmarl_llm.rollout.array_runner import lesson_program
 from jaxmarl_llm.runs import phases
 from jaxmarl_llm.runs.compiled import make_evaluation, make_program, task_data
 from jaxmarl_llm.runs.phases import Recipe

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.rollout.env_runner import ArrayEnvRunner
+from jaxmarl_llm.rollout.array_runner import ArrayEnvRunner
 from jaxmarl_llm.training import evaluation
 from jaxmarl_llm.training.config import RunConfig
 from jaxmarl_llm.types import Transitions

@@ -12,8 +12,8 @@ from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.messages import Action, HostEnv, Message
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.rollout import plans
-from jaxmarl_llm.rollout.env_runner import HostEnvRunner
 from jaxmarl_llm.rollout.host import Record
+from jaxmarl_llm.rollout.host_runner import HostEnvRunner
 from jaxmarl_llm.training.rollout_prompts import PromptReader
 from tests.rollout.test_host import go, make_team, raw
 
