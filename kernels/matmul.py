@@ -17,22 +17,24 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from jaxmarl_llm.kernels.int8 import Int8Matrix, int8_matmul
+from jaxmarl_llm.kernels.quantized import ScaledMatrix, scaled_matmul
 
 
-def matmul(x: Float[Array, "*T K"], w: Float[Array, "*B K N"] | Int8Matrix, dtype: Any = None) -> Float[Array, "*T N"]:
+def matmul(
+    x: Float[Array, "*T K"], w: Float[Array, "*B K N"] | ScaledMatrix, dtype: Any = None
+) -> Float[Array, "*T N"]:
     """Multiply x by W. Only reverse-mode differentiation is supported.
 
     An operand that is not differentiated gets no gradient and costs no product. Raises TypeError if x and w have
-    different dtypes. A matrix of int8 goes with every dtype (`int8.int8_matmul`).
+    different dtypes. A quantized matrix goes with every dtype (`quantized.scaled_matmul`).
 
     Args:
         x: left operand; the first axes of T are the axes B of ``w``.
         w: right operand; axes B are batch axes.
         dtype: of the sums and the result; None is as in `jax.lax.dot_general`.
     """
-    if isinstance(w, Int8Matrix):
-        return int8_matmul(x, w, dtype)
+    if isinstance(w, ScaledMatrix):
+        return scaled_matmul(x, w, dtype)
     if x.dtype != w.dtype:
         raise TypeError(f"x and w are of one dtype, not {x.dtype} and {w.dtype}")
     return _matmul(_Form(w.ndim - 2, dtype), x, w)

@@ -35,7 +35,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.blocks import Blocks
 from jaxmarl_llm.generation.buckets import up_to
 from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, sample_launch
-from jaxmarl_llm.kernels.int8 import Int8Matrix
+from jaxmarl_llm.kernels.quantized import ScaledMatrix
 from jaxmarl_llm.models import rollout_cache
 from jaxmarl_llm.models.decoder import make_policy
 from jaxmarl_llm.models.lora import init_lora
@@ -185,7 +185,7 @@ def team_of(
     read = partial(jax.eval_shape, FORMS[cfg.rollout_weights] or (lambda params: params))
     playing = lambda w: rollout_variables(mesh, layout, read(variables(w)), tuple(trees[w][0]))
     alone = chip_bytes(playing(largest_first[0]))
-    is_formed = lambda x: isinstance(x, Int8Matrix)
+    is_formed = lambda x: isinstance(x, ScaledMatrix)
     formed = held(lambda tree: list(filter(is_formed, jax.tree.leaves(placed(mesh, read(tree)), is_leaf=is_formed))))
     beside = layout is not None or mesh.shape["fsdp"] * context_of(mesh) > 1
     one = engine == "host" or (layout is not None and layout.blocks > 1)

@@ -86,11 +86,11 @@ def matrix_bytes(weights: ModelSize) -> int:
 def formed_bytes(weights: ModelSize) -> int:
     """Bytes of the matrices that a training rollout reads beside the parameters: 0 unless they have another form.
 
-    int8: one byte for each entry and a float32 scale for each column.
+    int8 and fp8: one byte for each entry and a float32 scale for each column.
     """
     c = weights.config
     of_layer = sum(a * b + 4 * b for a, b in kernels(c).values())
-    return c.num_layers * of_layer if weights.rollout_weights == "int8" else 0
+    return 0 if weights.rollout_weights == "same" else c.num_layers * of_layer
 
 
 def saved_reading(weights: ModelSize) -> int:
@@ -126,10 +126,10 @@ def cache_bytes(launch: Launch, weights: ModelSize, *, shared: bool = True) -> i
 def cache_slot_bytes(weights: ModelSize) -> int:
     """Bytes of the cached keys and values of one token in all layers.
 
-    int8: one byte for each number and a float32 scale for each key and each value of a head.
+    int8 and fp8: one byte for each number and a float32 scale for each key and each value of a head.
     """
     c = weights.config
-    vector = c.head_dim + 4 if weights.rollout_cache == "int8" else c.head_dim * ITEMSIZE[c.dtype]
+    vector = c.head_dim * ITEMSIZE[c.dtype] if weights.rollout_cache == "same" else c.head_dim + 4
     return 2 * c.num_layers * c.num_kv_heads * vector
 
 

@@ -57,7 +57,7 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 # Logical axes (in, out) of each kernel [in, out]. An adapter has A [in, rank] and B [rank, out]. A bias is [out]. A
-# kernel of int8 (`kernels.int8`) has values [in, out] and scales [out].
+# quantized kernel (`kernels.quantized`) has values [in, out] and scales [out].
 KERNELS = {
     "q_proj": ("embed", "heads"),
     "k_proj": ("embed", "kv_heads"),

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.generation.sampling import Sampling, sample_hidden
-from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors, dequantize, stored
+from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors, dequantize, stored
 from jaxmarl_llm.models import decoder
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
@@ -181,7 +181,7 @@ def _extend_row(policy: Policy, layers: Params, row: tuple) -> tuple[jax.Array, 
 
 def _whole(x: Cached) -> jax.Array:
     """Keys or values that were read from a cache, as numbers to compute with."""
-    return dequantize(x, jnp.float32) if isinstance(x, Int8Vectors) else x
+    return dequantize(x, jnp.float32) if isinstance(x, ScaledVectors) else x
 
 
 def prefill(

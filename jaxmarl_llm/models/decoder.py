@@ -36,8 +36,8 @@ from jaxmarl_llm.kernels.attention.group import group_attention
 from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention, ring_decode_attention
 from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.kernels.head.head import Head
-from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors, attend_to, dequantize, stored
 from jaxmarl_llm.kernels.matmul import matmul
+from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors, attend_to, dequantize, stored
 from jaxmarl_llm.models import lora
 from jaxmarl_llm.types import Policy, Unembed
 
@@ -303,7 +303,7 @@ def attend_by_heads(attention: Callable[..., jax.Array], *arrays: Any, on_mesh: 
 
     Args:
         attention: a function of kernels/attention, which takes ``impl``.
-        arrays: its arguments, queries first; caches may be of int8.
+        arrays: its arguments, queries first; caches may be quantized.
         on_mesh: form on each device of a mesh.
     """
     if len(arrays[0]) % sharding.row_parts():
@@ -342,7 +342,7 @@ def causal_kept(keep: Keep, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[j
         v: values [N P K H].
     """
     kept = keep(k), keep(v)
-    read = (dequantize(x, q.dtype) if isinstance(x, Int8Vectors) else x for x in kept)
+    read = (dequantize(x, q.dtype) if isinstance(x, ScaledVectors) else x for x in kept)
     return causal(q, *read)[0], kept
 
 
@@ -475,8 +475,8 @@ def prefill(
         variables: ``{"params": ..., "lora": ...}``; the adapters may be absent.
         tokens: prompts [N P], right-padded.
         length: tokens of each prompt [N], at least 1.
-        keep: form of the cache, as `kernels.int8.quantize_vectors`. `extend` and `decode` keep the form of the cache
-            that they are given. None: keys and values as they are.
+        keep: form of the cache, as `kernels.quantized.quantize_vectors` of a dtype. `extend` and `decode` keep the form
+            of the cache that they are given. None: keys and values as they are.
     """
     check_positions(cfg, tokens.shape[1])
     columns = tokens.shape[1]
@@ -543,7 +543,7 @@ def _attend_cached(
 
     def attend(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         visible = jnp.arange(pk.shape[1]) <= part[1][..., None]
-        if isinstance(pk, Int8Vectors):
+        if isinstance(pk, ScaledVectors):
             return attend_to(part[0], pk, pv, visible)
         return jax.nn.dot_product_attention(part[0], pk, pv, mask=visible[:, None])
 

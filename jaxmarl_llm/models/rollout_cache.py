@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.kernels.int8 import quantize_vectors
+from jaxmarl_llm.kernels.quantized import VALUES, quantize_vectors
 from jaxmarl_llm.models import batch_invariant, decoder
 from jaxmarl_llm.models.rollout_weights import SAME
 from jaxmarl_llm.types import Policy, Team
@@ -21,11 +21,12 @@ PREFILLS = (decoder.prefill, batch_invariant.prefill)  # functions whose caches 
 
 
 @functools.cache
-def int8(policy: Policy) -> Policy:
-    """Make a policy whose caches are `kernels.int8.Int8Vectors`: a scale for each token and key/value head.
+def quantized(policy: Policy, form: str) -> Policy:
+    """Make a policy whose caches are `kernels.quantized.ScaledVectors`: a scale for each token and key/value head.
 
     Args:
         policy: of `decoder.make_policy` or `batch_invariant.invariant`.
+        form: one of `kernels.quantized.VALUES`.
 
     Raises:
         ConfigError: it is another policy.
@@ -33,9 +34,10 @@ def int8(policy: Policy) -> Policy:
     prefill = policy.prefill
     if not isinstance(prefill, functools.partial) or prefill.func not in PREFILLS or prefill.keywords:
         raise ConfigError(
-            f"config.rollout_cache: expected {SAME!r} for a model that is no decoder of this package, got 'int8'"
+            f"config.rollout_cache: expected {SAME!r} for a model that is no decoder of this package, got {form!r}"
         )
-    return policy._replace(prefill=functools.partial(prefill, keep=quantize_vectors))
+    keep = functools.partial(quantize_vectors, dtype=VALUES[form])
+    return policy._replace(prefill=functools.partial(prefill, keep=keep))
 
 
 @functools.cache
@@ -51,4 +53,7 @@ def with_caches(team: Team, form: Callable[[Policy], Policy]) -> Team:
 
 
 # Name of a form -> the function; None: keys and values as the model computes them.
-FORMS: dict[str, Callable[[Policy], Policy] | None] = {SAME: None, "int8": int8}
+FORMS: dict[str, Callable[[Policy], Policy] | None] = {
+    SAME: None,
+    **{form: functools.partial(quantized, form=form) for form in VALUES},
+}

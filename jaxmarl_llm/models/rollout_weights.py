@@ -6,19 +6,20 @@ in a rollout. Training, evaluations and checkpoints keep the parameters of befor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxmarl_llm.distributed.sharding import names_of
-from jaxmarl_llm.kernels.int8 import quantize
+from jaxmarl_llm.kernels.quantized import VALUES, quantize
 from jaxmarl_llm.models.lora import TARGETS
 from jaxmarl_llm.types import Params
 
 SAME = "same"
 
-_quantized = jax.jit(quantize)  # one program for each shape, whichever model has it
+_quantized = jax.jit(quantize, static_argnums=1)  # one program for each shape, whichever model has it
 
 
 def is_matrix(path: tuple[Any, ...]) -> bool:
@@ -31,16 +32,21 @@ def is_matrix(path: tuple[Any, ...]) -> bool:
     return len(names) > 1 and names[-1] == "kernel" and names[-2] in TARGETS
 
 
-def int8(params: Params) -> Params:
-    """Replace each weight matrix of a layer by an `Int8Matrix`. All other leaves stay the same arrays.
+def quantized(params: Params, form: str) -> Params:
+    """Replace each weight matrix of a layer by a `ScaledMatrix`. All other leaves stay the same arrays.
 
     Those are embeddings, the output head, norms, biases, adapters and value heads.
 
     Args:
         params: parameters of a model, of a frozen backbone or of an adapter, with kernels [L in out]; may be traced.
+        form: one of `kernels.quantized.VALUES`.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, x: _quantized(x) if is_matrix(path) else x, params)
+    of = lambda path, x: _quantized(x, VALUES[form]) if is_matrix(path) else x
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 # Name of a form -> the function; None: the parameters of training themselves.
-FORMS: dict[str, Callable[[Params], Params] | None] = {SAME: None, "int8": int8}
+FORMS: dict[str, Callable[[Params], Params] | None] = {
+    SAME: None,
+    **{form: functools.partial(quantized, form=form) for form in VALUES},
+}

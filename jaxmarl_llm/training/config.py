@@ -138,8 +138,8 @@ class BaseConfig:
     sft: SFT = SFT()
     past: Past = Past()  # earlier policies as opponents
     staleness: int = later(0)  # steps that the policy of a rollout is behind the one that the step updates
-    rollout_weights: str = later(SAME)  # what training rollouts read: same, or int8 (matrices of the layers)
-    rollout_cache: str = later(SAME)  # keys and values that training rollouts cache: same, or int8
+    rollout_weights: str = later(SAME)  # what training rollouts read: same, int8 or fp8 (matrices of the layers)
+    rollout_cache: str = later(SAME)  # keys and values that training rollouts cache: same, int8 or fp8
     mesh: MeshConfig = MeshConfig(data=1)  # devices of the run: one; data=-1 takes all
     run: RunConfig = RunConfig()
 

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels import int8
+from jaxmarl_llm.kernels import quantized
 from jaxmarl_llm.kernels.attention.constants import NEG
-from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors
 from jaxmarl_llm.kernels.matmul import matmul
+from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors
 from jaxmarl_llm.kernels.select_impl import choose
 
 # Tokens of [prompt | responses] from which auto takes a kernel. That for GPU takes 1.1 to 1.2 times the time of XLA.
@@ -34,11 +34,11 @@ PAYS = {"tpu": 1024}
 
 def group_attention(
     q: Float[Array, "N G T Q H"],
-    prefix_k: Float[Array, "N P K H"] | Int8Vectors,
-    prefix_v: Float[Array, "N P K H"] | Int8Vectors,
+    prefix_k: Float[Array, "N P K H"] | ScaledVectors,
+    prefix_v: Float[Array, "N P K H"] | ScaledVectors,
     prefix_length: Int[Array, " N"],
-    own_k: Float[Array, "N G S K H"] | Int8Vectors,
-    own_v: Float[Array, "N G S K H"] | Int8Vectors,
+    own_k: Float[Array, "N G S K H"] | ScaledVectors,
+    own_v: Float[Array, "N G S K H"] | ScaledVectors,
     offset: Int[Array, ""] | int = 0,
     *,
     impl: str = "auto",
@@ -47,8 +47,8 @@ def group_attention(
 ) -> Float[Array, "N G T Q H"]:
     """Attend over the shared prefix and a sample's own keys.
 
-    Raises ValueError for an impl that does not take the shapes. The portable form also takes caches of int8: all four,
-    or none.
+    Raises ValueError for an impl that does not take the shapes. The portable form also takes quantized caches: all
+    four, or none.
 
     Args:
         q: queries of each sample.
@@ -67,8 +67,8 @@ def group_attention(
     tokens = prefix_k.shape[1] + own_k.shape[1] * own_k.shape[2]
 
     def refused(impl: str) -> str | None:
-        if isinstance(prefix_k, Int8Vectors):
-            return "does not take caches of int8"
+        if isinstance(prefix_k, ScaledVectors):
+            return "does not take quantized caches"
         from jaxmarl_llm.kernels.attention import tree_pallas  # loads Pallas, which takes as long as JAX
 
         why = tree_pallas.refused(impl, q.shape[-1], block)
@@ -131,7 +131,7 @@ def attend_by_einsum(
     own_v: Cached,
     see_own: jax.Array,
 ) -> jax.Array:
-    """Attend over the shared prefix and own keys, in the portable form. Both caches are arrays, or both are int8.
+    """Attend over the shared prefix and own keys, in the portable form. Both caches are arrays, or both quantized.
 
     Args:
         q: queries, already divided by sqrt(H) [N G T Q H].
@@ -144,15 +144,15 @@ def attend_by_einsum(
     """
     n, g, t, heads, h = q.shape
     p, kv = prefix_k.shape[1:3]
-    if isinstance(prefix_k, Int8Vectors):
+    if isinstance(prefix_k, ScaledVectors):
         # A prefix, which a decoding loop does not change, would be converted once before the loop. q changes in it.
         q, prefix_k, prefix_v = jax.lax.optimization_barrier((q, prefix_k, prefix_v))
     q = q.reshape(n, g, t, kv, heads // kv, h)
     by_head = jnp.transpose(q, (0, 3, 1, 4, 2, 5))  # [N K G R T H]
 
     def scores(letters: str, keys: Cached, order: tuple[int, ...]) -> jax.Array:
-        if isinstance(keys, Int8Vectors):
-            return int8.scores(letters, by_head, keys)
+        if isinstance(keys, ScaledVectors):
+            return quantized.scores(letters, by_head, keys)
         return matmul(by_head, jnp.transpose(keys, order), jnp.float32)
 
     score_p = scores("nkgrth,npkh->nkgrtp", prefix_k, (0, 2, 3, 1))
@@ -164,7 +164,7 @@ def attend_by_einsum(
     top = jax.lax.stop_gradient(top)
     w_p, w_s = jnp.exp(score_p - top), jnp.exp(score_s - top)
     total = w_p.sum(-1) + w_s.sum(-1)
-    out = int8.weighted("nkgrtp,npkh->ngtkrh", w_p, prefix_v, q.dtype)
-    out += int8.weighted("nkgrts,ngskh->ngtkrh", w_s, own_v, q.dtype)
+    out = quantized.weighted("nkgrtp,npkh->ngtkrh", w_p, prefix_v, q.dtype)
+    out += quantized.weighted("nkgrts,ngskh->ngtkrh", w_s, own_v, q.dtype)
     out /= jnp.transpose(total, (0, 2, 4, 1, 3))[..., None]
     return out.reshape(n, g, t, heads, h).astype(q.dtype)

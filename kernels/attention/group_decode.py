@@ -13,8 +13,8 @@ matrix product. A key of the prefix is therefore read once per group, and only k
 Own keys are one more part, read up to t on GPU; on TPU XLA computes it. Few keys need no parts on GPU: one operation
 computes all. The backward pass of a Pallas form runs the portable form.
 
-Both caches may be of int8 (`int8.Int8Vectors`). The portable form and that for TPU convert the values beside the
-products, and no form copies a cache in another dtype. The form for GPU does not take them, and there is no gradient.
+Both caches may be quantized (`quantized.ScaledVectors`). The portable form and that for TPU convert the values beside
+the products, and no form copies a cache in another dtype. The form for GPU takes none, and there is no gradient.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmarl_llm.kernels import int8
+from jaxmarl_llm.kernels import quantized
 from jaxmarl_llm.kernels.attention.constants import NEG
 from jaxmarl_llm.kernels.attention.group import attend_by_einsum, group_attention
-from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors
+from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors
 from jaxmarl_llm.kernels.select_impl import choose
 
 PAYS = {"tpu": 256, "gpu": 256}  # keys of the prefix from which auto takes a kernel
@@ -37,11 +37,11 @@ PAYS = {"tpu": 256, "gpu": 256}  # keys of the prefix from which auto takes a ke
 
 def group_decode_attention(
     q: Float[Array, "N G 1 Q H"],
-    prefix_k: Float[Array, "N P K H"] | Int8Vectors,
-    prefix_v: Float[Array, "N P K H"] | Int8Vectors,
+    prefix_k: Float[Array, "N P K H"] | ScaledVectors,
+    prefix_v: Float[Array, "N P K H"] | ScaledVectors,
     prefix_length: Int[Array, " N"],
-    own_k: Float[Array, "N G S K H"] | Int8Vectors,
-    own_v: Float[Array, "N G S K H"] | Int8Vectors,
+    own_k: Float[Array, "N G S K H"] | ScaledVectors,
+    own_v: Float[Array, "N G S K H"] | ScaledVectors,
     t: Int[Array, ""] | int,
     *,
     impl: str = "auto",
@@ -71,9 +71,9 @@ def group_decode_attention(
     if not fits or own_k.shape != own_v.shape or own_k.shape != (n, g, s, kv, h) or prefix_length.shape != (n,):
         shapes = ", ".join(str(x.shape) for x in (q, prefix_k, prefix_v, prefix_length, own_k, own_v))
         raise ValueError(f"shapes do not fit [N G 1 Q H], [N P K H] twice, [N], [N G S K H] twice: {shapes}")
-    in_int8 = isinstance(prefix_k, Int8Vectors)
-    if any(isinstance(x, Int8Vectors) != in_int8 for x in (prefix_v, own_k, own_v)):
-        raise ValueError("keys and values of prefix and suffix are all arrays or all int8, not some of them")
+    scaled = isinstance(prefix_k, ScaledVectors)
+    if any(isinstance(x, ScaledVectors) != scaled for x in (prefix_v, own_k, own_v)):
+        raise ValueError("keys and values of prefix and suffix are all arrays or all quantized, not some of them")
     if p + s == 0:
         raise ValueError("there are no keys: prefix and suffix are both empty")
     if not isinstance(t, jax.core.Tracer) and not -1 <= int(t) < s:
@@ -82,14 +82,14 @@ def group_decode_attention(
     def refused(impl: str) -> str | None:
         from jaxmarl_llm.kernels.attention import group_decode_pallas  # loads Pallas, which takes as long as JAX
 
-        return group_decode_pallas.refused(impl, h, in_int8)
+        return group_decode_pallas.refused(impl, h, scaled)
 
     t = jnp.asarray(t, jnp.int32)
     out = choose(
         impl,
         (q, prefix_k, prefix_v, prefix_length, own_k, own_v, t),
         portable=functools.partial(group_attention, impl="xla"),
-        pallas=lambda impl: functools.partial(_merged if in_int8 else _by_parts, impl, interpret),
+        pallas=lambda impl: functools.partial(_merged if scaled else _by_parts, impl, interpret),
         refused=refused,
         pays=[impl for impl, keys in PAYS.items() if p >= keys],
     )
@@ -101,11 +101,11 @@ def group_decode_attention(
 
 def ring_decode_attention(
     q: Float[Array, "N G 1 Q H"],
-    prefix_k: Float[Array, "N P K H"] | Int8Vectors,
-    prefix_v: Float[Array, "N P K H"] | Int8Vectors,
+    prefix_k: Float[Array, "N P K H"] | ScaledVectors,
+    prefix_v: Float[Array, "N P K H"] | ScaledVectors,
     prefix_length: Int[Array, " N"],
-    own_k: Float[Array, "N G S K H"] | Int8Vectors,
-    own_v: Float[Array, "N G S K H"] | Int8Vectors,
+    own_k: Float[Array, "N G S K H"] | ScaledVectors,
+    own_v: Float[Array, "N G S K H"] | ScaledVectors,
     t: Int[Array, ""],
     begun: Int[Array, " N"],
 ) -> Float[Array, "N G 1 Q H"]:
@@ -141,7 +141,7 @@ def _merged(
     own_v: Any,
     t: jax.Array,
 ) -> jax.Array:
-    """Attend by a Pallas form: compute parts of the keys and merge them. The caches may be of int8."""
+    """Attend by a Pallas form: compute parts of the keys and merge them. The caches may be quantized."""
     from jaxmarl_llm.kernels.attention.group_decode_pallas import WHOLE, parts, whole
 
     n, g, _, heads, h = q.shape
@@ -173,10 +173,10 @@ def _merged(
 def _part(rows: jax.Array, k: Cached, v: Cached, t: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the part of the own keys by XLA."""
     see = jnp.arange(k.shape[2]) <= t
-    score = jnp.where(see, int8.scores("ngkrh,ngskh->ngkrs", rows, k), NEG)
+    score = jnp.where(see, quantized.scores("ngkrh,ngskh->ngkrs", rows, k), NEG)
     top = score.max(-1)
     weight = jnp.where(see, jnp.exp(score - top[..., None]), 0.0)
-    return top, weight.sum(-1), int8.weighted("ngkrs,ngskh->ngkrh", weight, v, rows.dtype)
+    return top, weight.sum(-1), quantized.weighted("ngkrs,ngskh->ngkrh", weight, v, rows.dtype)
 
 
 _by_parts = jax.custom_vjp(_merged, nondiff_argnums=(0, 1))

@@ -14,8 +14,8 @@ On TPU keys are [K H L], with tokens along the 128 lanes. XLA chooses this layou
 programs. A decoding loop therefore copies nothing, and no lane is empty at H = 64. A cache [.., L H] would leave half
 of the lanes empty. Half of the depth of a matrix product is unused at H = 64, which does not slow decoding down.
 
-Keys and values of int8 are for TPU alone (`int8.Int8Vectors`). Their scales are [K 1 L]. A program multiplies scores
-with the scales of the keys, and weights with the scales of the values.
+Quantized keys and values are for TPU alone (`quantized.ScaledVectors`). Their scales are [K 1 L]. A program multiplies
+scores with the scales of the keys, and weights with the scales of the values.
 
 Compiler parameters are always given, because the default backend of Pallas on GPU differs between releases of JAX.
 """
@@ -32,8 +32,8 @@ from jax.experimental.pallas import tpu as mosaic
 from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.attention.constants import NEG
-from jaxmarl_llm.kernels.int8 import Cached, Int8Vectors
 from jaxmarl_llm.kernels.pallas_triton import lacking, triton
+from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors
 
 LARGEST = 256  # largest head size
 ON_CHIP = 1 << 20  # TPU: largest size in bytes of the keys and rows of one program
@@ -46,24 +46,24 @@ WIDE, WARPS = 64, 2  # GPU: keys of a block of `whole` at heads of 64, and warps
 Parts = tuple[Float[Array, "B J K M"], Float[Array, "B J K M"], Float[Array, "B J K M H"]]
 
 
-def refused(impl: str, h: int, in_int8: bool = False) -> str | None:
+def refused(impl: str, h: int, scaled: bool = False) -> str | None:
     """Say why ``impl`` has no kernel for heads of size ``h``, or return None where it has one.
 
     Args:
         impl: gpu or tpu.
         h: size of a head.
-        in_int8: whether keys and values are int8.
+        scaled: whether keys and values are quantized.
     """
-    if in_int8 and impl == "gpu":
-        return "does not take caches of int8"
+    if scaled and impl == "gpu":
+        return "does not take quantized caches"
     fits = h % 8 == 0 and h <= LARGEST
     return lacking(impl) or (None if fits else f"does not take heads of size {h}")
 
 
 def parts(
     q: Float[Array, "B K M H"],
-    k: Float[Array, "B L K H"] | Int8Vectors,
-    v: Float[Array, "B L K H"] | Int8Vectors,
+    k: Float[Array, "B L K H"] | ScaledVectors,
+    v: Float[Array, "B L K H"] | ScaledVectors,
     length: Int[Array, " B"],
     *,
     impl: str,
@@ -73,7 +73,7 @@ def parts(
 
     Args:
         q: scaled query rows M of each key head.
-        k: keys of the cache; int8 for impl tpu alone.
+        k: keys of the cache; quantized for impl tpu alone.
         v: values of the cache, likewise.
         length: number of keys to read of each row.
         impl: gpu or tpu.
@@ -82,7 +82,7 @@ def parts(
     length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # no read beyond the arrays
     if impl == "tpu":
         return _mosaic(q, k, v, length, interpret)
-    assert not isinstance(k, Int8Vectors) and not isinstance(v, Int8Vectors)  # see `refused`
+    assert not isinstance(k, ScaledVectors) and not isinstance(v, ScaledVectors)  # see `refused`
     return _triton(q, k, v, length, interpret)
 
 
@@ -245,7 +245,7 @@ def _triton(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, interpr
 def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, *refs: Any) -> None:
     """``top``, ``total`` and ``out`` stay on the chip over the last axis of the grid: they are the running sums.
 
-    ``refs``: these three; before them the scales of ``k`` and ``v`` where these are int8.
+    ``refs``: these three; before them the scales of ``k`` and ``v`` where these are quantized.
     """
     *scales, top, total, out = refs
     block, (several, _, wide) = pl.program_id(2), k.shape
@@ -272,7 +272,7 @@ def _mosaic_body(length: Any, blocks: Any, q: Any, k: Any, v: Any, *refs: Any) -
             of_keys, of_values = (x[e] for x in scales)
             float_ = lambda x: x.astype(jnp.float32).astype(q.dtype)
             score = product(q[e], float_(k[e]), (1, 0)) * of_keys
-            top[e], total[e], out[e] = fold(carry, score, see, float_(v[e]), 1, known(of_values))
+            top[e], total[e], out[e] = fold(carry, score, see, known(float_(v[e])), 1, known(of_values))
 
 
 def _mosaic(q: jax.Array, k: Cached, v: Cached, length: jax.Array, interpret: bool) -> Parts:
@@ -289,7 +289,7 @@ def _mosaic(q: jax.Array, k: Cached, v: Cached, length: jax.Array, interpret: bo
     )
     shape = lambda size: jax.ShapeDtypeStruct((b * kv, m, size), jnp.float32)
     cache: tuple[Any, ...] = k, v
-    if isinstance(k, Int8Vectors) and isinstance(v, Int8Vectors):
+    if isinstance(k, ScaledVectors) and isinstance(v, ScaledVectors):
         cache = k.values, v.values, k.scales, v.scales
     top, total, out = pl.pallas_call(
         _mosaic_body,

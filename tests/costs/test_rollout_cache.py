@@ -1,4 +1,4 @@
-"""Costs of rollouts with caches of int8: bytes are those of real caches, of one device and of a device of a mesh."""
+"""Costs of rollouts with quantized caches: bytes are those of real caches, of one device and of a device of a mesh."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from jaxmarl_llm.recipes import magrpo
 from tests import toys
 from tests.costs.test_meshes import HEAD, KV, LAYERS, found, joy  # noqa: F401
 from tests.distributed import test_sharded_runs as runs
-
-SETTINGS = {"rollout_cache": "int8", "loss": {"tis_clip": 2.0}}
+from tests.kernels.test_quantized import forms
 
 
 def size(tree):
@@ -57,9 +56,10 @@ def test_bytes_are_those_of_the_caches_of_a_launch(dtype, form):
     assert costs.cache_slot_bytes(weights) == 2 * 3 * 2 * per_token
 
 
-def test_a_chip_has_a_smaller_cache_and_reads_less(joy):  # noqa: F811
+@forms
+def test_a_chip_has_a_smaller_cache_and_reads_less(joy, form):  # noqa: F811
     _, plan, work = joy
-    smaller = work._replace(models=tuple(m._replace(rollout_cache="int8") for m in work.models))
+    smaller = work._replace(models=tuple(m._replace(rollout_cache=form) for m in work.models))
     plain, vector = 2 * HEAD, HEAD + 4  # bytes of a key or a value; the model is bfloat16
     for mesh in ((2, 4, 2), (8, 1, 2)):
         before, after = found(joy, mesh), found((joy[0], plan, smaller), mesh)
@@ -79,10 +79,10 @@ def test_a_chip_has_a_smaller_cache_and_reads_less(joy):  # noqa: F811
 
 
 def test_what_is_compiled_has_the_cache_of_the_setting(monkeypatch):
-    """The program of generation that `plan_pod` compiles carries int8 keys and values, and has the planner's bytes."""
+    """The program of generation that `plan_pod` compiles carries such keys and values, and has the planner's bytes."""
     found = {}
     for form in FORMS:
-        cfg = runs.config(magrpo, None, **{**SETTINGS, "rollout_cache": form})
+        cfg = runs.config(magrpo, None, rollout_cache=form, loss={"tis_clip": 2.0})
         work, _ = workload_of(cfg)
         assert {m.rollout_cache for m in work.models} == {form}
         mesh = make_mesh(MeshConfig(2, 2, 2))
@@ -96,5 +96,5 @@ def test_what_is_compiled_has_the_cache_of_the_setting(monkeypatch):
 
         monkeypatch.setattr(compile_ahead, "compile_text", keep)
         compile_ahead.compile_stages(cfg, mesh, team, shape, ("rollout",))
-        found[form] = "xi8>" in texts[0]
-    assert found == {"same": False, "int8": True}
+        found[form] = ["xi8>" in texts[0], "xf8E4M3FN>" in texts[0]]
+    assert found == {"same": [False, False], "int8": [True, False], "fp8": [False, True]}

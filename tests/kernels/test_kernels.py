@@ -31,7 +31,7 @@ from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention
 from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.kernels.head.head import Head
 from jaxmarl_llm.kernels.head.sample import head_sample
-from jaxmarl_llm.kernels.int8 import quantize_vectors
+from jaxmarl_llm.kernels.quantized import VALUES, quantize_vectors
 from jaxmarl_llm.models.decoder import Config, make_policy
 from tests.kernels import test_group_attention as test_group_attention
 from tests.kernels import test_tree_attention as test_tree_attention
@@ -268,7 +268,9 @@ class Program:
 def programs(dtype=jnp.bfloat16, n=4, g=8, p=2048, s=256, heads=14, kv=2, h=64, tokens=2048, dim=896, vocab=151_936):
     of, ints = partial(shape, dtype=dtype), partial(shape, dtype=jnp.int32)
     caches = of(n, p, kv, h), of(n, p, kv, h), ints(n), of(n, g, s, kv, h), of(n, g, s, kv, h), ints()
-    in_int8 = [jax.eval_shape(quantize_vectors, x) if x.ndim > 3 else x for x in caches]
+    quantized = lambda form: [
+        jax.eval_shape(partial(quantize_vectors, dtype=VALUES[form]), x) if x.ndim > 3 else x for x in caches
+    ]
     trained = of(2, tokens, heads, h), of(2, tokens, kv, h), of(2, tokens, kv, h), ints(2, tokens)
     responses = of(n, g, s, heads, h), *caches[:5]
     loss = lambda q, k, v, end, impl: tree_attention(q, k, v, end, impl=impl).astype(jnp.float32).sum()
@@ -284,10 +286,13 @@ def programs(dtype=jnp.bfloat16, n=4, g=8, p=2048, s=256, heads=14, kv=2, h=64, 
             lambda *x, impl: group_decode_attention(*x, impl=impl), (of(n, g, 1, heads, h), *caches), "group_decode",
             f"x{p}xf32>",
         ),
-        "decode, int8": Program(
-            lambda *x, impl: group_decode_attention(*x, impl=impl), (of(n, g, 1, heads, h), *in_int8), "group_decode",
-            f"x{heads // kv}x1x{p}xf32>",
-        ),
+        **{
+            f"decode, {form}": Program(
+                lambda *x, impl: group_decode_attention(*x, impl=impl), (of(n, g, 1, heads, h), *quantized(form)),
+                "group_decode", f"x{heads // kv}x1x{p}xf32>",
+            )
+            for form in VALUES
+        },
         "training": Program(
             jax.grad(of_group, (0, 1, 2, 4, 5)), responses, "tree_attention", f"x{s}x{p}xf32>"
         ),
@@ -319,8 +324,8 @@ def lowered(call, arguments, platform, **options):
 @pytest.mark.parametrize("impl, platform", [("gpu", "cuda"), ("tpu", "tpu")])
 def test_pallas_forms_lower(name, impl, platform):
     program = programs()[name]
-    if (name, impl) == ("decode, int8", "gpu"):
-        with pytest.raises(ValueError, match="impl 'gpu' does not take caches of int8"):
+    if (name, impl) in [(f"decode, {form}", "gpu") for form in VALUES]:
+        with pytest.raises(ValueError, match="impl 'gpu' does not take quantized caches"):
             lowered(program.call, program.arguments, platform, impl=impl)
         return
     text = lowered(program.call, program.arguments, platform, impl=impl)
@@ -379,7 +384,7 @@ def test_pallas_forms_compile_for_tpus():
     "name, few",
     [
         ("decode", {"p": 255}),
-        ("decode, int8", {"p": 255}),
+        *((f"decode, {form}", {"p": 255}) for form in VALUES),
         ("tree", {"tokens": 1023}),
         ("training", {"p": 511, "s": 64}),
         ("prompt", {"tokens": 896}),

@@ -1,4 +1,4 @@
-"""Rollouts with caches of int8: their samples, what the update makes of them, and what stays as it was."""
+"""Rollouts with quantized caches: their samples, what the update makes of them, and what stays as it was."""
 
 import functools
 
@@ -9,21 +9,25 @@ import pytest
 
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.kernels.quantized import VALUES
 from jaxmarl_llm.models import rollout_cache
-from jaxmarl_llm.models.rollout_cache import int8
 from jaxmarl_llm.runs.loop import fit
 from jaxmarl_llm.training.losses import Loss
+from tests.kernels.test_quantized import forms
 from tests.models.test_rollout_cache import rounding
 from tests.training.relay import steps
 from tests.training.test_rollout_weights import LORA, SHARED, array_run, team, text_run
 
-INT8 = {"rollout_cache": "int8", "loss": Loss(tis_clip=2.0)}
+
+def quantized(form):
+    """Settings of a run whose rollouts cache keys and values in a form."""
+    return {"rollout_cache": form, "loss": Loss(tis_clip=2.0)}
 
 
 @functools.cache
-def generating_with_rounded(policy):
+def generating_with_rounded(policy, form):
     """A policy that generates with plain caches of keys and values which a test rounds. Training does not."""
-    return rounding(policy)._replace(hidden=policy.hidden)
+    return rounding(policy, form)._replace(hidden=policy.hidden)
 
 
 RUNS = {
@@ -35,14 +39,15 @@ RUNS = {
     "text, one step behind": (text_run, {"staleness": 1}),
     "text, int8 weights too": (text_run, {"rollout_weights": "int8"}),
 }
+CASES = [*((name, "int8") for name in RUNS), ("array, separate", "fp8"), ("text, int8 weights too", "fp8")]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_samples_with_rounded_keys_and_values_and_learns_from_whole_ones(name, tmp_path):
+@pytest.mark.parametrize("name, form", CASES)
+def test_a_run_samples_with_rounded_keys_and_values_and_learns_from_whole_ones(name, form, tmp_path):
     make, changes = RUNS[name]
-    state, results, metrics = steps(make(**INT8, **changes), tmp_path / "int8", 2)
+    state, results, metrics = steps(make(**quantized(form), **changes), tmp_path / form, 2)
     recipe = make(loss=Loss(tis_clip=2.0), **changes)
-    recipe.env_runner.cache_form = generating_with_rounded
+    recipe.env_runner.cache_form = functools.partial(generating_with_rounded, form=form)
     other, witness, _ = steps(recipe, tmp_path / "witness", 2)
     for result, right in zip(results, witness, strict=True):
         got, right = result.tree.steps, right.tree.steps
@@ -57,7 +62,7 @@ def test_a_run_samples_with_rounded_keys_and_values_and_learns_from_whole_ones(n
 
 
 def test_old_log_probs_are_the_learners_and_each_token_has_its_weight(tmp_path):
-    """The mean weight is that of an own scoring by the plain policy; without int8 it is 1."""
+    """The mean weight is that of an own scoring by the plain policy; without a form it is 1."""
     cap, found = 1.0005, {}
     for form in rollout_cache.FORMS:
         recipe = text_run(rollout_cache=form, loss=Loss(tis_clip=cap), team=SHARED)
@@ -80,29 +85,32 @@ def test_old_log_probs_are_the_learners_and_each_token_has_its_weight(tmp_path):
         assert seen[f"{role}/importance_weight"] == pytest.approx(weight, abs=1e-5)
         assert seen[f"{role}/ratio"] == pytest.approx(1, abs=1e-6)  # old is the learner's
         assert form == "same" or seen[f"{role}/tis_clipped"] > 0
-    assert found["int8"] > 3e-4 > 3e-5 > found["same"]
+    assert min(found[form] for form in VALUES) > 3e-4 > 3e-5 > found["same"]
 
 
-def test_evaluations_and_runs_without_the_setting_have_the_models_themselves(tmp_path):
-    plain, one = array_run(loss=Loss(tis_clip=2.0)), array_run(**INT8)
+@forms
+def test_evaluations_and_runs_without_the_setting_have_the_models_themselves(tmp_path, form):
+    plain, one = array_run(loss=Loss(tis_clip=2.0)), array_run(**quantized(form))
     assert plain.env_runner.cache_form is None and plain.env_runner.playing(plain.team, held_out=False) is plain.team
     assert one.env_runner.playing(one.team, held_out=True) is one.team
     assert one.env_runner.playing(one.team, held_out=False) is not one.team
     assert one.evaluate(one.init(0)) == plain.evaluate(plain.init(0))
-    text, plain_text = text_run(**INT8), text_run(loss=Loss(tis_clip=2.0))
+    text, plain_text = text_run(**quantized(form)), text_run(loss=Loss(tis_clip=2.0))
     assert text.evaluate(text.init(0)) == plain_text.evaluate(plain_text.init(0))
 
 
-def test_a_run_trains_from_end_to_end_and_its_checkpoints_are_floats(tmp_path):
-    recipe = array_run(**INT8, steps=2)
+@forms
+def test_a_run_trains_from_end_to_end_and_its_checkpoints_are_floats(tmp_path, form):
+    recipe = array_run(**quantized(form), steps=2)
     state = fit(recipe.cfg, recipe, tmp_path)
     assert int(state.step) == 2
     assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
 
 
-def test_a_model_without_a_form_is_refused_before_a_run(monkeypatch):
+@forms
+def test_a_model_without_a_form_is_refused_before_a_run(monkeypatch, form):
     monkeypatch.setattr(rollout_cache, "PREFILLS", ())
-    int8.cache_clear()
+    rollout_cache.quantized.cache_clear()
     rollout_cache.with_caches.cache_clear()
     with pytest.raises(ConfigError, match=r"config\.rollout_cache: expected 'same' for a model that is no decoder"):
-        array_run(**INT8)
+        array_run(**quantized(form))

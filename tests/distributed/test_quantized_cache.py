@@ -1,8 +1,9 @@
-"""Caches of int8 on a mesh: each device has its part of values and scales, and samples are those of one device."""
+"""Quantized caches on a mesh: each device has its part of values and scales, and samples are those of one device."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,18 +11,18 @@ from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.generation import prefix_cache
 from jaxmarl_llm.generation.generate import generate
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.kernels.int8 import Int8Vectors
+from jaxmarl_llm.kernels.quantized import VALUES, ScaledVectors
 from jaxmarl_llm.models.batch_invariant import invariant
-from jaxmarl_llm.models.rollout_cache import int8, with_caches
+from jaxmarl_llm.models.rollout_cache import FORMS, with_caches
 from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.rollout.block_sampler import sampler_of
 from jaxmarl_llm.rollout.launches import TeamSampler
 from tests import toys
 from tests.distributed import test_layouts as layouts
 from tests.distributed import test_sharded_runs as runs
+from tests.kernels.test_quantized import forms
 
-INT8 = {"rollout_cache": "int8", "loss": {"tis_clip": 2.0}}
-is_int8 = lambda x: isinstance(x, Int8Vectors)
+is_quantized = lambda x: isinstance(x, ScaledVectors)
 
 
 def close(got, expected):
@@ -48,9 +49,10 @@ def turns(sampler):
 
 
 @pytest.mark.parametrize("cut", [(4, 2), (1, 4)], ids=["blocks", "attention of other rows"])
-def test_samples_on_a_mesh_are_those_of_one_device(cut, monkeypatch):
+@forms
+def test_samples_on_a_mesh_are_those_of_one_device(form, cut, monkeypatch):
     monkeypatch.setattr(prefix_cache, "MIN_REUSED_TOKENS", 2)  # the prompts of this test are short
-    team = with_caches(layouts.team(), int8)
+    team = with_caches(layouts.team(), FORMS[form])
     params = toys.params(team)
     one = TeamSampler(team, params, Sampling())
     expected, tokens = turns(one)
@@ -63,13 +65,14 @@ def test_samples_on_a_mesh_are_those_of_one_device(cut, monkeypatch):
     prefixes = [many._cached] if cut == (4, 2) else list(many._cached.values())
     # Some of it was sent to other devices, where a model has several.
     assert sum(x.moved_tokens for x in prefixes) > 0 or cut == (4, 2)
-    pool = jax.tree.leaves([x._pool for x in prefixes], is_leaf=is_int8)
-    assert pool and all(map(is_int8, pool)) and {x.values.dtype.name for x in pool} == {"int8"}
+    pool = jax.tree.leaves([x._pool for x in prefixes], is_leaf=is_quantized)
+    assert pool and all(map(is_quantized, pool)) and {x.values.dtype for x in pool} == {jnp.dtype(VALUES[form])}
 
 
-@pytest.mark.parametrize("form", [lambda policy: policy, invariant], ids=["plain", "invariant"])
-def test_a_device_has_its_rows_and_heads_of_values_and_scales(form):
-    policy = int8(form(toys.policy()))
+@pytest.mark.parametrize("made", [lambda policy: policy, invariant], ids=["plain", "invariant"])
+@forms
+def test_a_device_has_its_rows_and_heads_of_values_and_scales(form, made):
+    policy = FORMS[form](made(toys.policy()))
     variables = runs.variables(policy)
     rng = np.random.default_rng(0)
     keys = jax.random.split(jax.random.key(1), (8, 2))
@@ -85,17 +88,18 @@ def test_a_device_has_its_rows_and_heads_of_values_and_scales(form):
     assert np.median(np.abs(many.logprobs - one.logprobs)) < 1e-5
     heads = 1 if policy.draw is None else 2  # the invariant form computes all heads on every device
     for cache, columns in ((prefix, (9,)), (suffix, (2, 3))):
-        for x in jax.tree.leaves(cache, is_leaf=is_int8):
+        for x in jax.tree.leaves(cache, is_leaf=is_quantized):
             assert x.values.addressable_shards[0].data.shape == (2, *columns, heads, 4)
             assert x.scales.addressable_shards[0].data.shape == (2, *columns, heads, 1)
 
 
-@pytest.mark.parametrize("weights", ["same", "int8"])
-def test_a_step_in_a_layout_is_that_of_one_device(weights, tmp_path):
+@pytest.mark.parametrize("form, weights", [("int8", "same"), ("int8", "int8"), ("fp8", "fp8")])
+def test_a_step_in_a_layout_is_that_of_one_device(form, weights, tmp_path):
+    settings = {"rollout_cache": form, "rollout_weights": weights, "loss": {"tis_clip": 2.0}}
     mesh = {"data": 2, "fsdp": 2, "tensor": 2, "rollout_tensor": 8}
     found = []
     for name, more in (("one", {}), ("many", {"mesh": mesh})):
-        made = magrpo.make(runs.config(magrpo, None, **INT8, rollout_weights=weights, **more))
+        made = magrpo.make(runs.config(magrpo, None, **settings, **more))
         found.append(runs.step_of(made, tmp_path / name, pay=toys.paid))
     one, many = found
     np.testing.assert_array_equal(one.tree.steps.tokens, many.tree.steps.tokens)

@@ -1,15 +1,17 @@
-"""int8 weights of rollouts on a mesh: each device has its part of values and scales, and samples are those of one."""
+"""Quantized weights on a mesh: each device has its part of values and scales, and samples are those of one device."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.generation.sampling import Sampling
+from jaxmarl_llm.kernels.quantized import VALUES
 from jaxmarl_llm.models.lora import init_lora
-from jaxmarl_llm.models.rollout_weights import int8
+from jaxmarl_llm.models.rollout_weights import FORMS
 from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.rollout.block_sampler import sampler_of
 from jaxmarl_llm.rollout.launches import TeamSampler
@@ -19,12 +21,13 @@ from tests.distributed import test_layouts as layouts
 from tests.distributed import test_rollout_devices as apart
 from tests.distributed import test_sharded_runs as runs
 from tests.distributed import test_split
+from tests.kernels.test_quantized import forms
 
 NAMES = layouts.NAMES
 
 
-def formed(params):
-    return {kind: {name: int8(tree) for name, tree in trees.items()} for kind, trees in params.items()}
+def formed(params, form):
+    return {kind: {name: FORMS[form](tree) for name, tree in trees.items()} for kind, trees in params.items()}
 
 
 def separate():
@@ -40,22 +43,23 @@ def adapters():
 
 
 @pytest.mark.parametrize("cut", [(4, 2), (1, 4)], ids=["blocks", "attention of other rows"])
-@pytest.mark.parametrize("made", [separate, adapters])
-def test_samples_on_a_mesh_are_those_of_one_device(made, cut):
+@pytest.mark.parametrize("made, form", [(separate, "int8"), (adapters, "int8"), (adapters, "fp8")])
+def test_samples_on_a_mesh_are_those_of_one_device(made, form, cut):
     team, params = made()
     asked = layouts.requests((0, 1, 2, 1), (2,) * 4)
-    expected = TeamSampler(team, formed(params), Sampling()).sample(asked, more=False)
+    expected = TeamSampler(team, formed(params, form), Sampling()).sample(asked, more=False)
     mesh, chosen = layouts.layout(*cut)
     with meshes.use_mesh(mesh):
         placed = {kind: sharding.place(mesh, trees) for kind, trees in params.items()}
-        layouts.same(sampler_of(chosen)(team, formed(placed), Sampling(), 0).sample(asked, more=False), expected)
+        layouts.same(sampler_of(chosen)(team, formed(placed, form), Sampling(), 0).sample(asked, more=False), expected)
 
 
-def test_a_device_has_its_part_of_values_and_scales():
+@forms
+def test_a_device_has_its_part_of_values_and_scales(form):
     mesh, chosen = layouts.layout(1, 4)
     policy = toys.policy()
     whole = runs.variables(policy)
-    one, placed = int8(whole), int8(sharding.place(mesh, whole))
+    one, placed = FORMS[form](whole), FORMS[form](sharding.place(mesh, whole))
     moved = sharding.to_rollout(chosen.mesh, placed)
     assert runs.distance(moved, one) == 0.0
     # Trained on 2 x 2 x 2 devices; sampled with weights in 4 parts, of which 2 cut heads of keys and values.
@@ -71,17 +75,16 @@ def test_a_device_has_its_part_of_values_and_scales():
         assert before[f"{layers}{name}/kernel/values"] == in_training
         assert after[f"{layers}{name}/kernel/values"] == in_rollout
         assert after[f"{layers}{name}/kernel/scales"] == scales
-    assert {x.dtype for k, x in runs.by_path(moved).items() if k.endswith("values")} == {np.dtype("int8")}
+    assert {x.dtype for k, x in runs.by_path(moved).items() if k.endswith("values")} == {jnp.dtype(VALUES[form])}
 
 
-INT8 = {"rollout_weights": "int8", "loss": {"tis_clip": 2.0}}
-
-
-def test_a_step_in_a_layout_is_that_of_one_device(tmp_path):
+@forms
+def test_a_step_in_a_layout_is_that_of_one_device(form, tmp_path):
+    settings = {"rollout_weights": form, "loss": {"tis_clip": 2.0}}
     mesh = {"data": 2, "fsdp": 2, "tensor": 2, "rollout_tensor": 8}
     found = []
     for name, more in (("one", {}), ("many", {"mesh": mesh})):
-        made = magrpo.make(runs.config(magrpo, None, **INT8, **more))
+        made = magrpo.make(runs.config(magrpo, None, **settings, **more))
         found.append(runs.step_of(made, tmp_path / name, pay=toys.paid))
     one, many = found
     np.testing.assert_array_equal(one.tree.steps.tokens, many.tree.steps.tokens)
@@ -91,10 +94,10 @@ def test_a_step_in_a_layout_is_that_of_one_device(tmp_path):
     assert one.metrics["logprob_diff"] > 1e-4
 
 
-def test_devices_that_only_sample_make_int8_of_what_they_got(tmp_path):
+def test_devices_that_only_sample_quantize_what_they_got(tmp_path):
     """The parameters move first: a program on devices that train could meet one of the update there."""
-    expected, wanted, _ = apart.played(apart.make("array", rollout_weights="int8"), tmp_path / "one")
-    made = apart.make("array", rollout_weights="int8", mesh=apart.CUTS["4 train, 4 sample"])
+    expected, wanted, _ = apart.played(apart.make("array", rollout_weights="fp8"), tmp_path / "one")
+    made = apart.make("array", rollout_weights="fp8", mesh=apart.CUTS["4 train, 4 sample"])
     own, where = set(jax.devices()[-4:]), []
     form = made.env_runner.form
 
@@ -110,11 +113,11 @@ def test_devices_that_only_sample_make_int8_of_what_they_got(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), learned[0], wanted[0])
 
 
-@pytest.mark.parametrize("setting", ["rollout_weights", "rollout_cache"])
-def test_a_split_team_samples_int8_on_its_parts(setting, tmp_path):
+@pytest.mark.parametrize("setting, form", [("rollout_weights", "fp8"), ("rollout_cache", "int8")])
+def test_a_split_team_samples_with_a_form_on_its_parts(setting, form, tmp_path):
     made = []
     for name, mesh in (("one", {}), ("many", {"mesh": test_split.SPLIT})):
-        cfg = test_split.config(**{setting: "int8"}, loss={"tis_clip": 2.0}, sft={"steps": 0}, **mesh)
+        cfg = test_split.config(**{setting: form}, loss={"tis_clip": 2.0}, sft={"steps": 0}, **mesh)
         recipe, _ = test_split.paid(magrpo.make(cfg))
         result = []
         recipe.recorder = lambda *of, result=result: result.append(of[-1].tree.steps.tokens)
