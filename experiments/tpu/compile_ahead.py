@@ -29,6 +29,7 @@ from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import Chip
 from jaxmarl_llm.costs.counts import ModelSize, Workload, turn_states
 from jaxmarl_llm.costs.meshes import largest_launch, most_of_a_block
+from jaxmarl_llm.costs.workload import joins_adapters
 from jaxmarl_llm.distributed import heads, meshes, sharding
 from jaxmarl_llm.distributed.meshes import Layout
 from jaxmarl_llm.errors import ConfigError
@@ -38,7 +39,7 @@ from jaxmarl_llm.generation.generate import TOGETHER, PromptRows, sample_launch
 from jaxmarl_llm.kernels.quantized import ScaledMatrix
 from jaxmarl_llm.models import rollout_cache
 from jaxmarl_llm.models.decoder import make_policy
-from jaxmarl_llm.models.lora import init_lora
+from jaxmarl_llm.models.lora import init_lora, join_adapters
 from jaxmarl_llm.models.rollout_weights import FORMS
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.training.config import BaseConfig
@@ -128,7 +129,8 @@ class Team(NamedTuple):
     own: Params  # ShapeDtypeStructs with shardings, as all trees here
     shared: Params | None
     optimizer: PyTree
-    playing: Params  # the model's variables as generation takes them: whole along fsdp
+    playing: Params  # variables of a launch as generation takes them: whole along fsdp
+    joined: bool  # whether these are adapters of all models, side by side (`launches.launched_together`)
     parameter_bytes: int  # per chip, of all models; frozen ones and copies included
     optimizer_bytes: int
     # Of the models that have copies at once, beside those, and of matrices in another form (`rollout_weights`). 0 where
@@ -152,8 +154,8 @@ def team_of(
 ) -> Team:
     """ConfigError where heads or a dimension cannot be cut as the mesh asks, or costs cannot be known.
 
-    In a host rollout one model at a time has copies to play with (`launches.RolloutWeights`), in an array rollout all.
-    With blocks, a device has the copy of one model. ``layout``: of generation.
+    In a host rollout one model at a time has copies to play with (`launches.RolloutWeights`), in an array rollout all,
+    and so have adapters of one backbone. With blocks, a device has the copy of one model. ``layout``: of generation.
     """
     if cfg.team.batch_invariant:
         raise ConfigError(
@@ -175,7 +177,14 @@ def team_of(
             adapter = lambda p=params, w=weights: init_lora(jax.random.key(0), p, w.rank, w.targets)
             shared, own = placed(mesh, params), {"lora": jax.eval_shape(adapter)}
         trees[weights] = placed(mesh, own), shared, placed(mesh, jax.eval_shape(learner.init, own))
-    variables = lambda w: trees[w][0] if trees[w][1] is None else {"params": trees[w][1], **trees[w][0]}
+    joined = len(models) > 1 and joins_adapters(cfg, engine) and (layout is None or layout.blocks == 1)
+
+    def variables(w: ModelSize) -> Params:
+        own, base = trees[w][:2]
+        if joined:
+            own = {"lora": jax.eval_shape(join_adapters, [trees[other][0]["lora"] for other in models])}
+        return own if base is None else {"params": base, **own}
+
     frozen = {w.config: w for w, (_, shared, _) in trees.items() if shared is not None}
     held = lambda pick: (
         sum(chip_bytes(pick(trees[w][0])) for w in models) + sum(chip_bytes(pick(trees[w][1])) for w in frozen.values())
@@ -195,6 +204,7 @@ def team_of(
         shared,
         optimizer,
         playing(largest_first[0]),
+        joined,
         resident + copies * sum(chip_bytes(trees[w][0]) for w in models),
         (max if cfg.optimizer.offload else sum)([chip_bytes(trees[w][2]) for w in models]),
         formed
@@ -295,6 +305,7 @@ def compile_stages(
             played(n, (), jnp.int32),
             played(n, (g, *width), jnp.uint32),
             played(n, (), jnp.bool_),
+            adapter=played(n, (), jnp.int32) if team.joined else None,
         )
         for n, g in shape.parts
     ]

@@ -99,6 +99,8 @@ def measure(
     program = f"{topology} lora={team.shared is not None} {sorted(only)} {program}"
     grid, blocks = (mesh, 1) if layout is None else layout[:2]
     cuts = mesh.shape["tensor"] if layout is None else layout.tensor  # devices that cut weights during generation
+    if team.joined:
+        program += f" {len(work.models)} adapters"
     if layout is not None:
         program += f" rollout {blocks} blocks, {grid.shape}"
     if bare.rollout_weights != SAME:

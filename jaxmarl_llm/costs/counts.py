@@ -94,7 +94,7 @@ class Workload(NamedTuple):
     width: prompt columns of an array rollout, including text from memory; a host rollout does not use it.
     seats: seats of the array environment; more than the seats of a turn where some stay empty.
     batch_models: one launch computes all models, see `Team.batch_models`.
-    join_adapters: a turn of a host rollout is one launch for all models, adapters of one backbone on one device.
+    join_adapters: a turn of a host rollout is one launch for all models, adapters of one backbone.
     """
 
     turns: tuple[Turn, ...]

@@ -136,8 +136,8 @@ class _Step(NamedTuple):
 
     @property
     def sampling(self) -> int:
-        """Bytes of all weights that one sampled token of this model reads."""
-        return costs.rollout_bytes([self.weights])
+        """Bytes of all weights that one sampled token of a launch reads."""
+        return costs.rollout_bytes(self.work.models if self.work.join_adapters else [self.weights])
 
     @property
     def tokens(self) -> int:
@@ -174,7 +174,7 @@ def _step(cfg: Any, plan: Plan, work: Workload) -> _Step:
     """What the meshes of a configuration share. Arguments are the shared ones."""
     alike = all(model == work.models[0] for model in work.models)
     several = work.engine == "host" and len(work.models) > 1 and alike and cfg.mesh.models == "all"
-    blocks = [1, *(n for n in BLOCKS if several and n < 2 * len(work.models))]
+    blocks = [1, *(n for n in BLOCKS if several and not work.join_adapters and n < 2 * len(work.models))]
     return _Step(
         work=work,
         top=largest_launch(plan, work),
@@ -334,7 +334,7 @@ def proposals(
     Returns:
         Proposals, each once. Those that do not fit come last, the smallest of them first.
     """
-    work = work._replace(join_adapters=chips == 1 and joins_adapters(cfg, work.engine))
+    work = work._replace(join_adapters=joins_adapters(cfg, work.engine))
     step = _step(cfg, plan, work)
     least = costs.roofline(chip, plan, work, costs.UpdateSize(0, 0, 0, 0, 0))[0] / chips
     found = []

@@ -12,7 +12,6 @@ import numpy as np
 from jaxmarl_llm.agents.team import make_team
 from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.credit.selection import one_round
-from jaxmarl_llm.distributed.meshes import MeshConfig
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.contract import ArrayTask
 from jaxmarl_llm.envs.protocols import wrap
@@ -86,19 +85,19 @@ def workload_of(
     certain = lambda a: tuple({r: 1.0} for r in a)
     turns = tuple(cx.Turn(certain(a) if len(a) == seats else (cx.uniform(*a),) * seats) for a in acting)
     engine = "array" if isinstance(task, ArrayTask) else "host"
-    joined = cfg.mesh == MeshConfig(data=1) and joins_adapters(cfg, engine)
+    joined = cfg.mesh.rollout_blocks == 1 and joins_adapters(cfg, engine)
     return cx.Workload(turns, lengths, models, cfg.batch, engine, width, seats, cfg.team.batch_models, joined), notes
 
 
 def joins_adapters(cfg: BaseConfig, engine: str) -> bool:
-    """Whether all roles of a configuration sample in one launch on one device (`Workload.join_adapters`).
+    """Whether all roles of a configuration sample in one launch, unless in blocks (`Workload.join_adapters`).
 
     Args:
         cfg: the configuration.
         engine: "array" or "host".
     """
-    team = cfg.team
-    return engine == "host" and team.parameter_sharing == "lora" and not team.batch_invariant and team.critic != "head"
+    team, alike = cfg.team, cfg.mesh.models == "all" and cfg.team.critic != "head"
+    return engine == "host" and team.parameter_sharing == "lora" and alike and not team.batch_invariant
 
 
 def _role_lengths(

@@ -108,6 +108,7 @@ def axes_of(names: Sequence[str], ndim: int) -> tuple[str | None, ...]:
             fan_in, fan_out = KERNELS[parent]
             of = {"kernel": (fan_in, fan_out), "bias": (fan_out,), "a": (fan_in, "rank"), "b": ("rank", fan_out)}
             of |= {"values": (fan_in, fan_out), "scales": (fan_out,)}
+            of |= {"of": ("rank",), "own": ("rank",)}  # of joined adapters
             if last not in of:
                 raise ConfigError(f"sharding: no rule for parameter {'/'.join(names)}")
             axes = of[last]

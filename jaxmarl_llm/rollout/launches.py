@@ -72,7 +72,7 @@ class RolloutWeights:
         self._params = params
         self._whole: dict[tuple[str, str], Params] = {}
         self._cut: dict[str, Params] = {}
-        self._joined: dict[tuple[str, ...], tuple[Params, Params]] = {}
+        self._joined: dict[tuple[str, ...], tuple[Params, Params | None]] = {}
 
     def variables(self, model: Model) -> Params:
         """`Model.variables` of ``model``, gathered along the mesh axis fsdp."""
@@ -94,14 +94,16 @@ class RolloutWeights:
             self._cut = {model.name: unstacked(model.policy, self.variables(model))}
         return self._cut[model.name]
 
-    def joined(self, models: Sequence[Model]) -> tuple[Params, Params]:
+    def joined(self, models: Sequence[Model]) -> tuple[Params, Params | None]:
         """`variables` and `layers` of all adapters of one backbone, side by side in the order of ``models``."""
         names = tuple(model.name for model in models)
         if names not in self._joined:
             self._whole, self._cut, first = {}, {}, models[0]
-            adapters = [self._params["agents"][name]["lora"] for name in names]
-            variables = {"params": self._params["shared"][first.base], "lora": join_adapters(adapters)}
-            self._joined = {names: (variables, unstacked(first.policy, variables))}
+            whole = functools.partial(sharding.to_rollout, sharding.current())
+            adapters = [whole(self._params["agents"][name])["lora"] for name in names]
+            variables = {"params": whole(self._params["shared"][first.base]), "lora": join_adapters(adapters)}
+            layers = None if sharding.meshed() else unstacked(first.policy, variables)
+            self._joined = {names: (variables, layers)}
         return self._joined[names]
 
 
@@ -174,7 +176,7 @@ class SamplerFactory(Protocol):
 def launched_together(team: Team, params: Params) -> list[tuple[int, ...]]:
     """The models that one launch of a host rollout may have, for each model of a team: indices of models.
 
-    They are the adapters of one backbone, on one device. Another model is alone.
+    They are the adapters of one backbone. Another model is alone.
 
     Args:
         team: Roles and models.
@@ -184,7 +186,7 @@ def launched_together(team: Team, params: Params) -> list[tuple[int, ...]]:
     def kind(index: int) -> tuple[Hashable, ...]:
         model = team.models[index]
         joins = model.policy.choose_adapters is not None and model.policy.draw is None
-        if not joins or sharding.meshed() or meshes.has_split_models() or set(params["agents"][model.name]) != {"lora"}:
+        if not joins or meshes.has_split_models() or set(params["agents"][model.name]) != {"lora"}:
             return (index,)
         modules = jax.tree.structure(params["agents"][model.name])
         return model.base, model.policy, model.tokenizer.stop_ids, model.tokenizer.pad_id, modules

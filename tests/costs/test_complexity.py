@@ -236,7 +236,7 @@ def test_predictions_equal_a_real_host_rollout_on_200_random_configurations(monk
 
 
 def test_adapters_are_joined_where_the_workload_says_so():
-    """By sharing, critic and form, on one device. On a mesh a launch has one model, whatever the memory of a device."""
+    """By sharing, critic and form, on one device and on a mesh; not where a block samples for one model."""
     seen = set()
     for sharing, critic, invariant in itertools.product(
         ("separate", "shared", "lora"), ("none", "head", "separate"), (False, True)
@@ -252,9 +252,10 @@ def test_adapters_are_joined_where_the_workload_says_so():
         assert work.join_adapters == several or len(set(players)) == 1, changed
         assert work.engine == "host" and (work.join_adapters or sharing != "lora" or critic == "head" or invariant)
         with meshes.use_mesh(meshes.make_mesh(meshes.MeshConfig(data=2), jax.devices()[:2])):
-            assert launches.launched_together(team, params) == [(m,) for m in range(len(team.models))]
-        on_mesh = dataclasses.replace(cfg, mesh=meshes.MeshConfig(data=2))
-        assert not workload_of(on_mesh)[0].join_adapters
+            assert launches.launched_together(team, params) == together
+        for changes, joined in (({"data": 2}, work.join_adapters), ({"rollout_blocks": 2}, False)):
+            on_mesh = dataclasses.replace(cfg, mesh=meshes.MeshConfig(**changes))
+            assert workload_of(on_mesh)[0].join_adapters == joined
         seen.add(work.join_adapters)
     assert seen == {False, True}
 
