@@ -14,13 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.tpu import compile_ahead
 from jaxmarl_llm.agents.team import init_params, make_team
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.costs import counts as cx
 from jaxmarl_llm.costs import model as costs
 from jaxmarl_llm.costs.chips import CHIPS
 from jaxmarl_llm.costs.workload import workload_of
-from jaxmarl_llm.distributed import meshes
+from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation import prefix_pool
 from jaxmarl_llm.generation.decoding import Completions
@@ -35,6 +36,7 @@ from jaxmarl_llm.rollout.plans import flat, handoff, node_wise, product, single
 from jaxmarl_llm.training.optimizers import Optimizer, make_optimizer
 from jaxmarl_llm.types import Model, Role, Team
 from tests import toys
+from tests.distributed import test_sharded_runs as runs
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
@@ -258,6 +260,28 @@ def test_adapters_are_joined_where_the_workload_says_so():
             assert workload_of(on_mesh)[0].join_adapters == joined
         seen.add(work.join_adapters)
     assert seen == {False, True}
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+def test_joined_adapters_that_are_compiled_ahead_are_those_of_a_run(shape):
+    """Arrays of all adapters, and bytes of a chip, also where a run has a copy of the backbone to play with."""
+    cfg = runs.config(magrpo, None)
+    cfg = dataclasses.replace(cfg, team=dataclasses.replace(cfg.team, parameter_sharing="lora", lora_rank=2))
+    mesh, (work, _) = meshes.make_mesh(meshes.MeshConfig(*shape), jax.devices()), workload_of(cfg)
+    compiled = compile_ahead.team_of(cfg, mesh, work.models, 0, "host")
+    team = make_team(cfg.team, ("a", "b"))
+    params = init_params(cfg.team, team, jax.random.key(0))
+    params = {kind: {name: sharding.place(mesh, tree) for name, tree in of.items()} for kind, of in params.items()}
+    with meshes.use_mesh(mesh):
+        variables, layers = launches.RolloutWeights(params).joined(team.models)
+    alike = lambda x: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), x)
+    assert compiled.joined and layers is None and alike(variables) == alike(compiled.playing)
+    on_chip = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    assert compile_ahead.chip_bytes(compiled.playing) == on_chip(variables)
+    assert compiled.playing_bytes == (on_chip(variables) if shape[1] > 1 else 0)
+    blocks = dataclasses.replace(cfg, mesh=meshes.MeshConfig(rollout_blocks=2))
+    layout = meshes.layout_of(blocks.mesh, mesh, [8, 8])
+    assert not compile_ahead.team_of(blocks, mesh, work.models, 0, "host", layout).joined
 
 
 # ---- array rollouts -------------------------------------------------------------------------------------------------
