@@ -5,7 +5,7 @@ A *lane* is one sample of one node. Nodes with equally many samples are one part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,12 +83,17 @@ def compaction_sizes(n: int, g: int) -> list[tuple[int, int]]:
 def launch_sizes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
     """Choose the sizes of smaller states for all parts of a launch: those of `compaction_sizes`, side by side.
 
-    A part with fewer sizes than another one keeps its last size.
+    A part with fewer sizes than another one keeps its last size. On a mesh a size is that of the lanes which one device
+    has. None is chosen where nodes cannot be divided evenly.
 
     Args:
         shapes: (nodes, samples) of each part.
     """
-    sizes: list[list[tuple[int, ...]]] = [[shape, *compaction_sizes(*shape)] for shape in shapes]
+    devices = sharding.row_parts()
+    if any(n % devices for n, _ in shapes):
+        return []
+    own = [(n // devices, g) for n, g in shapes]
+    sizes: list[list[tuple[int, ...]]] = [[shape, *compaction_sizes(*shape)] for shape in own]
     return [tuple(own[min(k, len(own) - 1)] for own in sizes) for k in range(1, max(map(len, sizes)))]
 
 
@@ -118,6 +123,33 @@ def split(lanes: jax.Array, shapes: Sequence[tuple[int, ...]]) -> tuple[jax.Arra
     ends = [sum(n * g for n, g in shapes[: k + 1]) // len(lanes) for k in range(len(shapes))]
     cut = [lanes[:, end - n * g // len(lanes) : end] for end, (n, g) in zip(ends, shapes)]
     return tuple(x.reshape(*shape, *lanes.shape[2:]) for x, shape in zip(cut, shapes))
+
+
+def on_own_rows(function: Callable[..., PyTree], *trees: PyTree) -> PyTree:
+    """Apply ``function`` to the rows of each part of a mesh by themselves, so that no row moves between devices.
+
+    Args:
+        function: takes and returns trees of arrays [n ...].
+        trees: arrays [N ...], with equally many rows in each part.
+    """
+    devices = sharding.row_parts()
+    if devices == 1:
+        return function(*trees)
+    cut = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), trees)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(function)(*cut))
+
+
+def exceeds(done: jax.Array, size: tuple[int, ...]) -> jax.Array:
+    """Whether unfinished lanes of any device are more than n nodes, or more than g samples of a node.
+
+    Args:
+        done: which lanes are done [N G].
+        size: (n, g). (0, 0): whether any lane is unfinished.
+    """
+    if size == (0, 0):
+        return ~jnp.all(done)
+    nodes = jnp.sum((~jnp.all(done, 1)).reshape(sharding.row_parts(), -1), 1)
+    return (jnp.max(nodes) > size[0]) | (jnp.max(jnp.sum(~done, 1)) > size[1])
 
 
 def unfinished(done: jax.Array, size: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

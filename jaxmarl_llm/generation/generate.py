@@ -19,9 +19,11 @@ from jaxmarl_llm.distributed.sharding import attention_rows, by_device, cut_rows
 from jaxmarl_llm.generation.decoding import (
     LOOP_STATE,
     Decoding,
+    exceeds,
     gather_lanes,
     join,
     launch_sizes,
+    on_own_rows,
     scatter_back,
     select_fields,
     split,
@@ -184,18 +186,22 @@ def decode_to_the_end(
     Args:
         states: state of each part of the launch.
         advanced: `advance` with all but the states, the first token's place and ``until``.
-        sizes: (nodes, samples) of each part, smaller and smaller. Once the unfinished samples fit, they go on alone in
-            a loop of it.
+        sizes: (nodes, samples) of each part on one device, smaller and smaller. Once the unfinished samples fit on all
+            devices, they go on alone in a loop of it.
     """
     t: jax.Array | int = 0
     larger: list[list[tuple[Decoding, jax.Array, jax.Array]]] = []  # states, and the lanes gathered from each of them
     for size in sizes:
         t, states = advanced(states, t, until=size)
-        larger.append([(state, *unfinished(state.done, own)) for state, own in zip(states, size, strict=True)])
-        states = tuple(gather_lanes(*chosen) for chosen in larger[-1])
+        chosen = [
+            on_own_rows(functools.partial(unfinished, size=own), s.done) for s, own in zip(states, size, strict=True)
+        ]
+        larger.append([(state, *lanes) for state, lanes in zip(states, chosen, strict=True)])
+        states = tuple(laid(on_own_rows(gather_lanes, *lanes)) for lanes in larger[-1])
     _, states = advanced(states, t)
     while larger:
-        states = tuple(scatter_back(*chosen, state) for chosen, state in zip(larger.pop(), states, strict=True))
+        pairs = zip(larger.pop(), states, strict=True)
+        states = tuple(laid(on_own_rows(scatter_back, *lanes, state)) for lanes, state in pairs)
     return states
 
 
@@ -237,6 +243,15 @@ def begin(
         cut=None if limit is None else jnp.zeros((n, g), bool),
         adapter=adapter,
     )
+    return laid(state)
+
+
+def laid(state: Decoding) -> Decoding:
+    """Constrain what a decode step changes to the layout of rows on a mesh.
+
+    Args:
+        state: state of generation.
+    """
     fields = select_fields(state, LOOP_STATE)
     suffix = cut_attention(fields.pop("suffix"))
     return state.replace(suffix=suffix, **cut_rows(fields))
@@ -261,8 +276,8 @@ def advance(
         layers: `Policy.unstack` of the variables.
         states: state of each part of the launch before token ``t``.
         t: index of the next token, the same for all lanes.
-        until: (n, g) for each part: the loop ends when at most n nodes of the part are unfinished, with at most g
-            unfinished samples each. None is when all lanes are done.
+        until: (n, g) for each part: the loop ends when at most n nodes of the part are unfinished on each device, with
+            at most g unfinished samples each. None is when all lanes are done.
         stop_ids: tokens that end a completion.
         pad_id: token behind the end of a completion.
         sampling: the distribution to sample from.
@@ -280,8 +295,8 @@ def advance(
     fixed = tuple(tuple(getattr(state, name) for state in states) for name in ("prefix", "length"))
 
     def goes_on(loop: tuple) -> jax.Array:
-        exceeds = [_exceeds(changed["done"], size) for changed, size in zip(loop[1], sizes, strict=True)]
-        return (loop[0] < max_new_tokens) & functools.reduce(jnp.logical_or, exceeds)
+        more = [exceeds(changed["done"], size) for changed, size in zip(loop[1], sizes, strict=True)]
+        return (loop[0] < max_new_tokens) & functools.reduce(jnp.logical_or, more)
 
     def step(loop: tuple) -> tuple:
         t, changed = loop
@@ -339,13 +354,6 @@ def record(
         tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, token[:, :, None], slot, axis=2),
         logprobs=jax.lax.dynamic_update_slice_in_dim(state.logprobs, logprob[:, :, None], slot, axis=2),
     )
-
-
-def _exceeds(done: jax.Array, size: tuple[int, ...]) -> jax.Array:
-    """Whether unfinished lanes are more than n nodes, or more than g samples of a node. (0, 0): whether any is."""
-    if size == (0, 0):
-        return ~jnp.all(done)
-    return (jnp.sum(~jnp.all(done, 1)) > size[0]) | (jnp.max(jnp.sum(~done, 1)) > size[1])
 
 
 def draw_tokens(
@@ -437,7 +445,7 @@ def use_compaction(max_new_tokens: int) -> bool:
     Args:
         max_new_tokens: largest number of tokens of a completion.
     """
-    return max_new_tokens > LONG_COMPLETION and not meshed()
+    return max_new_tokens > LONG_COMPLETION
 
 
 def generate(
@@ -472,10 +480,11 @@ def generate_launch(
 ) -> tuple[Any, ...]:
     """Call `sample_launch` from the host, with one compiled program for each shape. Donates the prefixes.
 
-    Arguments are those of `sample_launch`, except that ``compact`` is chosen by `use_compaction`. ``layers`` are
+    Arguments are those of `sample_launch`, except that ``compact`` is chosen by `use_compaction`, and is false where
+    ``applied`` are blocks. ``layers`` are
     `unstacked` variables, to make them once for several launches. ``more``: the other arguments by name.
     """
-    compact = use_compaction(max_new_tokens)
+    compact = use_compaction(max_new_tokens) and more.get("applied", TOGETHER) is TOGETHER
     if layers is None and not meshed():
         layers = unstacked(policy, variables)
     rows, prefixes = tuple(part._replace(prefix=None) for part in parts), tuple(part.prefix for part in parts)

@@ -329,9 +329,9 @@ def test_the_unfinished_alone_say_what_they_say_together(qwen2, n, g):
     both(wide, jnp.asarray(length), *prompts(n, 6, seed=3))
 
 
-@pytest.mark.parametrize("most", [R, 48])
+@pytest.mark.parametrize("most", [R, 80])
 def test_each_row_ends_at_its_own_limit(qwen2, most):
-    """As in a launch of its own with that limit. 48 tokens gather unfinished samples into smaller loops."""
+    """As in a launch of its own with that limit. 80 tokens gather unfinished samples into smaller loops."""
     n = 4
     (tokens, length), keys, limits = prompts(n, P), sample_keys(n, G), np.array([1, 3, most - 1, most], np.int32)
     out = play(qwen2, tokens, length, keys, max_new_tokens=most, limit=limits, **ENDS)

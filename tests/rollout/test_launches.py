@@ -225,20 +225,45 @@ def test_sizes_of_a_launch_are_those_of_its_parts():
     assert launch_sizes([(1, 8), (3, 1)]) == []
 
 
-def test_lanes_of_a_part_stay_on_their_device(model):
-    """Rows of each part are split over the mesh. The decoding loop moves no lane, and samples are the same."""
-    policy, variables = model
-    parts, fixed = parts_of([(8, 1), (16, 3)], 0), {"max_new_tokens": 6, "sampling": Sampling(), **ENDS}
+@pytest.mark.parametrize("shapes,most", [([(8, 1), (16, 3)], 6), ([(128, 1), (16, 8)], 80)])
+def test_lanes_of_a_part_stay_on_their_device(model, shapes, most):
+    """Rows of each part are split over the mesh. The decoding loop moves no lane, and samples are the same.
+
+    With 80 tokens each device gathers its own unfinished lanes, once these fit on all devices: of 32 lanes, 12.
+    """
+    (policy, variables), sizes = model, []
+    parts, fixed = parts_of(shapes, most), {"max_new_tokens": most, "sampling": Sampling(), "keep": True, **ENDS}
     want = generate_launch(policy, variables, parts, **fixed)
+
+    def decode(variables, tokens, *more):
+        lanes = sum(x.size for x in tokens)
+        jax.debug.callback(lambda: sizes.append(lanes))
+        return policy.decode(variables, tokens, *more)
+
     mesh = meshes.make_mesh(meshes.MeshConfig(data=8), jax.devices())
     with meshes.use_mesh(mesh):
-        run = jax.jit(lambda v, parts: sample_launch(policy, v, parts, **fixed))
+        noted = policy._replace(decode=decode)
+        run = jax.jit(lambda v, parts: sample_launch(noted, v, parts, **fixed, compact=use_compaction(most)))
         given = sharding.put_whole(variables), sharding.put_rows(parts)
         text = run.lower(*given).compile().as_text()
         got = sharding.to_host(run(*given))
-    for one, other in zip(got, want, strict=True):
+    for (one, prefix, suffix), (other, of_prompts, of_samples) in zip(got, want, strict=True):
         assert_alike(one, other)
+        filled = np.arange(most - 1) < np.asarray(other.length)[..., None] - 1
+        for a, b in zip(jax.tree.leaves(suffix), jax.tree.leaves(of_samples), strict=True):
+            np.testing.assert_allclose(np.asarray(a)[filled], np.asarray(b)[filled], atol=1e-5)
+        for a, b in zip(jax.tree.leaves(prefix), jax.tree.leaves(of_prompts), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    jax.effects_barrier()
+    ends = [np.asarray(out.length).max(1).reshape(8, -1) for out, *_ in want]  # on each device, the last token of a node
+    few = lambda t: most > 6 and all(((end >= t).sum(1) <= n).all() for end, n in zip(ends, (4, 1)))
+    assert sizes == [8 * 12 if few(t) else sum(n * g for n, g in shapes) for t in range(1, max(map(np.max, ends)))]
+    assert len(set(sizes)) == (1 if most == 6 else 2)
     assert not re.findall(r"(?:all-to-all|collective-permute|all-gather)(?:-start)?\(", text)
+
+
+def test_parts_of_a_mesh_are_joined_and_split_on_their_devices():
+    mesh = meshes.make_mesh(meshes.MeshConfig(data=8), jax.devices())
     lanes = [np.arange(n * g).reshape(n, g, 1) + 1000 * i for i, (n, g) in enumerate([(8, 1), (16, 3)])]
     with meshes.use_mesh(mesh):
         joined = np.asarray(join([np.asarray(x) for x in lanes]))
