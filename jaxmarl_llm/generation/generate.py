@@ -480,9 +480,8 @@ def generate_launch(
 ) -> tuple[Any, ...]:
     """Call `sample_launch` from the host, with one compiled program for each shape. Donates the prefixes.
 
-    Arguments are those of `sample_launch`, except that ``compact`` is chosen by `use_compaction`, and is false where
-    ``applied`` are blocks. ``layers`` are
-    `unstacked` variables, to make them once for several launches. ``more``: the other arguments by name.
+    Arguments are those of `sample_launch`. ``compact`` is chosen by `use_compaction`, and is false with blocks.
+    ``layers`` are `unstacked` variables, to make them once for several launches. ``more``: the other arguments by name.
     """
     compact = use_compaction(max_new_tokens) and more.get("applied", TOGETHER) is TOGETHER
     if layers is None and not meshed():
