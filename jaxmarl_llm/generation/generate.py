@@ -276,8 +276,8 @@ def advance(
         layers: `Policy.unstack` of the variables.
         states: state of each part of the launch before token ``t``.
         t: index of the next token, the same for all lanes.
-        until: (n, g) for each part: the loop ends when at most n nodes of the part are unfinished on each device, with
-            at most g unfinished samples each. None is when all lanes are done.
+        until: (n, g) for each part. The loop ends when each device has at most n unfinished nodes of the part, with at
+            most g unfinished samples each. None is when all lanes are done.
         stop_ids: tokens that end a completion.
         pad_id: token behind the end of a completion.
         sampling: the distribution to sample from.
