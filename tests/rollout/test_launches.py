@@ -255,7 +255,7 @@ def test_lanes_of_a_part_stay_on_their_device(model, shapes, most):
         for a, b in zip(jax.tree.leaves(prefix), jax.tree.leaves(of_prompts), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
     jax.effects_barrier()
-    ends = [np.asarray(out.length).max(1).reshape(8, -1) for out, *_ in want]  # on each device, the last token of a node
+    ends = [np.asarray(out.length).max(1).reshape(8, -1) for out, *_ in want]  # last tokens, by device
     few = lambda t: most > 6 and all(((end >= t).sum(1) <= n).all() for end, n in zip(ends, (4, 1)))
     assert sizes == [8 * 12 if few(t) else sum(n * g for n, g in shapes) for t in range(1, max(map(np.max, ends)))]
     assert len(set(sizes)) == (1 if most == 6 else 2)
