@@ -195,6 +195,11 @@ class Model:
     base: str | None = None
     scripted: bool = False
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What models have in common that can sample in one program: architecture, base, stop ids and padding."""
+        return self.policy, self.base, self.tokenizer.stop_ids, self.tokenizer.pad_id
+
     def variables(self, params: Params) -> Params:
         own = params["agents"][self.name]
         return own if self.base is None else {"params": params["shared"][self.base], **own}

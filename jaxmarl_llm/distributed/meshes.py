@@ -409,9 +409,8 @@ def check_alike(models: Sequence[Model], key: str) -> None:
         key: name of the setting in the message.
     """
     first, *others = models
-    kind = lambda m: (m.policy, m.base, m.tokenizer.stop_ids, m.tokenizer.pad_id)
     for other in others:
-        if kind(other) != kind(first):
+        if other.kind != first.kind:
             raise ConfigError(
                 f"{key}: expected 1 unless models have one architecture, base, stop ids and padding; {other.name!r} "
                 f"is not as {first.name!r}"

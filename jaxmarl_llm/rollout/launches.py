@@ -188,8 +188,7 @@ def launched_together(team: Team, params: Params) -> list[tuple[int, ...]]:
         joins = model.policy.choose_adapters is not None and model.policy.draw is None
         if not joins or meshes.has_split_models() or set(params["agents"][model.name]) != {"lora"}:
             return (index,)
-        modules = jax.tree.structure(params["agents"][model.name])
-        return model.base, model.policy, model.tokenizer.stop_ids, model.tokenizer.pad_id, modules
+        return *model.kind, jax.tree.structure(params["agents"][model.name])
 
     kinds = [kind(index) for index in range(len(team.models))]
     return [tuple(other for other, its in enumerate(kinds) if its == own) for own in kinds]
@@ -264,19 +263,18 @@ class TeamSampler:
         prefixes = self._cached.setdefault(together, Prefixes(model.policy, model.tokenizer.pad_id))
         # Keys and values depend on the adapter. So models share none.
         tasks, prompts = [(r.model, r.task) for r in requests], [np.array(r.prompt_ids, np.int32) for r in requests]
-        adapter_of: dict[int, int] | None = None
+        adapters: dict[tuple[int, int], int] | None = None  # by model and task
         if len(acting) > 1:
-            adapter_of = {m: index for index, m in enumerate(together)}
+            adapters = {task: together.index(task[0]) for task in tasks}
             variables, layers = weights.joined([self._team.models[m] for m in together])
         else:
             variables, layers = weights.variables(model), weights.layers(model)
-        adapters = None if adapter_of is None else {task: adapter_of[task[0]] for task in tasks}
         sizes = [len(part) for part in parts]
         ready = prefixes.prepare(variables, tasks, prompts, sizes, layers=layers, adapters=adapters)
         sampled = generate_launch(
             model.policy,
             variables,
-            [self._rows(part, inputs, len(limits) > 1, adapter_of) for part, inputs in zip(parts, ready, strict=True)],
+            [self._rows(part, inputs, len(limits) > 1, adapters) for part, inputs in zip(parts, ready, strict=True)],
             max_new_tokens=max(limits),
             stop_ids=model.tokenizer.stop_ids,
             pad_id=model.tokenizer.pad_id,
@@ -303,15 +301,15 @@ class TeamSampler:
         part: Sequence[GenerationRequest],
         ready: LaunchInputs,
         limited: bool,
-        adapter_of: Mapping[int, int] | None,
+        adapters: Mapping[tuple[int, int], int] | None,
     ) -> PromptRows:
         """One part of a launch, padded.
 
-        ``limited``: whether rows of the launch have different limits. ``adapter_of``: index of the adapter of each
-        model; None: the variables have one.
+        ``limited``: whether rows of the launch have different limits. ``adapters``: index of the adapter of each model
+        and task; None: the variables have one.
         """
         limits = [self._limit(r) for r in part] if limited else None
-        return prompt_rows(part, ready, limits, None if adapter_of is None else [adapter_of[r.model] for r in part])
+        return prompt_rows(part, ready, limits, None if adapters is None else [adapters[r.model, r.task] for r in part])
 
 
 def prompt_rows(

@@ -1,4 +1,4 @@
-"""The runner of an environment, by its kind."""
+"""`make_env_runner`: the runner of an environment, for array or for host environments."""
 
 from __future__ import annotations
 
