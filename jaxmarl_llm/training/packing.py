@@ -1,9 +1,9 @@
 """Micro-batches of a few fixed shapes from the trained steps of a tree; a shared prompt is computed once.
 
-The prompt of a group goes through the trunk once (`Policy.hidden`). Nodes of one conversation share more: a later
-prompt begins with an earlier prompt and its completion. Their prompts and completions then become one `Forest`
-(`Policy.hidden_tree`), which holds every token of an episode's tree of turns once. An update then costs as many tokens
-as the rollout: those of the tree, not the sum of all prompts.
+The prompt of a group goes through the trunk once (`Policy.hidden`). Nodes share more. A later prompt of a conversation
+begins with an earlier prompt and its completion. All prompts of a role begin with what the role is told. Their prompts
+and completions then become one `Forest` (`Policy.hidden_tree`), which holds each shared beginning once. An update then
+costs as many tokens as there are, not the sum of all prompts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.generation.prefix_cache import common
 from jaxmarl_llm.training.learner import Batch, Forest, NodeTargets, token_weights
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.types import Nodes, Steps, Tree
+from jaxmarl_llm.types import EXPERT, Nodes, Retrieval, Steps, Tree
 
 # A forest is used where the groups have more than GAIN times its tokens. Its attention reads whole rows, which costs
 # more for each token.
 GAIN = 1.3
 ROW = 2048  # tokens of a forest, if no sequence has more: every token attends over all of its row
+FOREST = 256  # smallest number of tokens of a forest of samples that were not played
 HALVES = 5  # sizes of forests that are tried for several devices, each half of the one before
 
 _step_episodes = jax.jit(step_episodes, static_argnames=("num_steps",))
@@ -78,6 +79,45 @@ def pack(
         if sum(samples.waited(part, size // parts) * parts for part, size, _ in groups) > GAIN * tokens:
             return [samples.forests(some, parts, smallest) for some in forests]
     return [samples.groups(*group) for group in groups]
+
+
+def as_forest(batch: Batch, size: np.ndarray) -> Batch:
+    """``batch``, which has one completion of each prompt, as one forest on one device.
+
+    It stays as it is where the forest would have more than 2048 tokens, or more than 1 / 1.3 of those of the rows.
+
+    ``batch``: numpy arrays; its rows were not sampled. ``size``: tokens of each completion [N].
+    """
+    n, p = batch.tokens.shape
+    there = np.arange(p)[None] < batch.length[:, None]
+    nodes = Nodes(
+        tokens=np.where(there, batch.tokens, 0),
+        length=batch.length,
+        **{name: np.zeros((n,), np.int32) for name in ("role", "model", "task", "turn")},
+        parent=np.full((n,), -1, np.int32),
+        retrieved=Retrieval.empty(n),
+        valid=np.ones((n,), bool),
+    )
+    rows = np.arange(n)
+    steps = Steps(
+        node=rows,
+        tokens=batch.completions[:, 0],
+        length=size,
+        loss_mask=batch.weights[:, 0] != 0,
+        logprobs=batch.sampler_logprobs[:, 0],
+        truncated=np.zeros((n,), bool),
+        source=np.full((n,), EXPERT, np.int32),
+        version=np.zeros((n,), np.int32),
+        valid=np.ones((n,), bool),
+    )
+    of_node = {int(i): [int(i)] for i in rows}
+    weights, advantages = np.asarray(batch.weights[:, 0]), np.asarray(batch.advantages[:, 0])
+    samples = _Samples(nodes, steps, rows, of_node, weights, advantages, None, None)
+    forests = pack_sequences(samples.sequences(), ROW)
+    r = batch.completions.shape[-1]
+    if len(forests) > 1 or GAIN * bucket(len(forests[0].tokens), FOREST) > n * (p + r):
+        return batch
+    return samples.forests(forests, 1, (FOREST, r)).replace(rows=None)
 
 
 def _plan_groups(
@@ -303,16 +343,17 @@ class PackedSequences:
 def pack_sequences(
     sequences: Sequence[tuple[int, np.ndarray]], max_tokens: int, *, apart: bool = False
 ) -> list[PackedSequences]:
-    """Pack ``sequences`` (task, ids) into forests. Only sequences of one task share their beginnings.
+    """Pack ``sequences`` (task, ids) into forests. Sequences of one forest share their beginnings.
 
     ``max_tokens``: largest number of tokens of a forest, unless a single sequence has more. ``apart``: whether each
     task begins a forest.
     """
-    order = sorted(range(len(sequences)), key=lambda i: (sequences[i][0], sequences[i][1].tolist()))
+    of = lambda task: task if apart else 0
+    order = sorted(range(len(sequences)), key=lambda i: (of(sequences[i][0]), sequences[i][1].tolist()))
     out: list[PackedSequences] = []
     before: tuple[int, np.ndarray] | None = None
     for i in order:
-        task, ids = sequences[i]
+        task, ids = of(sequences[i][0]), sequences[i][1]
         new = before is None or before[0] != task
         shared = 0 if before is None or new else common(before[1], ids)
         if not out or (apart and new) or len(out[-1].tokens) + len(ids) - shared > max_tokens:

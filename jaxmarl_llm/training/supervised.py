@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmarl_llm.distributed import sharding
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.rollout.env_runner import Demonstrations
 from jaxmarl_llm.rollout.keys import DEMONSTRATIONS, stream
@@ -17,6 +18,7 @@ from jaxmarl_llm.training.config import Offline
 from jaxmarl_llm.training.learner import Batch, Learner, token_weights
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.order import shuffled
+from jaxmarl_llm.training.packing import as_forest
 from jaxmarl_llm.types import Team, TrainState
 
 SFT_LOSS = Loss(clip_low=None)
@@ -37,7 +39,8 @@ def supervised_step(
     """Update every model on samples of its roles. All models that learn a role take its samples of the step.
 
     Completions of a sample share its prompt: one with advantage 1 is maximum likelihood, two with advantages 1 and -1
-    are a preference (loss dpo).
+    are a preference (loss dpo). Samples of a host environment share the beginnings of their prompts on one device
+    (`packing.as_forest`).
 
     Args:
         team: Roles and models.
@@ -54,6 +57,8 @@ def supervised_step(
         The state, and metrics by model.
     """
     batches: dict[str, list[Batch]] = {}
+    by_name = {model.name: model for model in team.models}
+    shared = len(advantages) == 1 and loss.unit != "group" and sharding.row_parts() == 1
     for index, role in enumerate(team.roles):
         if role.name not in data or not len(data[role.name].length):
             continue
@@ -76,7 +81,8 @@ def supervised_step(
         nothing = np.zeros(mask.shape, np.float32)
         batch = Batch(take(d.tokens)[:, :p], take(d.length), completions, weights, gain, nothing)
         for model in role.players[: role.learning]:
-            batches.setdefault(model, []).append(batch)
+            shares = shared and not traced and by_name[model].policy.hidden_tree is not None
+            batches.setdefault(model, []).append(as_forest(batch, np.asarray(size).reshape(-1)) if shares else batch)
     return driver.optimize(team.models, learners, loss, state, batches)
 
 

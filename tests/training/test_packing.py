@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,16 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh, use_mesh
 from jaxmarl_llm.generation import prefix_cache, prefix_pool
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.value_head import init_head
 from jaxmarl_llm.rollout import host, launches, plans
 from jaxmarl_llm.rollout.env_pool import EnvPool
+from jaxmarl_llm.rollout.env_runner import Demonstrations
 from jaxmarl_llm.training import packing
-from jaxmarl_llm.training.learner import NodeTargets, make_learner, trunk_tokens, update
+from jaxmarl_llm.training.config import Offline
+from jaxmarl_llm.training.learner import Batch, NodeTargets, make_learner, trunk_tokens, update
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
+from jaxmarl_llm.training.supervised import supervised_step
 from tests import toys
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
@@ -105,7 +112,7 @@ def test_a_token_sees_its_own_sequence_and_stands_once(lines, most):
     for one in grown:
         tokens, position, end = map(array, (one.tokens, one.position, one.end))
         assert len(tokens) <= most or len(one.paths) == 1
-        distinct = {(lines[i][0], *lines[i][1][: t + 1]) for i, _ in one.paths for t in range(len(lines[i][1]))}
+        distinct = {tuple(lines[i][1][: t + 1]) for i, _ in one.paths for t in range(len(lines[i][1]))}  # of all tasks
         assert len(tokens) == len(distinct)
         for i, path in one.paths:
             assert tokens[path].tolist() == lines[i][1] and position[path].tolist() == list(range(len(path)))
@@ -200,14 +207,21 @@ def test_values_of_nodes_go_along_once():
 @pytest.mark.parametrize("name", ["flat", "node_wise", "product"])
 def test_an_update_sends_each_token_of_the_tree_once(name):
     batches, lines = packed(name, trees=True), trained_lines(name).values()
-    context = [(task, prompt + words[:-1]) for task, prompt, words in lines]
-    unique = len({(task, *ids[: t + 1]) for task, ids in context for t in range(len(ids))})
+    context = [prompt + words[:-1] for _, prompt, words in lines]
+    unique = len({tuple(ids[: t + 1]) for ids in context for t in range(len(ids))})
     assert unique <= sum(map(trunk_tokens, batches)) <= 1.05 * unique
     assert sum(map(trunk_tokens, packed(name, trees=False))) > 1.5 * unique
 
 
 def test_nothing_is_gained_where_prompts_are_not_shared():
-    assert all(b.forest is None for b in packed("one turn", trees=True))
+    """Prompts of one turn share what all tasks begin with, until their first tokens differ."""
+    assert all(b.forest is not None for b in packed("one turn", trees=True))
+    tree, advantages, trained = rollout("one turn")
+    tokens = tree.nodes.tokens.copy()
+    tokens[:, 0] = 97 + np.arange(len(tokens))
+    apart = tree.replace(nodes=tree.nodes.replace(tokens=tokens))
+    own_rows = packing.pack(apart, 0, advantages, trained, Loss(), micro_tokens=4096, smallest=(64, 8), trees=True)
+    assert own_rows and all(b.forest is None for b in own_rows)
     dpo = Loss(objective="dpo", aggregation="sum")
     assert all(b.forest is None for b in packed("flat", trees=True, loss=dpo))
 
@@ -228,3 +242,67 @@ def test_the_update_counts_what_it_sends():
     start = jax.tree.map(np.array, own())
     got = update(kit, loss, start, None, kit.init(start), batches)
     assert got.metrics["trunk_tokens"] == sum(map(trunk_tokens, batches)) > 100 and got.metrics["ok"]
+
+
+# --- samples that nobody played --------------------------------------------------
+
+
+def written(common, rows=6, own_words=12, said_words=9, seed=0):
+    """Samples whose prompts begin with the same ``common`` tokens; lengths differ, and some tokens have no loss."""
+    rng = np.random.default_rng(seed)
+    told, p = rng.integers(97, 120, common), common + own_words
+    tokens, length = np.zeros((rows, p), np.int32), rng.integers(common + 2, p + 1, rows).astype(np.int32)
+    for row, n in zip(tokens, length, strict=True):
+        row[:n] = np.concatenate([told, rng.integers(97, 120, n - common)])
+    size = rng.integers(2, said_words + 1, rows).astype(np.int32)
+    mask = (np.arange(said_words) < size[:, None]) & (rng.random((rows, said_words)) < 0.8)
+    completions = np.where(np.arange(said_words) < size[:, None], rng.integers(97, 120, mask.shape), 0)
+    weights = (mask / mask.sum()).astype(np.float32)[:, None]
+    gain, nothing = np.ones(weights.shape, np.float32), np.zeros(weights.shape, np.float32)
+    return Batch(tokens, length, completions[:, None].astype(np.int32), weights, gain, nothing), size
+
+
+def test_samples_that_begin_alike_are_one_forest_with_their_gradient():
+    batch, size = written(common=100)
+    packed, loss = packing.as_forest(batch, size), Loss(clip_low=None)
+    assert packed.forest is not None and packed.forest.tokens.shape == (1, 256) and packed.rows is None
+    ids = [[*batch.tokens[i, :n], *batch.completions[i, 0, : size[i] - 1]] for i, n in enumerate(batch.length)]
+    assert trunk_tokens(packed) == len({tuple(x[: t + 1]) for x in ids for t in range(len(x))})
+    one, two = (gradient([b], own(), loss) for b in (packed, batch))
+    assert abs(one[0]) > 1e-3
+    assert_same_update(one, two)
+
+
+def test_samples_stay_rows_where_a_forest_has_not_fewer_tokens():
+    for batch, size in (written(common=1), written(common=100, rows=2), written(common=2100)):
+        assert packing.as_forest(batch, size) is batch
+
+
+@pytest.mark.parametrize(
+    "case", ["host", "device tables", "two completions", "a loss of groups", "no hidden_tree", "a mesh"]
+)
+def test_which_supervised_steps_share_beginnings(case):
+    batch, size = written(common=100)
+    tables = np.asarray if case != "device tables" else jax.numpy.asarray
+    two = case == "two completions"
+    said = np.repeat(batch.completions, 2, 1) if two else batch.completions[:, 0]
+    lengths = np.stack([size, size], 1) if two else size
+    data = Demonstrations(*map(tables, (batch.tokens, batch.length, said, lengths)))
+    team = toys.team(("a",))
+    if case == "no hidden_tree":
+        (model,) = team.models
+        plain = dataclasses.replace(model, policy=model.policy._replace(hidden_tree=None))
+        team = dataclasses.replace(team, models=(plain,))
+    found = []
+    driver = SimpleNamespace(
+        seed=0, host=np.asarray, optimize=lambda models, learners, loss, state, batches: found.append(batches)
+    )
+    loss = Loss(objective="dpo", aggregation="sum") if case == "a loss of groups" else Loss(clip_low=None)
+    where = use_mesh(make_mesh(MeshConfig(data=8))) if case == "a mesh" else contextlib.nullcontext()
+    with where:
+        rows = Offline(steps=1, batch=6)
+        supervised_step(
+            team, {}, loss, {team.roles[0].name: data}, rows, driver, None, 0, advantages=(1.0, -1.0) if two else (1.0,)
+        )
+    ((batches,),) = [tuple(x.values()) for x in found]
+    assert len(batches) == 1 and (batches[0].forest is not None) == (case == "host")
