@@ -492,7 +492,7 @@ def update_flops(role: RoleLengths, turn: int, group: int, weights: ModelSize, r
     role: lengths. turn: of the node. group: completions of the node, all trained. weights: the model of the role.
     remat: the layers are computed once more. The last token of a completion is not read, and attention counts the pairs
     that a causal mask leaves. The output head counts as in `kernels.head.loss`, which computes logits once; with
-    filters or on a mesh it computes them twice.
+    filters or a context axis they are computed twice.
     """
     prompt = role.prompt_at(turn)
     p, r = mean(prompt), mean(role.response)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jaxmarl_llm.distributed import context, sharding
+from jaxmarl_llm.distributed import context, sharding, vocabulary
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling, score
 from jaxmarl_llm.kernels.head.head import Head
@@ -21,19 +21,21 @@ from jaxmarl_llm.types import Array, Params, Policy, Unembed
 CHUNK = 256  # tokens whose logits are in memory at once, where the head kernels cannot be used
 
 
-def fused_head(policy: Policy, variables: Params, sampling: Sampling) -> Head | None:
+def fused_head(policy: Policy, variables: Params, sampling: Sampling, rows: int) -> Head | None:
     """The head for the kernels `head_logprob` and `head_loss`, or None where these cannot be used.
 
-    They cannot with filters, at temperature 0, on a mesh, or where ``unembed`` is a plain function.
+    They cannot with filters, at temperature 0, or where ``unembed`` is a plain function. On a mesh they are for
+    `vocabulary.by_vocabulary`. They cannot be used there where rows do not divide or are cut over devices.
 
     Args:
         policy: Functions of the model.
         variables: Variables of the model.
         sampling: The distribution that log-probs are of.
+        rows: Number of prompts, whose completions are scored.
     """
     unembed = policy.unembed
-    usable = not sampling.filters and sampling.temperature > 0 and not sharding.meshed()
-    return unembed.head(variables) if usable and isinstance(unembed, Unembed) else None
+    usable = not sampling.filters and sampling.temperature > 0 and vocabulary.divides(rows)
+    return unembed.head(sharding.gather(variables)) if usable and isinstance(unembed, Unembed) else None
 
 
 def score_hidden(
@@ -53,14 +55,19 @@ def score_hidden(
         sampling: The distribution that log-probs are of, with a temperature above 0.
     """
     ids = jnp.asarray(completions)
-    if (head := fused_head(policy, variables, sampling)) is not None:
-        return head_logprob(hidden, head, ids, temperature=sampling.temperature)
+    if (head := fused_head(policy, variables, sampling, len(ids))) is not None:
+
+        def scored(axis: str | None, head: Head, *rows: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
+            hidden, ids = rows
+            return (), head_logprob(hidden, head, ids, temperature=sampling.temperature, axis_name=axis)
+
+        return vocabulary.by_vocabulary(scored, head, hidden, ids)[1]
     rows = hidden.reshape(-1, *hidden.shape[2:]), ids.reshape(-1, ids.shape[-1])
     parts, score_part = sharding.row_parts(), functools.partial(_score_rows, policy, sampling)
     if sharding.context_parts() > 1 and not len(hidden) % parts:
         pieces = context.split_tokens(rows[0], parts), context.split_tokens(rows[1], parts)
-        scored = jax.vmap(score_part)(sharding.copies(variables), pieces)
-        logprob, entropy = (context.join_tokens(x, parts, ids.shape[-1]) for x in scored)
+        of_pieces = jax.vmap(score_part)(sharding.copies(variables), pieces)
+        logprob, entropy = (context.join_tokens(x, parts, ids.shape[-1]) for x in of_pieces)
     elif parts == 1 or len(hidden) % parts:
         logprob, entropy = _score_rows(policy, sampling, variables, rows)
     else:

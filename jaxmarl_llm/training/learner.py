@@ -25,8 +25,10 @@ from flax import struct
 from jaxtyping import Float, Int
 
 from jaxmarl_llm.distributed import context, meshes, sharding
+from jaxmarl_llm.distributed.vocabulary import by_vocabulary
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.generation.scoring import fused_head, score_hidden
+from jaxmarl_llm.kernels.head.head import Head
 from jaxmarl_llm.kernels.head.loss import head_loss
 from jaxmarl_llm.models.value_head import head_value
 from jaxmarl_llm.training.losses import UNIT_AXES, Loss, RowData, aggregation_weights, row_loss, value_loss
@@ -233,7 +235,7 @@ def _batch_loss(
     """Compute the loss of the completions, its metrics, and the log-probs [N G R]."""
     data = _row_data(batch)
     terms = functools.partial(row_loss, setup.loss)
-    head = fused_head(setup.policy, variables, setup.sampling)
+    head = fused_head(setup.policy, variables, setup.sampling, len(hidden))
     if head is None:
         logprobs, entropy = _scores(setup, variables, batch, hidden)
         return *terms(logprobs, entropy, data), logprobs
@@ -241,9 +243,14 @@ def _batch_loss(
     hidden_rows, completions, data_rows = jax.tree.map(
         lambda x: x.reshape(-1, *x.shape[axes:]), (hidden, batch.completions, data)
     )
-    value, metrics, logprobs, _ = head_loss(
-        hidden_rows, head, completions, data_rows, terms, temperature=setup.sampling.temperature
-    )
+
+    def of_rows(axis: str | None, head: Head, *rows: Any) -> tuple[tuple[jax.Array, dict[str, jax.Array]], jax.Array]:
+        hidden, completions, data = rows
+        temperature = setup.sampling.temperature
+        out = head_loss(hidden, head, completions, data, terms, temperature=temperature, axis_name=axis)
+        return (out.loss, out.sums), out.logprob
+
+    (value, metrics), logprobs = by_vocabulary(of_rows, head, hidden_rows, completions, data_rows)
     return value, metrics, logprobs.reshape(batch.weights.shape)
 
 

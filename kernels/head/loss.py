@@ -13,10 +13,11 @@ completion or a group. The cotangents of a row are known once its own log-probs 
 in the forward pass, while the row's logits are in memory: three products. The backward pass only scales it. (Liger's
 fused losses do so too, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009, is the form with four.)
 
-A chunk holds 1/128 of the tokens, at least 128. All sums are float32, also those of the weight's gradient; its products
-take the logits' gradient in the dtype of the hidden states. A weight that is not differentiated (a frozen backbone
-under adapters) gets no gradient and costs no product. With ``axis_name`` the weight is one shard of the vocabulary,
-inside `jax.shard_map`, and sums over the vocabulary include that axis.
+A chunk holds 1/128 of the tokens, at least 128 to 512. All sums are float32, also those of the weight's gradient; its
+products take the logits' gradient in the dtype of the hidden states. A weight that is not differentiated (a frozen
+backbone under adapters) gets no gradient and costs no product. With ``axis_name`` the weight is one shard of the
+vocabulary, inside `jax.shard_map`, and sums over the vocabulary include that axis. Rows may be shards of other axes.
+The gradient of the weight is then that of the device's own rows, and the caller sums it (`distributed.vocabulary`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.kernels.head.head import Head, logits
 
-SHARE = 128  # number of chunks, unless they would be smaller than the next two numbers
+SHARE = 128  # number of chunks, unless they would be smaller than the next numbers
 SMALLEST = 1 << 20  # least number of entries of a chunk's logits
-FEWEST = 128  # least number of tokens of a chunk: rows of a matrix product, which reads the whole weight
+# Least number of tokens of a chunk, while its logits have at most 2^24 entries: 512, but never below 128. A chunk reads
+# the whole weight twice, and reads and writes its float32 gradient. Products of 128 tokens so take 64 FLOPs a byte, and
+# those of 512 take 256: about as many as an accelerator computes while it reads a byte.
+FEWEST, LARGEST = (128, 512), 1 << 24
 TILE = 8192  # ids in one product of the hidden states' gradient, or as many entries of a product of the weight's
+
+Axes = str | tuple[str, ...]
 
 # (logprob [rows of a chunk, ...], entropy, data of those rows) -> (loss, sums to report)
 RowLoss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict[str, jax.Array]]]
@@ -56,23 +62,24 @@ class _Form(NamedTuple):
     used: int | None
     temperature: float
     chunk: int  # tokens
-    axis_name: str | None
+    axis_name: Axes | None
 
     def head(self, weight: jax.Array) -> Head:
         return Head(weight, self.rows, self.used)
 
 
 def chunk_tokens(tokens: int, vocab: int) -> int:
-    """Choose the tokens of a chunk: 1/128 of all, but at least 128 and at least 2^20 logits.
+    """Choose the tokens of a chunk: 1/128 of all, but at least 128 to 512 and at least 2^20 logits.
 
     Args:
         tokens: number of tokens.
-        vocab: number of ids.
+        vocab: number of ids of the device.
     """
-    return max(-(-tokens // SHARE), SMALLEST // vocab, FEWEST)
+    fewest = min(max(LARGEST // vocab, FEWEST[0]), FEWEST[1])
+    return max(-(-tokens // SHARE), SMALLEST // vocab, fewest)
 
 
-def _form(head: Head, tokens: int, temperature: float, chunk: int | None, axis_name: str | None) -> _Form:
+def _form(head: Head, tokens: int, temperature: float, chunk: int | None, axis_name: Axes | None) -> _Form:
     if not temperature > 0:
         raise ValueError(f"temperature is positive, not {temperature}")
     return _Form(head.rows, head.used, float(temperature), chunk or chunk_tokens(tokens, head.vocab), axis_name)
@@ -143,7 +150,7 @@ def _to_hidden(form: _Form, dz: jax.Array, weight: jax.Array) -> jax.Array:
         over = (((1,), (ids,)), ((), ()))
         return total + jax.lax.dot_general(cut(dz, 1), cut(weight, ids), over, preferred_element_type=jnp.float32)
 
-    total = _zeros(form, (len(dz), weight.shape[1 - ids]))
+    total = _zeros(form, (len(dz), weight.shape[1 - ids]), dz, weight)
     return _over_shards(form, _in_tiles(add, total, dz.shape[1], TILE))
 
 
@@ -208,9 +215,15 @@ def _scan(function: Callable, carry: Any, rows: Any, size: int) -> tuple[Any, An
     return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *outputs), jax.tree.map(jnp.add, *sums)
 
 
-def _zeros(form: _Form, shape: tuple[int, ...]) -> jax.Array:
-    zeros = jnp.zeros(shape, jnp.float32)
-    return zeros if form.axis_name is None else jax.lax.pcast(zeros, form.axis_name, to="varying")
+def _varying(form: _Form, x: jax.Array, *like: jax.Array) -> jax.Array:
+    """``x``, which inside `jax.shard_map` then has the type of a value that differs where any of ``like`` does."""
+    if form.axis_name is None:
+        return x
+    return x + sum(jnp.where(False, array[(0,) * array.ndim], 0).astype(x.dtype) for array in like)
+
+
+def _zeros(form: _Form, shape: tuple[int, ...], *like: jax.Array) -> jax.Array:
+    return _varying(form, jnp.zeros(shape, jnp.float32), *like)
 
 
 # ------------------------------------------------------------------------------------------------ one value a token
@@ -233,7 +246,7 @@ def _logprob_forward(form: _Form, hidden: Any, weight: Any, targets: Any) -> tup
 
 def _logprob_backward(form: _Form, saved: Any, cotangents: Any) -> tuple[Any, Any, None]:
     hidden, weight, targets, trained = saved
-    a, b = (jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x for x in cotangents)
+    a, b = (_varying(form, jnp.zeros(x.shape, x.dtype), hidden) if _is_zero(x) else x for x in cotangents)
 
     def step(total: Any, rows: Any) -> tuple[Any, jax.Array, None]:
         hidden, targets, *cotangents = rows
@@ -241,7 +254,7 @@ def _logprob_backward(form: _Form, saved: Any, cotangents: Any) -> tuple[Any, An
         dh, total = _gradients(form, seen, hidden, weight, targets, cotangents, total)
         return total, dh, None
 
-    total = None if trained is None else _zeros(form, weight.shape)
+    total = None if trained is None else _zeros(form, weight.shape, hidden, weight)
     total, dh, _ = _scan(step, total, (hidden, targets, a, b), form.chunk)
     return dh, None if total is None else total.astype(weight.dtype), None
 
@@ -260,7 +273,7 @@ def head_logprob(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    axis_name: str | None = None,
+    axis_name: Axes | None = None,
 ) -> tuple[Float[Array, "*T"], Float[Array, "*T"]]:
     """Compute float32 log-probs of targets, and entropies (nats) of their distributions.
 
@@ -272,8 +285,8 @@ def head_logprob(
         targets: ids to score, of the whole vocabulary.
         temperature: divisor of the logits.
         chunk: tokens whose logits are in memory at once; None is `chunk_tokens`.
-        axis_name: mesh axis that the vocabulary is sharded over, or None. Hidden states and targets are the same on all
-            its devices.
+        axis_name: mesh axes that the vocabulary is sharded over, or None. Hidden states and targets are the same on all
+            their devices.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     form = _form(head, len(flat), temperature, chunk, axis_name)
@@ -314,11 +327,13 @@ def _over_rows(
             dh, (value, sums) = None, of_rows(seen.logprob, seen.entropy)
         else:
             value, pull, sums = jax.vjp(of_rows, seen.logprob, seen.entropy, has_aux=True)
-            dh, total = _gradients(form, seen, flat, weight, ids, pull(jnp.ones_like(value)), total)
+            dh, total = _gradients(
+                form, seen, flat, weight, ids, pull(_varying(form, jnp.ones_like(value), value)), total
+            )
             dh = dh.reshape(hidden.shape)
         return total, (as_rows(seen.logprob), as_rows(seen.entropy), dh), (value, sums)
 
-    total = _zeros(form, weight.shape) if trained else None
+    total = _zeros(form, weight.shape, hidden, weight) if trained else None
     size = max(1, form.chunk // max(1, targets[0].size))
     total, (logprob, entropy, dh), (value, sums) = _scan(step, total, (hidden, targets, data), size)
     return HeadLoss(value, sums, logprob, entropy), dh, total
@@ -352,7 +367,7 @@ def head_loss(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    axis_name: str | None = None,
+    axis_name: Axes | None = None,
 ) -> HeadLoss:
     """Compute a loss that is a sum over rows, with the gradient of hidden states and weight.
 
@@ -366,7 +381,7 @@ def head_loss(
         temperature: divisor of the logits.
         chunk: tokens whose logits are in memory at once, rounded to whole rows; None is `chunk_tokens`. Where a single
             row is larger, `head_logprob` scores it in pieces and its logits are computed twice.
-        axis_name: mesh axis that the vocabulary is sharded over, or None.
+        axis_name: mesh axes that the vocabulary is sharded over, or None.
     """
     form = _form(head, targets.size, temperature, chunk, axis_name)
     if targets[0].size > form.chunk:

@@ -21,7 +21,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.decoder import Config, make_policy
 from jaxmarl_llm.models.lora import init_lora
-from jaxmarl_llm.recipes import joyagents_r1, magrpo
+from jaxmarl_llm.recipes import iac, joyagents_r1, maac, magrpo
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.host import HostSettings, play
 from jaxmarl_llm.rollout.launches import RolloutWeights
@@ -48,19 +48,21 @@ SMALL: dict[str, Any] = {
 }
 
 
-def config(recipe, name, **more):
-    """MAGRPO: two separate Qwen2, SGD. JoyAgents-R1: one Qwen3 for all roles, Adam, memory.
+def config(recipe, name, critic=None, **more):
+    """MAGRPO, IAC, MAAC: two separate Qwen2, SGD. JoyAgents-R1: one Qwen3 for all roles, Adam, memory.
 
     Qwen3 has no biases. The gradient of a key's bias is 0 but for rounding, of which Adam makes a whole step.
     """
     team = {"max_new_tokens": 7, "remat": False, "backbone": {**BACKBONE, "head_dim": 8}}
-    if recipe is magrpo:
+    if recipe is not joyagents_r1:
         own = {
             "env": {"name": "matrix", "eval_tasks": 8},
             "reward": {"payoff": 1.0},
             "team": {**team, "max_new_tokens": 1},
         }
         own["optimizer"] = {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+        if critic is not None:
+            own["team"]["critic"], own["critic_optimizer"] = critic, own["optimizer"]
     else:
         backbone = {**team["backbone"], "family": "qwen3"}
         own = {"env": {"name": "dispatch", "eval_tasks": 8}, "memory": {"capacity": 8, "retrieve": 1, "warmup": 4}}
@@ -166,6 +168,28 @@ def test_a_step_is_that_of_one_device(recipe, name, folder):
         f"{recipe.__name__} {name}: parameters {parameters_apart(got.state, one.state):.1e}, log-probs "
         f"{np.abs(got.tree.steps.logprobs - one.tree.steps.logprobs).max():.1e}"
     )
+
+
+@pytest.mark.parametrize("name", ["2x2x2", pytest.param("8x1x1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe,kind", [(iac, "separate"), (maac, "joint")], ids=["iac", "maac"])
+def test_critics_of_their_own_step_as_on_one_device(recipe, kind, name, folder):
+    """Players and their critics, which are models of their own and read the prompts of one role or of all."""
+    one, got = (
+        step_of(recipe.make(config(recipe, mesh, critic=kind)), folder / f"{kind}-{mesh}", pay=toys.paid)
+        for mesh in (None, name)
+    )
+    np.testing.assert_array_equal(got.tree.steps.tokens, one.tree.steps.tokens)
+    critics = set(one.recipe.team.critics)
+    players = {role.model for role in one.recipe.team.roles}
+    assert not critics & players and critics | players == set(one.state.params["agents"])
+    for group in [critics, players]:
+        own = lambda params, group=group: {name: params["agents"][name] for name in group}
+        assert distance(own(one.state.params), own(one.before)) > 3e-4
+        assert distance(own(got.state.params), own(one.state.params)) < 1e-5
+    losses = [name for name in one.metrics if name.startswith("critic/")]
+    assert losses
+    for key in losses:
+        np.testing.assert_allclose(got.metrics[key], one.metrics[key], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["8x1x1", "2x2x2", pytest.param("1x8x1", marks=pytest.mark.slow)])

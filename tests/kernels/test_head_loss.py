@@ -275,6 +275,7 @@ def test_temporaries_are_a_small_share_of_those_of_dense_logits(tied, monkeypatc
 def test_chunks_are_a_share_of_the_tokens_but_not_tiny():
     assert chunk_tokens(4096, 151_936) == 128 and chunk_tokens(1 << 17, 151_936) == 1024
     assert chunk_tokens(100, 151_936) == 128 and chunk_tokens(100, 264) == (1 << 20) // 264
+    assert chunk_tokens(100, 151_936 // 4) == (1 << 24) // 37_984 and chunk_tokens(100, 151_936 // 16) == 512
 
 
 # ----------------------------------------------------------------------------------------------------- shards
