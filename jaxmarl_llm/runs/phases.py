@@ -347,7 +347,8 @@ def make_phases(
     def teach(driver: Driver, state: TrainState, i: Any) -> tuple[TrainState, Any]:
         with driver.stage("update", "supervised update"):
             samples = driver.demonstrations(taught)
-            return supervised_step(team, tutors, SFT_LOSS, samples, cfg.sft, driver, state, i)
+            trees = not env_runner.array
+            return supervised_step(team, tutors, SFT_LOSS, samples, cfg.sft, driver, state, i, trees=trees)
 
     def seen(result: Any) -> dict[str, float]:
         dropped = {"sft/dropped": env_runner.dropped} if env_runner.dropped else {}

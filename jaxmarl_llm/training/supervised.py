@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmarl_llm.distributed import sharding
+from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.rollout.env_runner import Demonstrations
 from jaxmarl_llm.rollout.keys import DEMONSTRATIONS, stream
@@ -35,12 +35,12 @@ def supervised_step(
     step: Any,
     *,
     advantages: tuple[float, ...] = (1.0,),
+    trees: bool = False,
 ) -> tuple[TrainState, dict[str, dict[str, Any]]]:
     """Update every model on samples of its roles. All models that learn a role take its samples of the step.
 
     Completions of a sample share its prompt: one with advantage 1 is maximum likelihood, two with advantages 1 and -1
-    are a preference (loss dpo). Samples of a host environment share the beginnings of their prompts on one device
-    (`packing.as_forest`).
+    are a preference (loss dpo).
 
     Args:
         team: Roles and models.
@@ -52,13 +52,16 @@ def supervised_step(
         state: With the optimizers of ``learners``.
         step: Number of the step on these samples; may be traced.
         advantages: Advantages of the G completions of a sample.
+        trees: Whether samples share the beginnings of their prompts, for tables on the host (`packing.as_forest`). On a
+            mesh that cuts rows, with several completions, and for a loss of groups they do not.
 
     Returns:
         The state, and metrics by model.
     """
     batches: dict[str, list[Batch]] = {}
     by_name = {model.name: model for model in team.models}
-    shared = len(advantages) == 1 and loss.unit != "group" and sharding.row_parts() == 1
+    trees &= len(advantages) == 1 and loss.unit != "group"
+    trees &= sharding.row_parts() == 1 and not meshes.has_split_models()
     for index, role in enumerate(team.roles):
         if role.name not in data or not len(data[role.name].length):
             continue
@@ -81,7 +84,7 @@ def supervised_step(
         nothing = np.zeros(mask.shape, np.float32)
         batch = Batch(take(d.tokens)[:, :p], take(d.length), completions, weights, gain, nothing)
         for model in role.players[: role.learning]:
-            shares = shared and not traced and by_name[model].policy.hidden_tree is not None
+            shares = trees and by_name[model].policy.hidden_tree is not None
             batches.setdefault(model, []).append(as_forest(batch, np.asarray(size).reshape(-1)) if shares else batch)
     return driver.optimize(team.models, learners, loss, state, batches)
 

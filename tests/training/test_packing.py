@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxmarl_llm.distributed import meshes
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh, use_mesh
 from jaxmarl_llm.generation import prefix_cache, prefix_pool
 from jaxmarl_llm.generation.decoding import Completions
@@ -279,15 +280,15 @@ def test_samples_stay_rows_where_a_forest_has_not_fewer_tokens():
 
 
 @pytest.mark.parametrize(
-    "case", ["host", "device tables", "two completions", "a loss of groups", "no hidden_tree", "a mesh"]
+    "case", ["trees", "no trees", "two completions", "a loss of groups", "no hidden_tree", "a mesh", "split models"]
 )
-def test_which_supervised_steps_share_beginnings(case):
+def test_which_supervised_steps_share_beginnings(case, monkeypatch):
     batch, size = written(common=100)
-    tables = np.asarray if case != "device tables" else jax.numpy.asarray
     two = case == "two completions"
     said = np.repeat(batch.completions, 2, 1) if two else batch.completions[:, 0]
     lengths = np.stack([size, size], 1) if two else size
-    data = Demonstrations(*map(tables, (batch.tokens, batch.length, said, lengths)))
+    data = Demonstrations(batch.tokens, batch.length, said, lengths)
+    monkeypatch.setattr(meshes, "has_split_models", lambda: case == "split models")
     team = toys.team(("a",))
     if case == "no hidden_tree":
         (model,) = team.models
@@ -300,9 +301,17 @@ def test_which_supervised_steps_share_beginnings(case):
     loss = Loss(objective="dpo", aggregation="sum") if case == "a loss of groups" else Loss(clip_low=None)
     where = use_mesh(make_mesh(MeshConfig(data=8))) if case == "a mesh" else contextlib.nullcontext()
     with where:
-        rows = Offline(steps=1, batch=6)
         supervised_step(
-            team, {}, loss, {team.roles[0].name: data}, rows, driver, None, 0, advantages=(1.0, -1.0) if two else (1.0,)
+            team,
+            {},
+            loss,
+            {team.roles[0].name: data},
+            Offline(steps=1, batch=6),
+            driver,
+            None,
+            0,
+            advantages=(1.0, -1.0) if two else (1.0,),
+            trees=case != "no trees",
         )
     ((batches,),) = [tuple(x.values()) for x in found]
-    assert len(batches) == 1 and (batches[0].forest is not None) == (case == "host")
+    assert len(batches) == 1 and (batches[0].forest is not None) == (case == "trees")
