@@ -19,14 +19,23 @@ def make(cfg: Any) -> Any:
     return config_flags.recipe_module(cfg.recipe).make(cfg)
 
 
+def _without_folders(argument: str) -> str:
+    """``argument`` of a command, with the last name alone of an absolute path."""
+    name, equals, value = argument.rpartition("=")
+    return name + equals + (Path(value).name if value.startswith("/") else value)
+
+
 def origin() -> dict[str, str]:
-    """Origin of figures: command, date, commit, version of JAX, and machine."""
+    """Origin of figures: command, date, commit, version of JAX, and machine.
+
+    Of an absolute path in the command only the last name is kept: it says nothing of the figures.
+    """
     import jax
 
     module = getattr(sys.modules["__main__"].__spec__, "name", sys.argv[0])
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        "command": " ".join(["python -m", module.removesuffix(".__main__"), *sys.argv[1:]]),
+        "command": " ".join(["python -m", module.removesuffix(".__main__"), *map(_without_folders, sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "commit": done.stdout.strip(),
         "jax": jax.__version__,

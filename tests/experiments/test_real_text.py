@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.claims import FAILS, HOLDS, OPEN
-from experiments.studies import real_text, text_teams
+from experiments.studies import common, real_text, text_teams
 from experiments.studies.text_teams import Arm, TextTeam
 from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.envs.registry import EnvConfig
@@ -246,3 +246,9 @@ def test_a_task_that_was_not_played_has_no_episode(monkeypatch):
     watch = real_text.Watch(None, [10, 11, 13])
     watch.batch(None, "", range(10, 14), None)
     assert watch.episodes == {10: [0], 13: [3]}
+
+
+def test_a_recorded_command_has_no_folder_of_the_machine(monkeypatch):
+    arguments = ["--run=team", "--data=/a/b/data", "/c/d", "--out=docs/x.json", "--text=1/2"]
+    monkeypatch.setattr("sys.argv", ["study.py", *arguments])
+    assert common.origin()["command"].endswith(" --run=team --data=data d --out=docs/x.json --text=1/2")
