@@ -1,4 +1,4 @@
-"""Choice of the form of an operation (``impl=``): portable (xla), or written for a platform (gpu, tpu)."""
+"""Choice of the form of an operation (``impl=``): portable (xla), or written for a platform (gpu, tpu, mosaic)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 PLATFORM = {"gpu": "cuda", "tpu": "tpu"}
+WITH_MOSAIC = {**PLATFORM, "mosaic": "cuda"}  # of operations with a form for Pallas' Mosaic GPU backend
 
 
 def choose(
@@ -27,7 +28,7 @@ def choose(
     of time for an absent one. Raises ValueError for an unknown or refused impl.
 
     Args:
-        impl: auto, xla, gpu or tpu.
+        impl: auto, xla, or a key of ``platforms``.
         args: arguments of the operation.
         portable: the portable form.
         pallas: function of an impl that returns its form.

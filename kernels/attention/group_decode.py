@@ -10,11 +10,11 @@ of values o_j. The parts are merged by
 
 (Hydragen, arXiv 2402.05099; FlashDecoding). The G Q/K query rows that share a prefix and a key head are the rows of one
 matrix product. A key of the prefix is therefore read once per group, and only keys below ``prefix_length`` are read.
-Own keys are one more part, read up to t on GPU; on TPU XLA computes it. Few keys need no parts on GPU: one operation
-computes all. The backward pass of a Pallas form runs the portable form.
+Own keys are one more part, read up to t in the form gpu; in the forms tpu and mosaic XLA computes it. Few keys need no
+parts in the form gpu: one operation computes all. The backward pass of a Pallas form runs the portable form.
 
 Both caches may be quantized (`quantized.ScaledVectors`). The portable form and that for TPU convert the values beside
-the products, and no form copies a cache in another dtype. The form for GPU takes none, and there is no gradient.
+the products, and no form copies a cache in another dtype. The forms for GPU take none, and there is no gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxmarl_llm.kernels import quantized
 from jaxmarl_llm.kernels.attention.constants import NEG
 from jaxmarl_llm.kernels.attention.group import attend_by_einsum, group_attention
 from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors
-from jaxmarl_llm.kernels.select_impl import choose
+from jaxmarl_llm.kernels.select_impl import WITH_MOSAIC, choose
 
 PAYS = {"tpu": 256, "gpu": 256}  # keys of the prefix from which auto takes a kernel
 
@@ -61,9 +61,9 @@ def group_decode_attention(
         own_k: keys of each sample.
         own_v: values of each sample.
         t: slot of the present token, which is already written; -1 for none.
-        impl: xla, gpu, tpu or auto. auto is tpu or gpu where the program is lowered for it and the prefix has room for
-            256 keys, else xla.
-        interpret: run a Pallas form in Pallas' interpreter, on any machine.
+        impl: xla, gpu, tpu, mosaic or auto. auto is tpu or gpu where the program is lowered for it and the prefix has
+            room for 256 keys, else xla. mosaic is for Hopper GPUs and bfloat16, and no GPU has run it.
+        interpret: run a Pallas form, other than mosaic, in Pallas' interpreter, on any machine.
     """
     n, g, one, heads, h = q.shape
     (p, kv), s = prefix_k.shape[1:3], own_k.shape[2]
@@ -82,6 +82,10 @@ def group_decode_attention(
     def refused(impl: str) -> str | None:
         from jaxmarl_llm.kernels.attention import group_decode_pallas  # loads Pallas, which takes as long as JAX
 
+        if impl == "mosaic" and not isinstance(prefix_k, ScaledVectors):
+            from jaxmarl_llm.kernels.attention import group_decode_mosaic
+
+            return group_decode_mosaic.refused(q, prefix_k, interpret)
         return group_decode_pallas.refused(impl, h, scaled)
 
     t = jnp.asarray(t, jnp.int32)
@@ -92,6 +96,7 @@ def group_decode_attention(
         pallas=lambda impl: functools.partial(_merged if scaled else _by_parts, impl, interpret),
         refused=refused,
         pays=[impl for impl, keys in PAYS.items() if p >= keys],
+        platforms=WITH_MOSAIC,
     )
     if impl == "xla":
         return out  # a guard around it would cost a third more memory traffic a token on a mesh (docs/log.md)
@@ -156,8 +161,8 @@ def _merged(
         got = parts(of_node, prefix_k, prefix_v, prefix_length, impl=impl, interpret=interpret)
         by_sample = lambda x: jnp.moveaxis(x.reshape(*x.shape[:3], g, heads // kv, *x.shape[4:]), 3, 1)
         found.append([by_sample(x) for x in got])
-    if s and impl == "tpu":
-        # XLA chooses a layout for writing to this cache; for a kernel it would copy all of it at every step.
+    if s and impl != "gpu":
+        # On TPU XLA chooses a layout for writing to this cache; for a kernel it would copy all of it at every step.
         found.append([x[:, :, None] for x in _part(rows, own_k, own_v, t)])
     elif s:
         flat = lambda x: x.reshape(n * g, *x.shape[2:])

@@ -14,6 +14,8 @@ On TPU keys are [K H L], with tokens along the 128 lanes. XLA chooses this layou
 programs. A decoding loop therefore copies nothing, and no lane is empty at H = 64. A cache [.., L H] would leave half
 of the lanes empty. Half of the depth of a matrix product is unused at H = 64, which does not slow decoding down.
 
+The form for Pallas' Mosaic GPU backend is in `group_decode_mosaic`.
+
 Quantized keys and values are for TPU alone (`quantized.ScaledVectors`). Their scales are [K 1 L]. A program multiplies
 scores with the scales of the keys, and weights with the scales of the values.
 
@@ -50,11 +52,11 @@ def refused(impl: str, h: int, scaled: bool = False) -> str | None:
     """Say why ``impl`` has no kernel for heads of size ``h``, or return None where it has one.
 
     Args:
-        impl: gpu or tpu.
+        impl: gpu, tpu or mosaic; of mosaic, which takes no quantized caches, the rest is in `group_decode_mosaic`.
         h: size of a head.
         scaled: whether keys and values are quantized.
     """
-    if scaled and impl == "gpu":
+    if scaled and impl != "tpu":
         return "does not take quantized caches"
     fits = h % 8 == 0 and h <= LARGEST
     return lacking(impl) or (None if fits else f"does not take heads of size {h}")
@@ -76,13 +78,17 @@ def parts(
         k: keys of the cache; quantized for impl tpu alone.
         v: values of the cache, likewise.
         length: number of keys to read of each row.
-        impl: gpu or tpu.
-        interpret: run in Pallas' interpreter.
+        impl: gpu, tpu or mosaic.
+        interpret: run in Pallas' interpreter; not for mosaic.
     """
     length = jnp.minimum(length, k.shape[1]).astype(jnp.int32)  # no read beyond the arrays
     if impl == "tpu":
         return _mosaic(q, k, v, length, interpret)
     assert not isinstance(k, ScaledVectors) and not isinstance(v, ScaledVectors)  # see `refused`
+    if impl == "mosaic":
+        from jaxmarl_llm.kernels.attention import group_decode_mosaic  # loads a backend that other forms do without
+
+        return group_decode_mosaic.parts(q, k, v, length)
     return _triton(q, k, v, length, interpret)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmarl_llm.kernels.head.head import NEG, Head, logits
-from jaxmarl_llm.kernels.select_impl import choose
+from jaxmarl_llm.kernels.select_impl import WITH_MOSAIC, choose
 
 BLOCK = 256  # entries of one block of the inverse CDF, or 128 or 64 where that divides the vocabulary and 256 does not
 PAYS = {"tpu": 16_384}  # ids from which auto takes a kernel; that for GPU saves 1 % of a step, hence is not taken
@@ -154,9 +154,10 @@ def head_sample(
         temperature: divisor of the logits. 0 is greedy: the lowest id of the largest logit, with log-prob 0.
         keep: function that marks which of the logits, already divided by the temperature, may be drawn (top-k, top-p,
             min-p). The distribution is renormalised over them. None keeps all.
-        impl: xla, gpu, tpu or auto. auto is tpu where the program is lowered for it, the vocabulary has 16,384 ids or
-            more, and the form can do what is asked. Otherwise auto is xla.
-        interpret: run a Pallas form in Pallas' interpreter, on any machine, slowly.
+        impl: xla, gpu, tpu, mosaic or auto. auto is tpu where the program is lowered for it, the vocabulary has 16,384
+            ids or more, and the form can do what is asked. Otherwise auto is xla. mosaic is for Hopper GPUs and
+            bfloat16, and no GPU has run it.
+        interpret: run a Pallas form, other than mosaic, in Pallas' interpreter, on any machine, slowly.
     """
     if hidden.shape[-1] != head.dim:
         raise ValueError(f"hidden states of size {hidden.shape[-1]} do not fit a head of {head.dim}")
@@ -166,6 +167,10 @@ def head_sample(
 
         if keep is not None or temperature == 0:
             return "has no filters and no temperature 0"
+        if impl == "mosaic":
+            from jaxmarl_llm.kernels.head import sample_mosaic
+
+            return sample_mosaic.refused(hidden, head, sample_pallas.BLOCK, interpret)
         return None if sample_pallas.takes(head, impl) else f"does not take hidden states of size {head.dim}"
 
     return choose(
@@ -175,6 +180,7 @@ def head_sample(
         pallas=lambda impl: functools.partial(_from_blocks, temperature=temperature, impl=impl, interpret=interpret),
         refused=refused,
         pays=[impl for impl, ids in PAYS.items() if head.vocab >= ids],
+        platforms=WITH_MOSAIC,
     )
 
 

@@ -6,8 +6,8 @@ For block k of 128 ids and row b, with z = h W / temperature:
 
 Each program computes the logits of its ids for some rows in registers or on-chip memory. It writes two numbers per
 block and row: 1/64 of the logits' size. There is one body for GPU (Triton) and one for TPU (Mosaic); the logits of
-padding ids are -1e30. Compiler parameters are always given, because the default backend of Pallas on GPU differs
-between releases of JAX.
+padding ids are -1e30. The form for Pallas' Mosaic GPU backend is in `sample_mosaic`. Compiler parameters are always
+given, because the default backend of Pallas on GPU differs between releases of JAX.
 """
 
 from __future__ import annotations
@@ -50,9 +50,13 @@ def block_stats(
         hidden: hidden states.
         head: the linear map to logits.
         temperature: divisor of the logits.
-        impl: gpu or tpu.
-        interpret: run in Pallas' interpreter.
+        impl: gpu, tpu or mosaic.
+        interpret: run in Pallas' interpreter; not for mosaic.
     """
+    if impl == "mosaic":
+        from jaxmarl_llm.kernels.head import sample_mosaic  # loads a backend that other forms do without
+
+        return sample_mosaic.block_stats(hidden, head, BLOCK, temperature)
     form = {"gpu": _triton, "tpu": _mosaic}[impl]
     used = head.vocab if head.used is None else head.used
     return form(hidden, head, used, temperature, interpret)

@@ -169,7 +169,7 @@ def test_a_form_that_cannot_do_what_is_asked_says_so():
     u = np.zeros(4, np.float32)
     wide = Head(jax.ShapeDtypeStruct((300, 1 << 14), jnp.float32))
     ask = lambda *args, **options: jax.eval_shape(lambda u: head_sample(*args, u, **options), u)
-    with pytest.raises(ValueError, match="impl is auto, xla, gpu or tpu, not 'cuda'"):
+    with pytest.raises(ValueError, match="impl is auto, xla, gpu, tpu or mosaic, not 'cuda'"):
         ask(hidden, head, impl="cuda")
     with pytest.raises(ValueError, match="impl 'gpu' has no filters and no temperature 0; auto and xla do"):
         ask(hidden, head, impl="gpu", keep=lambda z: z > 0)

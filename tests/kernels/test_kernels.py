@@ -441,7 +441,8 @@ def test_a_form_that_cannot_do_what_is_asked_says_so():
         return jax.eval_shape(partial(program.call, impl=impl), *program.arguments)
 
     for name in ("decode", "training", "prompt", "tree", "head"):
-        has = "auto, xla, gpu, tpu or cudnn" if name == "prompt" else "auto, xla, gpu or tpu"
+        also = {"prompt": ", tpu or cudnn", "training": " or tpu"}
+        has = "auto, xla, gpu" + also.get(name, ", tpu or mosaic")
         with pytest.raises(ValueError, match=f"impl is {has}, not 'cuda'"):
             ask(name, "cuda")
         with mock.patch.object(pallas_triton, "triton", None):
