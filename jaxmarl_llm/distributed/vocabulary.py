@@ -1,4 +1,8 @@
-"""The output head on a mesh: which device has which rows and ids."""
+"""The output head on a mesh: each device computes with its own rows and its own ids of the vocabulary.
+
+XLA would compute the logits of whole rows, and sum the gradient of the head after every chunk of tokens. Here the
+kernels of `kernels.head.loss` run on each device, and the gradient is summed once.
+"""
 
 from __future__ import annotations
 
@@ -46,5 +50,5 @@ def by_vocabulary(function: Callable[..., tuple[PyTree, PyTree]], head: Head, *t
         return jax.lax.psum(sums, own), rows
 
     ids = PartitionSpec(VOCABULARY, None) if head.rows else PartitionSpec(None, VOCABULARY)
-    specs = Head(ids, head.rows, head.used), *(PartitionSpec(own) for _ in tables)  # type: ignore[arg-type]
+    specs = Head(ids, head.rows, head.used), *(PartitionSpec(own) for _ in tables)  # type: ignore[arg-type]  # a place, not an array
     return jax.shard_map(on_device, in_specs=specs, out_specs=(PartitionSpec(), PartitionSpec(own)))(head, *tables)

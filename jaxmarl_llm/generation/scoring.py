@@ -57,8 +57,7 @@ def score_hidden(
     ids = jnp.asarray(completions)
     if (head := fused_head(policy, variables, sampling, len(ids))) is not None:
 
-        def scored(axis: str | None, head: Head, *rows: jax.Array) -> tuple[tuple, tuple[jax.Array, jax.Array]]:
-            hidden, ids = rows
+        def scored(axis: str | None, head: Head, hidden: jax.Array, ids: jax.Array) -> tuple[tuple, tuple]:
             return (), head_logprob(hidden, head, ids, temperature=sampling.temperature, axis_name=axis)
 
         return vocabulary.by_vocabulary(scored, head, hidden, ids)[1]

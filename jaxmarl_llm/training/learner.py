@@ -244,8 +244,7 @@ def _batch_loss(
         lambda x: x.reshape(-1, *x.shape[axes:]), (hidden, batch.completions, data)
     )
 
-    def of_rows(axis: str | None, head: Head, *rows: Any) -> tuple[tuple[jax.Array, dict[str, jax.Array]], jax.Array]:
-        hidden, completions, data = rows
+    def of_rows(axis: str | None, head: Head, hidden: jax.Array, completions: jax.Array, data: RowData) -> tuple:
         temperature = setup.sampling.temperature
         out = head_loss(hidden, head, completions, data, terms, temperature=temperature, axis_name=axis)
         return (out.loss, out.sums), out.logprob

@@ -89,9 +89,8 @@ def as_forest(batch: Batch, size: np.ndarray) -> Batch:
     ``batch``: numpy arrays; its rows were not sampled. ``size``: tokens of each completion [N].
     """
     n, p = batch.tokens.shape
-    there = np.arange(p)[None] < batch.length[:, None]
     nodes = Nodes(
-        tokens=np.where(there, batch.tokens, 0),
+        tokens=batch.tokens,
         length=batch.length,
         **{name: np.zeros((n,), np.int32) for name in ("role", "model", "task", "turn")},
         parent=np.full((n,), -1, np.int32),

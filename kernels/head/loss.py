@@ -34,13 +34,12 @@ from jaxmarl_llm.kernels.head.head import Head, logits
 
 SHARE = 128  # number of chunks, unless they would be smaller than the next numbers
 SMALLEST = 1 << 20  # least number of entries of a chunk's logits
-# Least number of tokens of a chunk, while its logits have at most 2^24 entries: 512, but never below 128. A chunk reads
-# the whole weight twice, and reads and writes its float32 gradient. Products of 128 tokens so take 64 FLOPs a byte, and
-# those of 512 take 256: about as many as an accelerator computes while it reads a byte.
-FEWEST, LARGEST = (128, 512), 1 << 24
+FEWEST = 128  # least number of tokens of a chunk: rows of a matrix product, which reads the whole weight
+# Tokens of a chunk that keep an accelerator busy. Few tokens are bound by memory: a chunk reads the weight twice, and
+# reads and writes its float32 gradient. 128 tokens take 64 FLOPs a byte, 512 take 256, about what a chip computes.
+BUSY = 512
+LARGEST = 1 << 24  # most entries of the logits of a chunk that has more than `FEWEST` tokens for that
 TILE = 8192  # ids in one product of the hidden states' gradient, or as many entries of a product of the weight's
-
-Axes = str | tuple[str, ...]
 
 # (logprob [rows of a chunk, ...], entropy, data of those rows) -> (loss, sums to report)
 RowLoss = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, dict[str, jax.Array]]]
@@ -62,7 +61,7 @@ class _Form(NamedTuple):
     used: int | None
     temperature: float
     chunk: int  # tokens
-    axis_name: Axes | None
+    axis_name: str | None
 
     def head(self, weight: jax.Array) -> Head:
         return Head(weight, self.rows, self.used)
@@ -75,11 +74,10 @@ def chunk_tokens(tokens: int, vocab: int) -> int:
         tokens: number of tokens.
         vocab: number of ids of the device.
     """
-    fewest = min(max(LARGEST // vocab, FEWEST[0]), FEWEST[1])
-    return max(-(-tokens // SHARE), SMALLEST // vocab, fewest)
+    return max(-(-tokens // SHARE), SMALLEST // vocab, FEWEST, min(BUSY, LARGEST // vocab))
 
 
-def _form(head: Head, tokens: int, temperature: float, chunk: int | None, axis_name: Axes | None) -> _Form:
+def _form(head: Head, tokens: int, temperature: float, chunk: int | None, axis_name: str | None) -> _Form:
     if not temperature > 0:
         raise ValueError(f"temperature is positive, not {temperature}")
     return _Form(head.rows, head.used, float(temperature), chunk or chunk_tokens(tokens, head.vocab), axis_name)
@@ -273,7 +271,7 @@ def head_logprob(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    axis_name: Axes | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Float[Array, "*T"], Float[Array, "*T"]]:
     """Compute float32 log-probs of targets, and entropies (nats) of their distributions.
 
@@ -285,8 +283,8 @@ def head_logprob(
         targets: ids to score, of the whole vocabulary.
         temperature: divisor of the logits.
         chunk: tokens whose logits are in memory at once; None is `chunk_tokens`.
-        axis_name: mesh axes that the vocabulary is sharded over, or None. Hidden states and targets are the same on all
-            their devices.
+        axis_name: mesh axis that the vocabulary is sharded over, or None. Hidden states and targets are the same on all
+            its devices.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     form = _form(head, len(flat), temperature, chunk, axis_name)
@@ -327,9 +325,8 @@ def _over_rows(
             dh, (value, sums) = None, of_rows(seen.logprob, seen.entropy)
         else:
             value, pull, sums = jax.vjp(of_rows, seen.logprob, seen.entropy, has_aux=True)
-            dh, total = _gradients(
-                form, seen, flat, weight, ids, pull(_varying(form, jnp.ones_like(value), value)), total
-            )
+            one = _varying(form, jnp.ones_like(value), value)
+            dh, total = _gradients(form, seen, flat, weight, ids, pull(one), total)
             dh = dh.reshape(hidden.shape)
         return total, (as_rows(seen.logprob), as_rows(seen.entropy), dh), (value, sums)
 
@@ -367,7 +364,7 @@ def head_loss(
     *,
     temperature: float = 1.0,
     chunk: int | None = None,
-    axis_name: Axes | None = None,
+    axis_name: str | None = None,
 ) -> HeadLoss:
     """Compute a loss that is a sum over rows, with the gradient of hidden states and weight.
 
@@ -381,7 +378,7 @@ def head_loss(
         temperature: divisor of the logits.
         chunk: tokens whose logits are in memory at once, rounded to whole rows; None is `chunk_tokens`. Where a single
             row is larger, `head_logprob` scores it in pieces and its logits are computed twice.
-        axis_name: mesh axes that the vocabulary is sharded over, or None.
+        axis_name: mesh axis that the vocabulary is sharded over, or None.
     """
     form = _form(head, targets.size, temperature, chunk, axis_name)
     if targets[0].size > form.chunk:

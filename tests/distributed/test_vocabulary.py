@@ -78,7 +78,7 @@ def test_which_rows_it_takes():
         assert not divides(8)
 
 
-def test_completions_are_scored_by_the_kernels_on_a_mesh(monkeypatch):
+def test_completions_are_scored_by_the_kernels_on_a_mesh():
     """Rows that do not divide are scored from logits, and agree too."""
     policy = toys.policy()
     params, sampling = policy.init(jax.random.key(0)), Sampling(0.8)
