@@ -19,7 +19,7 @@ from jaxmarl_llm.generation.buckets import bucket
 from jaxmarl_llm.generation.prefix_cache import common
 from jaxmarl_llm.training.learner import Batch, Forest, NodeTargets, token_weights
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.types import EXPERT, Nodes, Retrieval, Steps, Tree
+from jaxmarl_llm.types import Tree
 
 # A forest is used where the groups have more than GAIN times its tokens. Its attention reads whole rows, which costs
 # more for each token.
@@ -27,6 +27,8 @@ GAIN = 1.3
 ROW = 2048  # tokens of a forest, if no sequence has more: every token attends over all of its row
 FOREST = 256  # smallest number of tokens of a forest of samples that were not played
 HALVES = 5  # sizes of forests that are tried for several devices, each half of the one before
+
+_Node = tuple[int, list[int]]  # a node, and its trained steps as positions in `_Samples`
 
 _step_episodes = jax.jit(step_episodes, static_argnames=("num_steps",))
 
@@ -89,31 +91,21 @@ def as_forest(batch: Batch, size: np.ndarray) -> Batch:
     ``batch``: numpy arrays; its rows were not sampled. ``size``: tokens of each completion [N].
     """
     n, p = batch.tokens.shape
-    nodes = Nodes(
-        tokens=batch.tokens,
-        length=batch.length,
-        **{name: np.zeros((n,), np.int32) for name in ("role", "model", "task", "turn")},
-        parent=np.full((n,), -1, np.int32),
-        retrieved=Retrieval.empty(n),
-        valid=np.ones((n,), bool),
-    )
-    rows = np.arange(n)
-    steps = Steps(
+    r, rows = batch.completions.shape[-1], np.arange(n)
+    only = lambda x: np.asarray(x)[:, 0]  # of the completions of a prompt
+    samples = _Samples(
+        prompts=np.asarray(batch.tokens),
+        length=np.asarray(batch.length),
+        task=np.zeros((n,), np.int32),
         node=rows,
-        tokens=batch.completions[:, 0],
-        length=size,
-        loss_mask=batch.weights[:, 0] != 0,
-        logprobs=batch.sampler_logprobs[:, 0],
-        truncated=np.zeros((n,), bool),
-        source=np.full((n,), EXPERT, np.int32),
-        version=np.zeros((n,), np.int32),
-        valid=np.ones((n,), bool),
+        row=rows,
+        completions=only(batch.completions),
+        size=size,
+        logprobs=only(batch.sampler_logprobs),
+        weights=only(batch.weights),
+        advantages=only(batch.advantages),
     )
-    of_node = {int(i): [int(i)] for i in rows}
-    weights, advantages = np.asarray(batch.weights[:, 0]), np.asarray(batch.advantages[:, 0])
-    samples = _Samples(nodes, steps, rows, of_node, weights, advantages, None, None)
     forests = pack_sequences(samples.sequences(), ROW)
-    r = batch.completions.shape[-1]
     if len(forests) > 1 or GAIN * bucket(len(forests[0].tokens), FOREST) > n * (p + r):
         return batch
     return samples.forests(forests, 1, (FOREST, r)).replace(rows=None)
@@ -121,11 +113,11 @@ def as_forest(batch: Batch, size: np.ndarray) -> Batch:
 
 def _plan_groups(
     samples: _Samples, micro_tokens: int, smallest: tuple[int, int], parts: int
-) -> list[tuple[list[int], int, tuple[int, int, int]]]:
-    """Nodes, rows and shape (G, P, R) of each micro-batch of groups. Arguments as in `pack`."""
-    shapes: dict[tuple[int, int, int], list[int]] = {}
-    for n, members in samples.of_node.items():
-        shapes.setdefault(samples.shape(n, members, smallest), []).append(n)
+) -> list[tuple[list[_Node], int, tuple[int, int, int]]]:
+    """Nodes with their trained steps, rows and shape (G, P, R) of each micro-batch. Arguments as in `pack`."""
+    shapes: dict[tuple[int, int, int], list[_Node]] = {}
+    for n, members in samples.of_node().items():
+        shapes.setdefault(samples.shape(n, members, smallest), []).append((n, members))
     groups = []
     for (g, p, r), nodes in sorted(shapes.items()):
         while nodes:
@@ -158,16 +150,35 @@ def micro_sizes(most: int, nodes: int) -> list[int]:
 
 
 class _Samples(NamedTuple):
-    """The trained steps of one model. Arrays by trained step have axes [K] or [K R]."""
+    """The trained steps of one model, in numpy arrays.
 
-    nodes: Nodes  # numpy arrays
-    steps: Steps
-    rows: np.ndarray  # [K] of the steps table
-    of_node: dict[int, list[int]]  # node -> its trained steps, as positions in ``rows``
-    weights: np.ndarray  # [K R]
-    advantages: np.ndarray  # [K R]
-    values: NodeTargets | None  # of all nodes
-    imitation: np.ndarray | None  # [K R]
+    Attributes:
+        prompts: Prompts of all nodes of the tree [N P].
+        length: Tokens of each prompt [N].
+        task: Task of each node [N].
+        node: Node of each trained step [K].
+        row: Its place in the table of steps [K].
+        completions: [K R].
+        size: Tokens of each completion [K].
+        logprobs: Of the sampler [K R].
+        weights: Of the loss [K R].
+        advantages: [K R].
+        values: Targets of all nodes; None: without a critic.
+        imitation: Weights of tokens that experts wrote [K R]; None: there are none.
+    """
+
+    prompts: np.ndarray
+    length: np.ndarray
+    task: np.ndarray
+    node: np.ndarray
+    row: np.ndarray
+    completions: np.ndarray
+    size: np.ndarray
+    logprobs: np.ndarray
+    weights: np.ndarray
+    advantages: np.ndarray
+    values: NodeTargets | None = None
+    imitation: np.ndarray | None = None
 
     @staticmethod
     def select(
@@ -187,46 +198,63 @@ class _Samples(NamedTuple):
         if loss.reads_episodes:
             episode = _step_episodes(transitions.steps, transitions.parent, num_steps=len(counted))
         weights = np.asarray(token_weights(steps.loss_mask, counted, loss.aggregation, loss.loss_length, episode))[rows]
-        adv = np.broadcast_to(np.asarray(advantages, np.float32).reshape(len(counted), -1)[rows], weights.shape)
-        of_node: dict[int, list[int]] = {}
-        for i, c in enumerate(rows):
-            of_node.setdefault(int(steps.node[c]), []).append(i)
-        experts = None if imitation is None else np.asarray(imitation, np.float32)[rows]
-        return _Samples(nodes, steps, rows, of_node, weights, adv, values, experts)
+        return _Samples(
+            prompts=nodes.tokens,
+            length=nodes.length,
+            task=nodes.task,
+            node=steps.node[rows],
+            row=rows,
+            completions=steps.tokens[rows],
+            size=steps.length[rows],
+            logprobs=steps.logprobs[rows],
+            weights=weights,
+            advantages=np.broadcast_to(
+                np.asarray(advantages, np.float32).reshape(len(counted), -1)[rows], weights.shape
+            ),
+            values=values,
+            imitation=None if imitation is None else np.asarray(imitation, np.float32)[rows],
+        )
+
+    def of_node(self) -> dict[int, list[int]]:
+        """Node -> positions of its trained steps."""
+        out: dict[int, list[int]] = {}
+        for i, n in enumerate(self.node.tolist()):
+            out.setdefault(n, []).append(i)
+        return out
 
     def shape(self, node: int, members: list[int], smallest: tuple[int, int]) -> tuple[int, int, int]:
         """Buckets (G, P, R) of a node's trained steps ``members``."""
-        p = min(bucket(int(self.nodes.length[node]), smallest[0]), self.nodes.tokens.shape[1])
-        return bucket(len(members)), p, self._response(self.rows[members], smallest[1])
+        p = min(bucket(int(self.length[node]), smallest[0]), self.prompts.shape[1])
+        return bucket(len(members)), p, self._response(members, smallest[1])
 
-    def _response(self, rows: np.ndarray, smallest: int) -> int:
-        """Bucket R of the completions ``rows`` of the steps table."""
-        return min(bucket(int(self.steps.length[rows].max()), smallest), self.steps.tokens.shape[1])
+    def _response(self, members: Sequence[int] | np.ndarray, smallest: int) -> int:
+        """Bucket R of the completions of the trained steps ``members``."""
+        return min(bucket(int(self.size[members].max()), smallest), self.completions.shape[1])
 
-    def groups(self, part: list[int], size: int, shape: tuple[int, int, int]) -> Batch:
+    def groups(self, part: list[_Node], size: int, shape: tuple[int, int, int]) -> Batch:
         """One micro-batch of the nodes ``part`` with all their trained steps: ``size`` rows of ``shape`` (G, P, R)."""
-        nodes, steps, (g, p, r) = self.nodes, self.steps, shape
+        g, p, r = shape
         tokens, length = np.zeros((size, p), np.int32), np.ones((size,), np.int32)
         completions = np.zeros((size, g, r), np.int32)
         weights, advantages, behaviour, imitation = (np.zeros((size, g, r), np.float32) for _ in range(4))
         rows = np.zeros((size, g), np.int32)
-        for k, n in enumerate(part):
-            own = np.array(self.of_node[n])
-            tokens[k], length[k] = nodes.tokens[n, :p], nodes.length[n]
-            completions[k, : len(own)] = steps.tokens[self.rows[own], :r]
+        for k, (n, own) in enumerate(part):
+            tokens[k], length[k] = self.prompts[n, :p], self.length[n]
+            completions[k, : len(own)] = self.completions[own, :r]
             weights[k, : len(own)] = self.weights[own, :r]
             advantages[k, : len(own)] = self.advantages[own, :r]
-            behaviour[k, : len(own)] = steps.logprobs[self.rows[own], :r]
-            rows[k, : len(own)] = self.rows[own]
+            behaviour[k, : len(own)] = self.logprobs[own, :r]
+            rows[k, : len(own)] = self.row[own]
             if self.imitation is not None:
                 imitation[k, : len(own)] = self.imitation[own, :r]
-        values = None if self.values is None else jax.tree.map(lambda x: _pad(x[part], size), self.values)
+        of = [n for n, _ in part]
+        values = None if self.values is None else jax.tree.map(lambda x: _pad(x[of], size), self.values)
         batch = Batch(tokens, length, completions, weights, advantages, behaviour, values=values, rows=rows)
         return batch if self.imitation is None else batch.replace(imitation=imitation)
 
-    def waited(self, part: list[int], rows: int) -> int:
-        """Tokens, without padding, of the device with most of them; each device has ``rows`` of the nodes ``part``."""
-        sent = [int(self.nodes.length[n] + (self.steps.length[self.rows[self.of_node[n]]] - 1).sum()) for n in part]
+    def waited(self, part: list[_Node], rows: int) -> int:
+        """Tokens, without padding, of the device with most of them; each device has ``rows`` of ``part``."""
+        sent = [int(self.length[n] + (self.size[own] - 1).sum()) for n, own in part]
         return max(sum(sent[k : k + rows]) for k in range(0, len(sent), rows))
 
     def sequences(self) -> list[tuple[int, np.ndarray]]:
@@ -234,11 +262,10 @@ class _Samples(NamedTuple):
 
         No loss reads the hidden state of that token.
         """
-        nodes, steps, out = self.nodes, self.steps, []
-        for c in self.rows:
-            n = steps.node[c]
-            ids = np.concatenate([nodes.tokens[n, : nodes.length[n]], steps.tokens[c, : steps.length[c] - 1]])
-            out.append((int(nodes.task[n]), ids))
+        out = []
+        for n, said, size in zip(self.node.tolist(), self.completions, self.size.tolist(), strict=True):
+            ids = np.concatenate([self.prompts[n, : self.length[n]], said[: size - 1]])
+            out.append((int(self.task[n]), ids))
         return out
 
     def forests(self, some: Sequence[PackedSequences], parts: int, smallest: tuple[int, int]) -> Batch:
@@ -246,9 +273,8 @@ class _Samples(NamedTuple):
 
         ``some``: one forest for each of the first devices. ``parts``: number of devices. The others have padding alone.
         """
-        steps, own = self.steps, np.array([number for one in some for number, _ in one.paths])
-        rows, most = self.rows[own], bucket(max(len(one.paths) for one in some), 4)
-        t, r = bucket(max(len(one.tokens) for one in some), smallest[0]), self._response(rows, smallest[1])
+        own, most = np.array([n for one in some for n, _ in one.paths]), bucket(max(len(one.paths) for one in some), 4)
+        t, r = bucket(max(len(one.tokens) for one in some), smallest[0]), self._response(own, smallest[1])
         place = np.array([f * most + k for f, one in enumerate(some) for k in range(len(one.paths))])
 
         def lay(x: np.ndarray) -> np.ndarray:  # [K ...] of the sequences -> [N ...]
@@ -258,22 +284,21 @@ class _Samples(NamedTuple):
 
         at = np.zeros((len(own), 1, r), np.int32)
         paths = [path for one in some for _, path in one.paths]
-        for k, (size, path) in enumerate(zip(steps.length[rows], paths, strict=True)):
+        for k, (size, path) in enumerate(zip(self.size[own], paths, strict=True)):
             at[k, 0, :size] = path[len(path) - size :]
         values = None
         if self.values is not None:  # on the first completion of each node
-            node = steps.node[self.rows]
-            first = np.isin(own, np.unique(node, return_index=True)[1])
-            values = jax.tree.map(lambda x: lay(x[node[own]]), self.values)
+            first = np.isin(own, np.unique(self.node, return_index=True)[1])
+            values = jax.tree.map(lambda x: lay(x[self.node[own]]), self.values)
             values = values.replace(weight=np.where(lay(first), values.weight, 0).astype(np.float32))
-        grid = lambda x: lay(x[:, None, :r])
+        grid = lambda x: lay(x[own][:, None, :r])
         return Batch(
             tokens=np.zeros((parts * most, 0), np.int32),
             length=np.zeros((parts * most,), np.int32),
-            completions=grid(steps.tokens[rows]),
-            weights=grid(self.weights[own].astype(np.float32)),
-            advantages=grid(self.advantages[own].astype(np.float32)),
-            sampler_logprobs=grid(steps.logprobs[rows]),
+            completions=grid(self.completions),
+            weights=grid(self.weights.astype(np.float32)),
+            advantages=grid(self.advantages.astype(np.float32)),
+            sampler_logprobs=grid(self.logprobs),
             values=values,
             forest=Forest(
                 _table([one.tokens for one in some], parts, t),
@@ -281,8 +306,8 @@ class _Samples(NamedTuple):
                 _table([one.end for one in some], parts, t),
                 predictor=lay(at),
             ),
-            rows=lay(rows[:, None].astype(np.int32)),
-            imitation=None if self.imitation is None else grid(self.imitation[own]),
+            rows=lay(self.row[own][:, None].astype(np.int32)),
+            imitation=None if self.imitation is None else grid(self.imitation),
         )
 
 

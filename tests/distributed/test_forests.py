@@ -108,7 +108,7 @@ def test_an_update_on_a_mesh_is_that_of_separate_nodes_on_one_device(name, adapt
     apart = max(float(np.abs(a - b).max()) for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(want)))
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(want))
     print(f"{name}: loss {abs(loss - want_loss):.1e}, gradient {apart:.1e} of at most {scale:.1e}")
-    assert scale > 1e-2 and abs(loss - want_loss) < 1e-5 and apart < 1e-5
+    assert scale > 1e-2 and abs(loss - want_loss) < 1e-5 and apart < 1e-6
     assert bool(re.search(r"all-gather", text)) == (MESHES[name][1] > 1)  # of weights, never of hidden states
 
 

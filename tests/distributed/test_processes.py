@@ -234,8 +234,18 @@ def tokens(workdir, process):
     return set((workdir / f"tokens{process}.txt").read_text().splitlines())
 
 
+def parameters(workdir):
+    """Parameters of the newest checkpoint, by path."""
+    _, recipe, state = evaluate.open_run(workdir)
+    recipe.env_runner.close()
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
+
+
 def check_same_run(one, many, count, models_at_once=1):
-    """Every token that was sampled, in training and evaluation, by every process; every metric but for rounding."""
+    """Every token that was sampled, in training and evaluation, by every process; every metric but for rounding.
+
+    Parameters at the end are within 1e-6, so the sum of all gradients is, times the rate of SGD.
+    """
     assert len(tokens(one, 0)) >= 3 and [tokens(many, p) for p in range(count)] == [tokens(one, 0)] * count
     expected, got = rows(one), rows(many)
     assert [r["step"] for r in got] == [r["step"] for r in expected] == list(range(1, len(got) + 1))
@@ -247,6 +257,11 @@ def check_same_run(one, many, count, models_at_once=1):
     for file in ("config.json", "report.png", "episodes.md"):
         assert (many / file).exists()
     assert (many / "episodes.md").read_bytes() == (one / "episodes.md").read_bytes()
+    wanted, found = parameters(one), parameters(many)
+    assert wanted.keys() == found.keys()
+    apart = max(float(np.abs(found[path] - want).max()) for path, want in wanted.items())
+    print(f"{count} processes: parameters {apart:.1e} from those of one")
+    assert apart < 1e-6
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,7 @@ SMALL: dict[str, Any] = {
 def config(recipe, name, critic=None, **more):
     """MAGRPO, IAC, MAAC: two separate Qwen2, SGD. JoyAgents-R1: one Qwen3 for all roles, Adam, memory.
 
+    A step of SGD changes parameters by their gradient, because its rate is 1.
     Qwen3 has no biases. The gradient of a key's bias is 0 but for rounding, of which Adam makes a whole step.
     """
     team = {"max_new_tokens": 7, "remat": False, "backbone": {**BACKBONE, "head_dim": 8}}
@@ -60,7 +61,7 @@ def config(recipe, name, critic=None, **more):
             "reward": {"payoff": 1.0},
             "team": {**team, "max_new_tokens": 1},
         }
-        own["optimizer"] = {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}
+        own["optimizer"] = {"name": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0}
         if critic is not None:
             own["team"]["critic"], own["critic_optimizer"] = critic, own["optimizer"]
     else:
@@ -152,13 +153,13 @@ def folder(tmp_path_factory):
     ids=lambda x: x if isinstance(x, str) else x.__name__.rpartition(".")[2],
 )
 def test_a_step_is_that_of_one_device(recipe, name, folder):
-    """Equal tokens; log-probs, metrics and new parameters within 1e-5 (float32)."""
+    """Equal tokens; log-probs, metrics and new parameters within 1e-5 (float32). Gradients of SGD within 1e-6."""
     one, got = stepped(recipe, None, folder), stepped(recipe, name, folder)
     assert distance(got.before, one.before) < 1e-6
     np.testing.assert_array_equal(got.tree.steps.tokens, one.tree.steps.tokens)
     np.testing.assert_allclose(got.tree.steps.logprobs, one.tree.steps.logprobs, rtol=0, atol=1e-5)
     assert distance(one.state.params, one.before) > 3e-4  # or there is nothing to compare
-    assert parameters_apart(got.state, one.state) < 1e-5
+    assert parameters_apart(got.state, one.state) < (1e-6 if recipe is magrpo else 1e-5)
     assert distance(got.state.opt_state, one.state.opt_state) < 1e-5
     assert got.metrics.keys() == one.metrics.keys()
     for key, value in one.metrics.items():
@@ -185,7 +186,7 @@ def test_critics_of_their_own_step_as_on_one_device(recipe, kind, name, folder):
     for group in [critics, players]:
         own = lambda params, group=group: {name: params["agents"][name] for name in group}
         assert distance(own(one.state.params), own(one.before)) > 3e-4
-        assert distance(own(got.state.params), own(one.state.params)) < 1e-5
+        assert distance(own(got.state.params), own(one.state.params)) < 1e-6
     losses = [name for name in one.metrics if name.startswith("critic/")]
     assert losses
     for key in losses:
@@ -262,7 +263,7 @@ def test_loss_and_gradient_are_those_of_one_device(name):
     got_loss, got_gap, got, text = gradient(sharding.place(mesh, variables(make_policy(arch()))), None, mesh)
     scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(grad))
     assert scale > 1e-2
-    assert abs(got_loss - loss) < 1e-5 and abs(got_gap - gap) < 1e-5 and distance(got, grad) < 1e-5
+    assert abs(got_loss - loss) < 1e-5 and abs(got_gap - gap) < 1e-5 and distance(got, grad) < 1e-6
     print(f"{name}: loss {abs(got_loss - loss):.1e}, gradient {distance(got, grad):.1e} of at most {scale:.1e}")
     for path, want in by_path(sharding.shardings(mesh, grad)).items():
         assert by_path(got)[path].sharding.is_equivalent_to(want, by_path(grad)[path].ndim), path
@@ -283,7 +284,7 @@ def test_adapter_gradient_on_a_mesh():
     mesh = make_mesh(MeshConfig(*MESHES["2x2x2"]))
     loss, _, grad, _ = gradient(own, shared, None)
     got_loss, _, got, _ = gradient(sharding.place(mesh, own), sharding.place(mesh, shared), mesh)
-    assert abs(got_loss - loss) < 1e-5 and distance(got, grad) < 1e-5
+    assert abs(got_loss - loss) < 1e-5 and distance(got, grad) < 1e-6
     assert max(float(np.abs(x).max()) for x in jax.tree.leaves(grad)) > 1e-2
     shard = {k: v.addressable_shards[0].data.shape for k, v in by_path(got).items()}
     assert shard["lora/self_attn/q_proj/a"] == (1, 32, 4) and shard["lora/self_attn/q_proj/b"] == (1, 4, 32)
