@@ -99,6 +99,7 @@ CASES = {
     "waltzrl, a stage each": (
         "waltzrl",
         {
+            "seed": 5,  # with 3 one sampled token differs on some CPUs: two of its draws are equal to rounding
             "env": EnvConfig("safety", {"rounds": 2}, eval_tasks=4),  # several rounds, of which one is picked
             "team": team(max_new_tokens=4),
             "batch": 8,
@@ -260,7 +261,7 @@ def test_fit_and_a_compiled_run_take_the_same_steps(name, tmp_path):
     """To 3e-4 where RL moves 1e-2 and more: rows of weight 0 take part in the sums of a compiled update."""
     recipe = make(name)
     stepped, taught = from_the_host(recipe, tmp_path)
-    whole, _ = jax.jit(make_program(recipe).run)(jnp.int32(SEED))
+    whole, _ = jax.jit(make_program(recipe).run)(jnp.int32(recipe.cfg.seed))
     assert int(whole.step) == recipe.total_steps
     assert apart(taught, recipe.init(0).params["agents"]) > 1e-2, "stage 0 trained nothing"
     assert apart(stepped.params["agents"], taught) > 1e-2, "RL trained nothing"
@@ -298,7 +299,7 @@ def test_with_one_layout_both_agree_to_rounding(name, tmp_path, monkeypatch):
         dataclasses.replace(cfg, micro_tokens=200, sft=plain)  # several micro-batches
     )
     stepped, taught = from_the_host(recipe, tmp_path)
-    whole, _ = jax.jit(make_program(recipe).run)(jnp.int32(SEED))
+    whole, _ = jax.jit(make_program(recipe).run)(jnp.int32(recipe.cfg.seed))
     assert apart(stepped.params["agents"], taught) > 1e-2, "RL trained nothing"
     assert apart(stepped.params, whole.params) < 3e-6
     assert apart(stepped.memory, whole.memory) < 1e-5
