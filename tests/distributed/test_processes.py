@@ -29,6 +29,7 @@ from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.runs import loop
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.storage.workdir import Workdir
+from tests.distributed import test_sharded_runs as sharded
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +61,7 @@ def get_config(variant=""):
     elif variant == "team":  # two separate models through text
         made = from_dict(magrpo.Config, {
             "steps": 2, "batch": 4, "group": 2, "sft": {"steps": 0}, **BOTH, "reward": {"payoff": 1.0},
+            "loss": {"entropy_coef": 1.0},  # payoffs may all be equal
             "team": {"max_new_tokens": 4, **TEAM, "parameter_sharing": "separate"},
             "env": {"name": "dilemma_text", "args": {"game": "split"}, "eval_tasks": 4, "max_prompt": 512},
         })
@@ -235,13 +237,13 @@ def tokens(workdir, process):
 
 
 def parameters(workdir):
-    """Parameters of the newest checkpoint, by path."""
+    """Parameters of the newest checkpoint, and before the first step."""
     _, recipe, state = evaluate.open_run(workdir)
     recipe.env_runner.close()
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state.params)}
+    return jax.device_get((state.params, recipe.init(0).params))
 
 
-def check_same_run(one, many, count, models_at_once=1):
+def check_same_run(one, many, count, models_at_once=1, learns=True):
     """Every token that was sampled, in training and evaluation, by every process; every metric but for rounding.
 
     Parameters at the end are within 1e-6, so the sum of all gradients is, times the rate of SGD.
@@ -257,11 +259,10 @@ def check_same_run(one, many, count, models_at_once=1):
     for file in ("config.json", "report.png", "episodes.md"):
         assert (many / file).exists()
     assert (many / "episodes.md").read_bytes() == (one / "episodes.md").read_bytes()
-    wanted, found = parameters(one), parameters(many)
-    assert wanted.keys() == found.keys()
-    apart = max(float(np.abs(found[path] - want).max()) for path, want in wanted.items())
-    print(f"{count} processes: parameters {apart:.1e} from those of one")
-    assert apart < 1e-6
+    if learns:
+        (wanted, before), (found, _) = parameters(one), parameters(many)
+        print(f"{count} processes: parameters {sharded.distance(found, wanted):.1e} from those of one")
+        assert sharded.distance(wanted, before) > 1e-3 and sharded.distance(found, wanted) < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +327,7 @@ def test_host_environments_run_where_their_tasks_are(folder):
     runs = {1: train(folder, "host1", 1, variant="host"), 2: train(folder, "host2", 2, variant="host", SCATTER="1")}
     for count, run in runs.items():
         assert run.codes() == [0] * count, run.said()
-    check_same_run(folder / "host1", folder / "host2", 2)
+    check_same_run(folder / "host1", folder / "host2", 2, learns=False)  # a random model earns nothing
     read, prefilled, moved = np.loadtxt(folder / "host2" / "prefixes1.txt", int).T
     assert prefilled.sum() < 0.7 * read.sum() and moved.max() > read.max() / 4
     counts = {}
