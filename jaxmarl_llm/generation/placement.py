@@ -1,6 +1,7 @@
 """Which part of a mesh's rows has which prompt of a launch: the part whose devices hold most of its cached prefix.
 
-A part has room for equally many rows. Pure functions of host data, so that every process decides alike.
+The parts of a launch have room for equally many rows; those of a loop have their free slots. Pure functions of host
+data, so that every process decides alike.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def place_rows(known: np.ndarray, capacity: int) -> np.ndarray:
+def place_rows(known: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     """Choose a part for each row: the best of three placements by the number of tokens that rows reuse.
 
     In two of them one row after another takes a part that knows its prefix and has room. The first row is the one that
@@ -17,7 +18,7 @@ def place_rows(known: np.ndarray, capacity: int) -> np.ndarray:
 
     Args:
         known: tokens of each row's prompt that each part holds [N D].
-        capacity: rows for which a part has room. N is at most D times as large.
+        capacity: rows for which each part has room [D]. N is at most their sum.
 
     Returns:
         Index of the part of each row [N].
@@ -27,16 +28,16 @@ def place_rows(known: np.ndarray, capacity: int) -> np.ndarray:
     ascending = np.sort(known, axis=1)
     loss = ascending[:, -1] - (ascending[:, -2] if known.shape[1] > 1 else 0)
     tried = [
-        _in_turn(known.shape, capacity, rows[order], parts[order])
+        _in_turn(len(known), capacity, rows[order], parts[order])
         for order in (np.lexsort((parts, -size, rows, -loss[rows])), np.lexsort((parts, rows, -size)))
     ]
-    tried.append(in_order(len(known), np.full(known.shape[1], capacity)))
+    tried.append(in_order(len(known), capacity))
     return max(tried, key=lambda chosen: known[np.arange(len(known)), chosen].sum())
 
 
-def _in_turn(shape: tuple[int, ...], capacity: int, rows: np.ndarray, parts: np.ndarray) -> np.ndarray:
+def _in_turn(count: int, capacity: np.ndarray, rows: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """Take the pairs (row, part) in turn whose row has no part yet and whose part has room; other rows in order."""
-    chosen, room = np.full(shape[0], -1), np.full(shape[1], capacity)
+    chosen, room = np.full(count, -1), capacity.copy()
     for row, part in zip(rows.tolist(), parts.tolist(), strict=True):
         if chosen[row] < 0 and room[part]:
             chosen[row] = part

@@ -135,6 +135,7 @@ class Prefixes:
         blocks: Mapping[Any, tuple[int, ...]] | None = None,
         layers: Params | None = None,
         adapters: Mapping[Any, int] | None = None,
+        room: np.ndarray | None = None,
     ) -> list[LaunchInputs]:
         """Extend the cache by the prefixes that prompts share, and gather the inputs of their launch.
 
@@ -147,13 +148,15 @@ class Prefixes:
                 common. None: all blocks.
             layers: `Policy.unstack` of the variables, which continue cached prefixes; None: the variables do.
             adapters: index of the adapter of each task, see `PromptRows`; None: the variables have one.
+            room: rows that each part of the mesh's rows may have, in each part of a launch without blocks. Their sum is
+                at least the number of prompts. None: as many as are needed.
 
         Returns:
             Inputs of each part, with the rows of its prompts. All parts have equally many columns.
         """
         blocks = dict.fromkeys(tasks, tuple(range(self._blocks))) if blocks is None else blocks
         if self._policy.extend is None:
-            return self._gather(tasks, prompts, parts, blocks)
+            return self._gather(tasks, prompts, parts, blocks, room)
         groups: dict[tuple[Hashable, int, int], list[np.ndarray]] = {}
         known: dict[tuple[Hashable, int, int], int] = {}
         for task, ids in zip(tasks, prompts):
@@ -173,7 +176,7 @@ class Prefixes:
         long = self._long_rests(tasks, prompts, parts)
         if long:
             extend(long)
-        return self._gather(tasks, prompts, parts, blocks)
+        return self._gather(tasks, prompts, parts, blocks, room)
 
     def _extend(
         self,
@@ -272,13 +275,14 @@ class Prefixes:
         prompts: Sequence[np.ndarray],
         parts: Sequence[int],
         blocks: Mapping[Any, tuple[int, ...]],
+        room: np.ndarray | None = None,
     ) -> list[LaunchInputs]:
         found = [self._find(task, ids) for task, ids in zip(tasks, prompts)]
         rest = [len(ids) - len(_longest(slots)[1]) for ids, slots in zip(prompts, found)]
         self.prefilled_tokens += sum(rest)
         ends = list(itertools.accumulate(parts))
         ranges = [slice(end - count, end) for end, count in zip(ends, parts)]
-        placed = [self._place(found[own], [blocks[task] for task in tasks[own]]) for own in ranges]
+        placed = [self._place(found[own], [blocks[task] for task in tasks[own]], room) for own in ranges]
         of_row = [int(part) for where, _ in placed for part in where]
         self._move(tasks, prompts, found, of_row)
         slots = [
@@ -293,15 +297,24 @@ class Prefixes:
         ]
 
     def _place(
-        self, found: Sequence[dict[int, np.ndarray]], blocks: Sequence[tuple[int, ...]]
+        self,
+        found: Sequence[dict[int, np.ndarray]],
+        blocks: Sequence[tuple[int, ...]],
+        room: np.ndarray | None,
     ) -> tuple[np.ndarray, int]:
-        """Part of the mesh's rows for each prompt of one part of a launch, and the rows that each part has."""
+        """Part of the mesh's rows for each prompt of one part of a launch, and the rows that each part has.
+
+        ``room``: as of `prepare`.
+        """
         alike: dict[tuple[int, ...], list[int]] = {}
         for n, own in enumerate(blocks):
             alike.setdefault(own, []).append(n)
         of_block = self._parts // self._blocks
         count = max(-(-len(rows) // len(own)) for own, rows in alike.items())
         capacity = up_to(self._padded(count, LEAST_ROWS), of_block) // of_block
+        free = np.full(self._parts, len(found)) if room is None else room
+        while np.minimum(free, capacity).sum() < len(found):
+            capacity = self._padded(capacity + 1, 1)
         where = np.zeros(len(found), int)
         for own, rows in alike.items():
             open_to = [block * of_block + k for block in own for k in range(of_block)]
@@ -310,7 +323,7 @@ class Prefixes:
                 for part, slots in found[n].items():
                     if part in open_to:
                         known[row, open_to.index(part)] = len(slots)
-            where[rows] = np.array(open_to)[place_rows(known, capacity)]
+            where[rows] = np.array(open_to)[place_rows(known, np.minimum(free[open_to], capacity))]
         return where, capacity
 
     def _move(

@@ -4,6 +4,9 @@ The loop of one model has tables of slots, one table for each number of samples 
 token of time t of every sample is in column t mod R, whatever the place of the token in its completion. So one column
 is written at a time, and a node may begin at any time. Completions are those of `generate.generate`: a token depends on
 the key of its sample and on its place alone.
+
+On a mesh each part of the rows has equally many slots of a table. A node enters a slot of the part that has read its
+prompt, and no lane moves to another device.
 """
 
 from __future__ import annotations
@@ -18,8 +21,17 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, Key
 
+from jaxmarl_llm.distributed.heads import cut_attention
+from jaxmarl_llm.distributed.sharding import UNCONSTRAINED, attention_rows, meshed, row_parts, settle
 from jaxmarl_llm.generation.buckets import coarse
-from jaxmarl_llm.generation.decoding import LOOP_STATE, MIN_COMPACT_LANES, Completions, Decoding, select_fields
+from jaxmarl_llm.generation.decoding import (
+    LOOP_STATE,
+    MIN_COMPACT_LANES,
+    Completions,
+    Decoding,
+    on_own_rows,
+    select_fields,
+)
 from jaxmarl_llm.generation.generate import PromptRows, draw_tokens, fill, record, unstacked
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.types import Params, Policy, PyTree
@@ -41,6 +53,7 @@ class Left(NamedTuple):
     completions: Completions  # numpy, one row for each ticket and rows of padding
     prefix: PyTree
     suffix: PyTree
+    rows: np.ndarray  # row of each ticket
 
 
 class SlotLoop:
@@ -49,7 +62,8 @@ class SlotLoop:
     Args:
         policy: functions of the model; `Policy.decode_slots` is one of them.
         variables: variables of the model.
-        lanes: samples that are decoded at once, at most; a table of nodes with G samples has lanes / G slots.
+        lanes: samples that are decoded at once, at most; a table of nodes with G samples has lanes / G slots. On a mesh
+            each part of the rows has one slot at least, and all parts have equally many.
         max_new_tokens: largest number of tokens of a completion, R.
         stop_ids: tokens that end a completion.
         pad_id: token behind the end of a completion.
@@ -71,53 +85,63 @@ class SlotLoop:
     ) -> None:
         self._policy, self._variables, self._lanes = policy, variables, lanes
         self._fixed: dict[str, Any] = {"stop_ids": stop_ids, "pad_id": pad_id, "sampling": sampling}
-        self._response = max_new_tokens
-        self._layers = unstacked(policy, variables)
+        self._response, self._parts = max_new_tokens, row_parts()
+        # On a mesh a copy of a model's layers would stay for the whole rollout, so each program cuts them out.
+        self._layers = variables if meshed() else unstacked(policy, variables)
         self._tables: dict[int, Slots] = {}  # by number of samples
         self._tickets: dict[int, list[Any]] = {}  # of each slot; None: the slot is free
         self.time = jnp.int32(0)
 
     def _most(self, group: int) -> int:
-        """Largest number of nodes with ``group`` samples."""
-        return max(1, self._lanes // group)
+        """Slots of a part of the rows for nodes with ``group`` samples, at most."""
+        return max(1, self._lanes // (group * self._parts))
 
-    def _taken(self, group: int) -> int:
-        """Number of nodes with ``group`` samples."""
-        return sum(ticket is not None for ticket in self._tickets.get(group, ()))
+    def _of_parts(self, group: int) -> np.ndarray:
+        """Whether slots of a table are taken [parts, slots of a part]."""
+        taken = [ticket is not None for ticket in self._tickets.get(group, ())]
+        return np.array(taken, bool).reshape(self._parts, -1)
 
-    def room(self, group: int) -> int:
-        """Number of nodes with ``group`` samples that may enter."""
-        return self._most(group) - self._taken(group)
+    def room(self, group: int) -> np.ndarray:
+        """Number of nodes with ``group`` samples that may enter each part of the rows [parts]."""
+        return self._most(group) - self._of_parts(group).sum(1)
 
     @property
     def taken(self) -> int:
         """Number of nodes in the loop."""
-        return sum(map(self._taken, self._tickets))
+        return sum(int(self._of_parts(group).sum()) for group in self._tickets)
 
-    def enter(self, tickets: Sequence[Any], rows: PromptRows) -> None:
+    def enter(self, tickets: Sequence[Any], rows: PromptRows, places: np.ndarray | None = None) -> None:
         """Read the prompts of nodes and put the nodes into free slots.
 
         Args:
-            tickets: names of the nodes, not None; at most `room` of them.
+            tickets: names of the nodes, not None; at most `room` of them in each part of the rows.
             rows: prompts of the nodes, padded, with limits.
+            places: row of each node; None: they are in order.
         """
-        group = rows.keys.shape[1]
+        of_part, group = len(rows.length) // self._parts, rows.keys.shape[1]
+        of_ticket = np.arange(len(tickets)) if places is None else places
         filled = _fill(self._policy, self._variables, rows.tokens, rows.length, rows.prefix, rows.start)
+        entering = np.bincount(of_ticket // of_part, minlength=self._parts)
         if group not in self._tables:
-            size = self._size(group, len(tickets))
-            self._tickets[group] = [None] * size
-            self._tables[group] = _empty(self._policy, filled, rows.keys, size=size, response=self._response)
-        self._resize(group, max(len(self._tickets[group]), self._size(group, self._taken(group) + len(tickets))))
+            size = self._size(group, entering.max())
+            self._tickets[group] = [None] * size * self._parts
+            fixed = {"size": size * self._parts, "response": self._response}
+            self._tables[group] = _empty(self._policy, filled, rows.keys, **fixed)
+        taken = self._of_parts(group)
+        self._resize(group, max(taken.shape[1], self._size(group, (taken.sum(1) + entering).max())))
         columns = jax.tree.leaves(filled[1])[0].shape[1]
         if columns > jax.tree.leaves(self._tables[group].rows.prefix)[0].shape[1]:
             self._tables[group] = _widen(self._tables[group], columns=columns)
-        free = [k for k, ticket in enumerate(self._tickets[group]) if ticket is None][: len(tickets)]
-        for slot, ticket in zip(free, tickets, strict=True):
-            self._tickets[group][slot] = ticket
-        slots = np.full(len(rows.length), len(self._tickets[group]), np.int32)  # padding has none, and is dropped
-        slots[: len(free)] = free
+        taken = self._of_parts(group)
+        size = taken.shape[1]
+        slots = np.full(len(rows.length), size, np.int32)  # padding has none, and is dropped
+        free = [list(np.flatnonzero(~own)) for own in taken]
+        for row, ticket in zip(of_ticket, tickets, strict=True):
+            part = row // of_part
+            slots[row] = free[part].pop(0)
+            self._tickets[group][part * size + slots[row]] = ticket
         own = rows.keys, rows.active, rows.limit
-        self._tables[group] = _write(self._tables[group], filled, own, slots, self.time)
+        self._tables[group] = settle(_write(self._tables[group], filled, own, slots, self.time))
 
     def advance(self, finished: int) -> list[Left]:
         """Decode until some nodes are finished, and take these out. There is a node in the loop.
@@ -125,47 +149,73 @@ class SlotLoop:
         Args:
             finished: number of finished nodes at which decoding stops; it stops after `CHUNK` tokens, too, if one is.
         """
-        groups = [g for g in sorted(self._tables) if self._taken(g)]
-        for group in groups:
-            self._resize(group, self._size(group, self._taken(group)))
-        states = tuple(self._tables[g] for g in groups)
-        taken = tuple(np.array([ticket is not None for ticket in self._tickets[g]]) for g in groups)
-        self.time, states, ended = _advance(
-            self._policy, self._layers, states, taken, self.time, min(finished, self.taken), **self._fixed
+        taken = {group: of for group in sorted(self._tables) if (of := self._of_parts(group)).any()}
+        for group, of in taken.items():
+            self._resize(group, self._size(group, of.sum(1).max()))
+        states = tuple(self._tables[group] for group in taken)
+        now_taken = tuple(self._of_parts(group).reshape(-1) for group in taken)
+        self.time, states, ended = settle(
+            _advance(self._policy, self._layers, states, now_taken, self.time, min(finished, self.taken), **self._fixed)
         )
         out = []
-        for group, state, done in zip(groups, states, jax.device_get(ended), strict=True):
+        for group, state, done in zip(taken, states, jax.device_get(ended), strict=True):
             self._tables[group] = state
-            slots = np.flatnonzero(done)
-            if len(slots):
-                out.append(self._leave(group, slots))
+            if done.any():
+                out.append(self._leave(group, done.reshape(self._parts, -1)))
         return out
 
     def _size(self, group: int, nodes: int) -> int:
-        """Slots of a table that holds ``nodes`` nodes: all, or a quarter of them. Each size is one more program."""
+        """Slots of a part for ``nodes`` nodes in it: all, or a quarter of them. Each size is one more program."""
         most = self._most(group)
         quarter = -(-most // 4)
         return quarter if nodes <= quarter and most * group >= MIN_COMPACT_LANES else most
 
     def _resize(self, group: int, size: int) -> None:
-        """Move the nodes of a table into one of ``size`` slots."""
-        names = self._tickets[group]
-        if len(names) == size:
+        """Move the nodes of a table into one with ``size`` slots in each part."""
+        names, taken = self._tickets[group], self._of_parts(group)
+        if taken.shape[1] == size:
             return
-        held = [slot for slot, ticket in enumerate(names) if ticket is not None]
-        slots = np.array(held + [-1] * (size - len(held)), np.int32)
-        self._tables[group] = _gather(self._tables[group], slots)
-        self._tickets[group] = [names[slot] for slot in held] + [None] * (size - len(held))
+        slots, moved = np.full((self._parts, size), -1, np.int32), []
+        for part, own in enumerate(taken):
+            held = np.flatnonzero(own)
+            slots[part, : len(held)] = held
+            moved += [names[part * len(own) + slot] for slot in held] + [None] * (size - len(held))
+        self._tables[group] = settle(_gather(self._tables[group], slots.reshape(-1)))
+        self._tickets[group] = moved
 
-    def _leave(self, group: int, slots: np.ndarray) -> Left:
-        """Take the nodes of ``slots`` out of a table."""
-        padded = np.concatenate([slots, np.repeat(slots[-1:], coarse(len(slots), 4) - len(slots))])
-        completions, prefix, suffix = _leave(self._tables[group], padded, pad_id=self._fixed["pad_id"])
-        names = self._tickets[group]
-        tickets = [ticket for slot in slots if (ticket := names[slot]) is not None]
-        for slot in slots:
-            names[slot] = None
-        return Left(tickets, jax.device_get(completions), prefix, suffix)
+    def _leave(self, group: int, done: np.ndarray) -> Left:
+        """Take the nodes of the slots ``done`` [parts, slots of a part] out of a table."""
+        count, names = done.sum(1), self._tickets[group]
+        slots, rows, tickets = np.zeros((self._parts, coarse(int(count.max()), 4)), np.int32), [], []
+        for part, own in enumerate(done):
+            held = np.flatnonzero(own)
+            slots[part, : len(held)] = held
+            for row, slot in enumerate(held):
+                rows.append(part * slots.shape[1] + row)
+                tickets.append(names[part * len(own) + slot])
+                names[part * len(own) + slot] = None
+        fixed = {"pad_id": self._fixed["pad_id"]}
+        completions, prefix, suffix = settle(_leave(self._tables[group], slots.reshape(-1), **fixed))
+        return Left(tickets, jax.device_get(completions), prefix, suffix, np.array(rows))
+
+
+def _on_parts(state: Slots) -> Slots:
+    """Cut every array of a table into the parts of the rows, on a mesh.
+
+    The programs below write rows into tables that are cut already. XLA for CPU may merge a cut with a scatter's slice.
+    A row that is dropped would then take the values of another part (docs/log.md).
+    """
+    if not meshed():
+        return state
+
+    def cut(x: jax.Array) -> jax.Array:
+        place = jax.sharding.PartitionSpec(attention_rows(), *[UNCONSTRAINED] * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, place)
+
+    rows = state.rows
+    fields = {name: value for name, value in vars(rows).items() if name not in ("prefix", "suffix")}
+    caches = cut_attention({"prefix": rows.prefix, "suffix": rows.suffix})
+    return Slots(rows=rows.replace(**jax.tree.map(cut, fields), **caches), begun=cut(state.begun))
 
 
 _fill = jax.jit(fill, static_argnames=("policy",))
@@ -178,7 +228,7 @@ def _empty(policy: Policy, filled: PyTree, keys: Key[Array, "N G"], *, size: int
     group = keys.shape[1]
     like = lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype)
     prefix = jax.tree.map(like, prefix)
-    return Slots(
+    state = Slots(
         rows=Decoding(
             done=jnp.ones((size, group), bool),
             count=jnp.zeros((size, group), jnp.int32),
@@ -194,31 +244,42 @@ def _empty(policy: Policy, filled: PyTree, keys: Key[Array, "N G"], *, size: int
         ),
         begun=jnp.zeros(size, jnp.int32),
     )
+    return _on_parts(state)
 
 
 @jax.jit
 def _gather(state: Slots, slots: Int[Array, " T"]) -> Slots:
-    """A table of the nodes in ``slots``; -1 is a free slot."""
-    moved = jax.tree.map(lambda x: x[slots], state)
-    return moved.replace(rows=moved.rows.replace(done=moved.rows.done | (slots < 0)[:, None]))
+    """A table of the nodes in ``slots`` of each part, the first part's before the second's; -1 is a free slot."""
+
+    def gather(state: Slots, slots: jax.Array) -> Slots:
+        moved = jax.tree.map(lambda x: x[slots], state)
+        return moved.replace(rows=moved.rows.replace(done=moved.rows.done | (slots < 0)[:, None]))
+
+    return _on_parts(on_own_rows(gather, state, slots))
 
 
 @functools.partial(jax.jit, static_argnames=("columns",))
 def _widen(state: Slots, *, columns: int) -> Slots:
     """The table with room for prompts of ``columns`` tokens."""
     wide = lambda x: jnp.pad(x, ((0, 0), (0, columns - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
-    return state.replace(rows=state.rows.replace(prefix=jax.tree.map(wide, state.rows.prefix)))
+    return _on_parts(state.replace(rows=state.rows.replace(prefix=jax.tree.map(wide, state.rows.prefix))))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
 def _write(state: Slots, filled: PyTree, own: tuple, slots: Int[Array, " N"], time: Int[Array, ""]) -> Slots:
-    """Write nodes to ``slots``; slot S is none.
+    """Write nodes to ``slots`` of their part; the number of its slots is none of them.
 
     ``filled``: result of `fill`. ``own``: keys [N G], whether a row is no padding [N], and limits [N].
     """
+    write = functools.partial(_write_part, time)
+    return _on_parts(on_own_rows(write, state, filled, jax.tree.map(jnp.asarray, own), slots))
+
+
+def _write_part(time: jax.Array, state: Slots, filled: PyTree, own: tuple, slots: jax.Array) -> Slots:
+    """`_write` of one part of the rows."""
     (hidden, prefix, length), (keys, active, limit) = filled, own
     n, group = keys.shape
-    put = lambda x, new: x.at[slots].set(jnp.asarray(new).astype(x.dtype), mode="drop")
+    put = lambda x, new: x.at[slots].set(new.astype(x.dtype), mode="drop")
     short = lambda x, new: x.at[slots, : new.shape[1]].set(new, mode="drop")
     old = state.rows
     now = old.replace(
@@ -247,8 +308,13 @@ def _advance(
     pad_id: int,
     sampling: Sampling,
 ) -> tuple[jax.Array, tuple[Slots, ...], tuple[jax.Array, ...]]:
-    """Decode until ``finished`` nodes of ``taken`` slots are, or some after `CHUNK` tokens: time, tables, and which."""
+    """Decode until ``finished`` nodes of ``taken`` slots are, or some after `CHUNK` tokens: time, tables, and which.
+
+    ``layers``: of `Policy.unstack`; on a mesh the variables.
+    """
     assert policy.decode_slots is not None  # the caller has asked
+    if meshed():
+        layers = policy.unstack(layers)
     decode, fixed = policy.decode_slots, [state.rows for state in states]
     begun, prefix, length = [state.begun for state in states], [x.prefix for x in fixed], [x.length for x in fixed]
     response = fixed[0].tokens.shape[2]
@@ -283,14 +349,20 @@ def _advance(
     start = jnp.asarray(time, jnp.int32), tuple(select_fields(state, LOOP_STATE) for state in fixed)
     time, changed = jax.lax.while_loop(goes_on, step, start)
     after = tuple(
-        state.replace(rows=state.rows.replace(**fields)) for state, fields in zip(states, changed, strict=True)
+        _on_parts(state.replace(rows=state.rows.replace(**fields)))
+        for state, fields in zip(states, changed, strict=True)
     )
     return time, after, tuple(ended(changed))
 
 
 @functools.partial(jax.jit, static_argnames=("pad_id",))
 def _leave(state: Slots, slots: Int[Array, " M"], *, pad_id: int) -> tuple[Completions, PyTree, PyTree]:
-    """Completions and caches of the nodes in ``slots``, with the columns of the ring in the order of the tokens."""
+    """Completions and caches of the nodes in ``slots`` of each part: the columns of the ring in the order of tokens."""
+    return on_own_rows(functools.partial(_leave_part, pad_id), state, slots)
+
+
+def _leave_part(pad_id: int, state: Slots, slots: jax.Array) -> tuple[Completions, PyTree, PyTree]:
+    """`_leave` of one part of the rows."""
     rows, response = state.rows, state.rows.tokens.shape[2]
     order = (state.begun[slots][:, None] + jnp.arange(response)) % response  # [M R]
     in_order = lambda x: jnp.take_along_axis(x[slots], order[:, None, :], 2)

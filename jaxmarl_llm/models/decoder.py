@@ -600,7 +600,7 @@ def _attend_samples(
         # Pallas forms copy the own slots out of the loop's state on a mesh: 1.8 times the traffic (docs/log.md).
         out = attend_by_heads(group_decode_attention, q, prefix_k, prefix_v, length, own_k, own_v, t, on_mesh="xla")
     else:
-        out = ring_decode_attention(q, prefix_k, prefix_v, length, own_k, own_v, t, begun)
+        out = _on_own_rows(ring_decode_attention, q, prefix_k, prefix_v, length, own_k, own_v, t, begun)
     return out, (own_k, own_v)
 
 

@@ -111,7 +111,7 @@ class HostEnvRunner(EnvRunner):
             if memory_config is not None:
                 settings = settings._replace(recall=self.recall(team, params, memory, memory_config))
             if self.cfg.lanes:
-                got = scheduler.play(team, params, self.pool(), chosen, key, settings, self.cfg.lanes)
+                got = scheduler.play(team, params, self.pool(), chosen, key, settings, self.cfg.lanes, self.layout)
             else:
                 got = play(team, params, self.pool(), chosen, key, settings)
 

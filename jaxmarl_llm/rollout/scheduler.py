@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 
-from jaxmarl_llm.distributed import meshes, processes, sharding
+from jaxmarl_llm.distributed import processes
+from jaxmarl_llm.distributed.meshes import Layout
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv
@@ -35,7 +36,14 @@ PATIENCE = 0.25  # of the seconds of the last decoding: so long more requests ar
 
 
 def play(
-    team: Team, params: Params, pool: EnvPool, tasks: Sequence[Any], key: jax.Array, settings: HostSettings, lanes: int
+    team: Team,
+    params: Params,
+    pool: EnvPool,
+    tasks: Sequence[Any],
+    key: jax.Array,
+    settings: HostSettings,
+    lanes: int,
+    layout: Layout | None = None,
 ) -> HostRollout:
     """Play all tasks to their end. The result is that of `host.play`, except for the counts of launches and of tokens.
 
@@ -47,12 +55,13 @@ def play(
         key: Typed key; consumed by folding.
         settings: How tasks are played; ``sampler`` is not read, because this process samples.
         lanes: Samples of a model that are decoded at once, at most.
+        layout: How devices are cut during generation, without blocks; None: as the mesh of the caller.
 
     Raises:
-        ConfigError: There is a mesh or there are several processes, or the plan needs what the environment lacks.
+        ConfigError: There are several processes, or the plan needs what the environment lacks.
     """
     check_alone("config.env.lanes")
-    sampler = SlotSampler(team, params, settings.sampling, lanes)
+    sampler = SlotSampler(team, params, settings.sampling, lanes, None if layout is None else layout.mesh)
     record = Record(pool, sampler)
 
     def recorded(team: Team, params: Params, sampling: Sampling, version: int, /) -> Record:
@@ -67,13 +76,13 @@ def play(
 
 
 def check_alone(path: str) -> None:
-    """Raise `ConfigError` on a mesh and with several processes, whose devices take part in every launch.
+    """Raise `ConfigError` with several processes: their clocks differ, so they would begin unequal programs.
 
     Args:
         path: Key of the setting.
     """
-    if sharding.meshed() or meshes.has_split_models() or processes.count() > 1:
-        raise ConfigError(f"{path}: expected 0 on a mesh and with several processes, whose states go on together")
+    if processes.count() > 1:
+        raise ConfigError(f"{path}: expected 0 with several processes, whose states go on together")
 
 
 class Record:

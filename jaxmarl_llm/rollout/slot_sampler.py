@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.generation.buckets import doubled
 from jaxmarl_llm.generation.prefix_cache import Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
@@ -52,12 +54,12 @@ class _Loop:
     @property
     def room(self) -> bool:
         """Whether one more request would be decoded at once."""
-        return not self.waiting or len(self.waiting) < self._slots.room(self.waiting[-1].request.group)
+        return not self.waiting or len(self.waiting) < self._slots.room(self.waiting[-1].request.group).sum()
 
     def work(self) -> list[tuple[Any, list[SampledCompletion]]]:
         """Let requests enter, decode, and return what is finished."""
         for group in {node.request.group for node in self.waiting}:
-            room = self._slots.room(group)
+            room = self._slots.room(group).sum()
             entering = [node for node in self.waiting if node.request.group == group][:room]
             if entering:
                 self._enter(entering)
@@ -66,11 +68,12 @@ class _Loop:
         out = []
         for left in self._slots.advance(max(1, self._slots.taken // SHARE)):
             nodes: Sequence[_Node] = left.tickets
-            found = completions_of(self._model, left.completions, range(len(nodes)))
+            found = completions_of(self._model, left.completions, left.rows)
             if any(node.more for node in nodes):
                 prompts = [np.array(node.request.prompt_ids, np.int32) for node in nodes]
                 ids = [[sample.action.ids for sample in samples] for samples in found]
-                self.prefixes.store([node.request.task for node in nodes], prompts, left.prefix, left.suffix, ids)
+                tasks = [node.request.task for node in nodes]
+                self.prefixes.store(tasks, prompts, left.prefix, left.suffix, ids, left.rows)
             out += [(node.ticket, samples) for node, samples in zip(nodes, found, strict=True)]
         return out
 
@@ -79,29 +82,36 @@ class _Loop:
         requests = [node.request for node in nodes]
         prompts = [np.array(r.prompt_ids, np.int32) for r in requests]
         tasks = [r.task for r in requests]
-        (ready,) = self.prefixes.prepare(self._variables, tasks, prompts, [len(requests)])
+        room = self._slots.room(requests[0].group)
+        (ready,) = self.prefixes.prepare(self._variables, tasks, prompts, [len(requests)], room=room)
         rows = prompt_rows(requests, ready, [self._limits[r.role] for r in requests])
-        self._slots.enter(nodes, rows)
+        self._slots.enter(nodes, rows, ready.rows)
 
 
 class SlotSampler:
     """Samples completions of a team's models during one rollout, each request for itself.
 
     A model that cannot decode nodes of different times together (`Policy.decode_slots`) takes what waits as a launch.
+    On a mesh all models have their weights in the layout of generation until the rollout ends.
 
     Args:
         team: Roles and models.
         params: Parameters of the team.
         sampling: Distribution of tokens.
         lanes: Samples of a model that are decoded at once, at most.
+        mesh: Mesh of generation; None: that of the caller.
 
     ``launches``: times that a model was called.
     """
 
-    def __init__(self, team: Team, params: Params, sampling: Sampling, lanes: int):
-        self._team, self._params, self._sampling, self._lanes = team, params, sampling, lanes
+    def __init__(self, team: Team, params: Params, sampling: Sampling, lanes: int, mesh: Mesh | None = None):
+        self._team, self._sampling, self._lanes, self._mesh = team, sampling, lanes, mesh
+        with meshes.use_mesh(mesh):
+            own = sharding.current()
+            moved = lambda trees: {name: sharding.to_rollout(own, tree) for name, tree in trees.items()}
+            self._params = {kind: moved(params[kind]) for kind in ("shared", "agents")}
         self._loops: dict[int, _Loop] = {}
-        self._plain = TeamSampler(team, params, sampling)
+        self._plain = TeamSampler(team, params, sampling, mesh)
         self._waiting: list[_Node] = []  # of models without a loop
         self.launches = 0
 
@@ -133,7 +143,8 @@ class SlotSampler:
             self._waiting.append(node)
             return
         if request.model not in self._loops:
-            self._loops[request.model] = _Loop(self._team, model, self._params, self._sampling, self._lanes)
+            with meshes.use_mesh(self._mesh):
+                self._loops[request.model] = _Loop(self._team, model, self._params, self._sampling, self._lanes)
         self._loops[request.model].waiting.append(node)
 
     def work(self) -> list[tuple[Any, list[SampledCompletion]]]:
@@ -144,8 +155,9 @@ class SlotSampler:
             more = any(node.more for node in nodes)
             sampled = self._plain.sample([node.request for node in nodes], more=more)
             out += [(node.ticket, samples) for node, samples in zip(nodes, sampled, strict=True)]
-        for loop in self._loops.values():
-            if loop.busy:
-                self.launches += 1
-                out += loop.work()
+        with meshes.use_mesh(self._mesh):
+            for loop in self._loops.values():
+                if loop.busy:
+                    self.launches += 1
+                    out += loop.work()
         return out

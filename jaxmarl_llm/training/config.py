@@ -168,6 +168,9 @@ class BaseConfig:
             raise ConfigError(f"{path}.past.size: expected 0 with {path}.engine.urls, got {self.past.size}")
         if self.engine.urls and self.env.lanes:
             raise ConfigError(f"{path}.env.lanes: expected 0 with {path}.engine.urls, got {self.env.lanes}")
+        for name, needed in {"models": "all", "rollout_blocks": 1}.items():
+            if self.env.lanes and (value := getattr(self.mesh, name)) != needed:
+                raise ConfigError(f"{path}.env.lanes: expected 0 with {path}.mesh.{name}={value}, got {self.env.lanes}")
         self._check_rollout_form(path, "rollout_weights", tuple(rollout_weights.FORMS))
         self._check_rollout_form(path, "rollout_cache", tuple(rollout_cache.FORMS))
         if self.past.size and self.team.critic != "none":

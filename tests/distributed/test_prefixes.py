@@ -20,7 +20,7 @@ from jaxmarl_llm.generation.placement import in_order
 from jaxmarl_llm.generation.prefix_pool import NO_SLOT, Cut
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.batch_invariant import invariant
-from jaxmarl_llm.rollout import plans
+from jaxmarl_llm.rollout import plans, scheduler
 from jaxmarl_llm.rollout.block_sampler import BlockSampler, sampler_of
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.host import HostSettings, play
@@ -53,12 +53,13 @@ MESHES = {
 }
 
 
-def go(team, plan, turns, name=None, params=None):
-    """(tree, caches) of a rollout: of one device, or of a mesh and its layout."""
+def go(team, plan, turns, name=None, params=None, lanes=0):
+    """(tree, caches) of a rollout: of one device, or of a mesh and its layout; with ``lanes`` by the scheduler."""
     grid = None if name is None else make_mesh(MESHES[name])
     settings = HostSettings(PLANS[plan], Sampling(), max_prompt=512)
-    if name is not None and MESHES[name].has_layout:
-        settings = settings._replace(sampler=sampler_of(meshes.layout_of(MESHES[name], grid, [2])))
+    layout = meshes.layout_of(MESHES[name], grid, [2]) if name is not None and MESHES[name].has_layout else None
+    if layout is not None:
+        settings = settings._replace(sampler=sampler_of(layout))
     made, inner = [], settings.sampler
     params = params_of(team) if params is None else params
 
@@ -68,7 +69,10 @@ def go(team, plan, turns, name=None, params=None):
 
     with EnvPool(lambda: conversation(turns, together=True), workers=0) as pool, meshes.use_mesh(grid):
         placed = params if grid is None else {kind: sharding.place(grid, trees) for kind, trees in params.items()}
-        tree = play(team, placed, pool, TASKS, jax.random.key(5), settings._replace(sampler=factory)).tree
+        asked = team, placed, pool, TASKS, jax.random.key(5)
+        if lanes:
+            return scheduler.play(*asked, settings, lanes, layout).tree
+        tree = play(*asked, settings._replace(sampler=factory)).tree
     cached = made[0]._cached
     return tree, list(cached.values()) if isinstance(cached, dict) else [cached]
 
@@ -132,7 +136,7 @@ def test_samples_do_not_depend_on_where_rows_are(name, monkeypatch):
         return rng.permutation(places)[: len(known)]
 
     def ordered(known, capacity):
-        return in_order(len(known), np.full(known.shape[1], capacity))
+        return in_order(len(known), capacity)
 
     team = make_team("shared")
     near = go(team, "flat", 3, name)[1][0].moved_tokens

@@ -20,16 +20,17 @@ CUTS = {
     "4 train, 4 sample": {"data": 2, "fsdp": 2, "rollout_devices": 4, "rollout_tensor": 2},
     "1 trains, 1 samples": {"data": 1, "rollout_devices": 1},
 }
-CASES = {"array": magrpo, "array, memory": joyagents_r1, "text, memory": joyagents_r1}
+CASES = {"array": magrpo, "array, memory": joyagents_r1, "text, memory": joyagents_r1, "text, lanes": joyagents_r1}
 
 
 def make(case, **changes):
     """The recipe of a case, one step behind."""
     recipe = CASES[case]
-    if case != "text, memory":
+    if case.startswith("array"):
         return recipe.make(runs.config(recipe, None, **STALE, **changes))
     cfg = runs.config(recipe, None, **STALE, **changes)
-    env = EnvConfig("text", workers=0, max_prompt=64, eval_tasks=2)
+    lanes = 8 if case == "text, lanes" else 0
+    env = EnvConfig("text", workers=0, max_prompt=64, eval_tasks=2, lanes=lanes)
     remembers = dataclasses.replace(cfg.memory, min_similarity=-1.0)
     cfg = dataclasses.replace(cfg, env=env, reward={"reward": 1.0}, memory_reward={"reward": 1.0}, memory=remembers)
     reward = lambda task, texts: {"reward": float(len(texts["a"]) % 2)}
@@ -62,11 +63,12 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "case, cut",
-    [("array", "4 train, 4 sample"), ("array, memory", "1 trains, 1 samples"), ("text, memory", "4 train, 4 sample")],
+    [("array", "4 train, 4 sample"), ("array, memory", "1 trains, 1 samples"), ("text, memory", "4 train, 4 sample")]
+    + [pytest.param("text, lanes", "4 train, 4 sample", marks=pytest.mark.slow)],
 )
 def test_a_run_whose_rollouts_have_devices_of_their_own_is_that_of_one_device(case, cut, alone, tmp_path, monkeypatch):
     """Samples equal, parameters to rounding. Rollouts are on the last devices, and parameters on none of them."""
-    expected, wanted, _ = alone(case)
+    expected, wanted, _ = alone("text, memory" if case == "text, lanes" else case)
     made = make(case, mesh=CUTS[cut])
     own, others = set(jax.devices()[-CUTS[cut]["rollout_devices"] :]), set()
     moved = env_runner.to_rollout

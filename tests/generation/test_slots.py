@@ -59,7 +59,7 @@ def flown(policy, variables, nodes, sampling, lanes, finished=1):
     waiting, out, most = list(range(len(nodes))), {}, 0
     while waiting or loop.taken:
         for group in {len(node[2]) for node in nodes}:
-            these = [i for i in waiting if len(nodes[i][2]) == group][: min(2, loop.room(group))]
+            these = [i for i in waiting if len(nodes[i][2]) == group][: min(2, loop.room(group).sum())]
             if these:
                 size = bucket(len(these), 4)
                 pad = lambda x, size=size: np.concatenate([x, np.repeat(x[-1:], size - len(x), 0)])

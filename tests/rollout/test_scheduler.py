@@ -151,9 +151,9 @@ def test_a_state_does_not_wait_for_others():
     assert order.index((1, 2)) < order.index((0, 1)), order
 
 
-def test_a_mesh_and_several_processes_are_refused_in_one_line(monkeypatch):
+def test_several_processes_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(scheduler.processes, "count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"config\.env\.lanes: expected 0 on a mesh and with several processes"):
+    with pytest.raises(ConfigError, match=r"config\.env\.lanes: expected 0 with several processes"):
         scheduler.check_alone("config.env.lanes")
 
 
