@@ -24,14 +24,14 @@ __all__ = ["caches_of_launches"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
 
-# With 8 lanes requests wait, and tables have one slot in each part; with 64 tables shrink and grow.
-FAST = [("8x1x1", "shared", "flat", 64), ("2x2x2", "lora", "node_wise", 8), ("attn_dp", "separate", "flat", 8)]
+# With 8 lanes requests wait, and tables have one slot in each part; with 192 tables shrink and grow.
+FAST = [("8x1x1", "shared", "flat", 192), ("2x2x2", "lora", "node_wise", 8), ("attn_dp", "separate", "flat", 8)]
 SLOW = [
     pytest.param(name, kind, plan, lanes, marks=pytest.mark.slow)
     for name in MESHES
     if name != "blocks"
     for kind in ("shared", "separate", "lora")
-    for plan, lanes in zip(PLANS, (8, 64), strict=True)
+    for plan, lanes in zip(PLANS, (8, 192), strict=True)
     if (name, kind, plan, lanes) not in FAST
 ]
 
@@ -82,9 +82,12 @@ def test_nodes_enter_the_parts_that_have_room(monkeypatch):
         assert [x.action for x in samples] == [x.action for x in found[number]]
 
 
-def test_no_lane_moves_between_devices(monkeypatch):
-    """Programs of the loop exchange whether nodes are finished, and nothing else."""
-    seen = {}
+SENT = r"= (\S+) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+
+
+def programs(name, monkeypatch):
+    """Compiled text of each program of the loop, and the first table that nodes were written to, on a mesh."""
+    seen, tables = {}, []
 
     def spied(name):
         program = getattr(slots, name)
@@ -92,20 +95,37 @@ def test_no_lane_moves_between_devices(monkeypatch):
         def call(*args, **options):
             if name not in seen:
                 seen[name] = program.lower(*args, **options).compile().as_text()
-            return program(*args, **options)
+            out = program(*args, **options)
+            if name == "_write":
+                tables.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), out))
+            return out
 
         monkeypatch.setattr(slots, name, call)
 
-    for name in ("_write", "_gather", "_advance", "_leave"):
-        spied(name)
-    go(make_team("shared"), "flat", 2, "8x1x1", lanes=192)
+    for program in ("_write", "_gather", "_advance", "_leave"):
+        spied(program)
+    go(make_team("shared"), "flat", 2, name, lanes=192)
     assert len(seen) == 4
-    for name, text in seen.items():
-        sent = re.findall(r"= (\S+) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)", text)
-        exchanged = {(shape, what) for shape, what in sent}
-        allowed = {"all-reduce"} if name == "_advance" else set()
-        assert {what for _, what in exchanged} <= allowed, (name, exchanged)
-        assert all(re.fullmatch(r"\(?(s32|pred|u32)\[\]\S*", shape) for shape, _ in exchanged), (name, exchanged)
+    return {program: set(re.findall(SENT, text)) for program, text in seen.items()}, tables[0]
+
+
+def test_no_lane_moves_between_devices(monkeypatch):
+    """Programs of the loop exchange whether nodes are finished, and nothing else."""
+    sent, _ = programs("8x1x1", monkeypatch)
+    assert not sent["_write"] | sent["_gather"] | sent["_leave"]
+    assert sent["_advance"]
+    assert all(re.fullmatch(r"(s32|pred)\[\]", of) and what == "all-reduce" for of, what in sent["_advance"])
+
+
+def test_caches_stay_where_they_are(monkeypatch):
+    """Rows of attention are cut further than others. Tables are cut as attention is, and no step gathers a cache."""
+    sent, table = programs("attn_dp", monkeypatch)
+    for x in jax.tree.leaves(table):
+        assert x.sharding.shard_shape(x.shape)[0] == x.shape[0] // 4, x
+    columns = table.rows.prefix[0][0].shape[1]
+    assert columns >= 32
+    for shape, what in sent["_advance"]:
+        assert str(columns) not in re.findall(r"\d+", shape), (shape, what)
 
 
 @pytest.mark.parametrize(
