@@ -34,14 +34,14 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 def tiny() -> Config:
     return dataclasses.replace(
         Config(),
-        steps=70,
-        stage_one=10,  # a team that is always right would leave an inspector nothing to win
+        steps=65,
+        stage_one=5,  # a team that is always right would leave an inspector nothing to win
         batch=16,
         team=TeamConfig(backbone=TINY, max_new_tokens=12, remat=False),
         env=EnvConfig("facts", {"protocol": "inspect", "inspect": {"interventions": 1}}, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=0.5),
         sft=SFT(steps=TAUGHT.total_steps, batch=24, samples=8192, optimizer=TAUGHT),
-        run=RunConfig(eval_every=10, checkpoint_every=70),
+        run=RunConfig(eval_every=10, checkpoint_every=65),
     )
 
 
