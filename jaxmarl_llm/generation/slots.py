@@ -89,7 +89,7 @@ class SlotLoop:
         # On a mesh a copy of a model's layers would stay for the whole rollout, so each program cuts them out.
         self._layers = variables if meshed() else unstacked(policy, variables)
         self._tables: dict[int, Slots] = {}  # by number of samples
-        self._tickets: dict[int, list[Any]] = {}  # of each slot; None: the slot is free
+        self._tickets: dict[int, list[list[Any]]] = {}  # of each part and slot; None: the slot is free
         self.time = jnp.int32(0)
 
     def _most(self, group: int) -> int:
@@ -98,8 +98,8 @@ class SlotLoop:
 
     def _of_parts(self, group: int) -> np.ndarray:
         """Whether slots of a table are taken [parts, slots of a part]."""
-        taken = [ticket is not None for ticket in self._tickets.get(group, ())]
-        return np.array(taken, bool).reshape(self._parts, -1)
+        tickets = self._tickets.get(group, [[]] * self._parts)
+        return np.array([[ticket is not None for ticket in own] for own in tickets], bool)
 
     def room(self, group: int) -> np.ndarray:
         """Number of nodes with ``group`` samples that may enter each part of the rows [parts]."""
@@ -124,7 +124,7 @@ class SlotLoop:
         entering = np.bincount(of_ticket // of_part, minlength=self._parts)
         if group not in self._tables:
             size = self._size(group, entering.max())
-            self._tickets[group] = [None] * size * self._parts
+            self._tickets[group] = [[None] * size for _ in range(self._parts)]
             fixed = {"size": size * self._parts, "response": self._response}
             self._tables[group] = _empty(self._policy, filled, rows.keys, **fixed)
         taken = self._of_parts(group)
@@ -139,7 +139,7 @@ class SlotLoop:
         for row, ticket in zip(of_ticket, tickets, strict=True):
             part = row // of_part
             slots[row] = free[part].pop(0)
-            self._tickets[group][part * size + slots[row]] = ticket
+            self._tickets[group][part][slots[row]] = ticket
         own = rows.keys, rows.active, rows.limit
         self._tables[group] = settle(_write(self._tables[group], filled, own, slots, self.time))
 
@@ -172,28 +172,27 @@ class SlotLoop:
 
     def _resize(self, group: int, size: int) -> None:
         """Move the nodes of a table into one with ``size`` slots in each part."""
-        names, taken = self._tickets[group], self._of_parts(group)
+        taken = self._of_parts(group)
         if taken.shape[1] == size:
             return
-        slots, moved = np.full((self._parts, size), -1, np.int32), []
+        slots = np.full((self._parts, size), -1, np.int32)
         for part, own in enumerate(taken):
             held = np.flatnonzero(own)
             slots[part, : len(held)] = held
-            moved += [names[part * len(own) + slot] for slot in held] + [None] * (size - len(held))
+            names = self._tickets[group][part]
+            self._tickets[group][part] = [names[slot] for slot in held] + [None] * (size - len(held))
         self._tables[group] = settle(_gather(self._tables[group], slots.reshape(-1)))
-        self._tickets[group] = moved
 
     def _leave(self, group: int, done: np.ndarray) -> Left:
         """Take the nodes of the slots ``done`` [parts, slots of a part] out of a table."""
-        count, names = done.sum(1), self._tickets[group]
-        slots, rows, tickets = np.zeros((self._parts, coarse(int(count.max()), 4)), np.int32), [], []
-        for part, own in enumerate(done):
-            held = np.flatnonzero(own)
+        slots, rows, tickets = np.zeros((self._parts, coarse(int(done.sum(1).max()), 4)), np.int32), [], []
+        for part, names in enumerate(self._tickets[group]):
+            held = np.flatnonzero(done[part])
             slots[part, : len(held)] = held
             for row, slot in enumerate(held):
                 rows.append(part * slots.shape[1] + row)
-                tickets.append(names[part * len(own) + slot])
-                names[part * len(own) + slot] = None
+                tickets.append(names[slot])
+                names[slot] = None
         fixed = {"pad_id": self._fixed["pad_id"]}
         completions, prefix, suffix = settle(_leave(self._tables[group], slots.reshape(-1), **fixed))
         return Left(tickets, jax.device_get(completions), prefix, suffix, np.array(rows))
