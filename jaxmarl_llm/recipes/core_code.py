@@ -18,7 +18,8 @@ advantages. The planner learns first. The paper's weights of rewards could not b
 mean as the planner's reward without a reward of time, the weight 0.02, and operations as the measure of size.
 
 ``programs=1`` with 4 P plans is a control: as many programs, one of each plan. A coder without siblings has nothing to
-be compared with, so stage 2 needs two programs of a plan. Nothing is claimed of the recipe yet: no run was recorded.
+be compared with, so stage 2 needs two programs of a plan. Claims are stated in `experiments.claims.core_code`,
+and what holds of them is in docs/systems.md.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ The loss has the ratio of whole sequences (GSPO), importance weights truncated a
 Kept: the above, with the constants of the authors' scripts. Chosen: the population's standard deviation, rewards before
 shaping in b, and the clip of the ratio at 0.2. ``shaped_parents`` shapes from the root down, as the authors' code does.
 Inferred: what a draw of the choice counts, see `choices.thompson`. Controls: ``strength=0``, and ``choose`` as uniform,
-as last (a chain of refinements) or as root (independent attempts). Claims are stated in `experiments.claims.mars2`.
-No run was recorded.
+as last (a chain of refinements) or as root (independent attempts). Claims are stated in `experiments.claims.mars2`, and
+what holds of them is in docs/systems.md.
 """
 
 from __future__ import annotations

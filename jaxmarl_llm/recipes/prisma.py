@@ -26,8 +26,8 @@ actions. Inferred: the inspector's reward, because the paper's weights could not
 the reward of stage I, the tree, and the lengths of the stages. Dropped: the memory of solved questions. In stage I the
 inspector's interventions are played, and nobody is paid for what they lead to.
 
-``env.args.inspect.trace=False`` is the control: the inspector reads the question alone. Nothing is claimed of the
-recipe yet: no run was recorded. The claims to be run are in experiments/claims/prisma.py.
+``env.args.inspect.trace=False`` is the control: the inspector reads the question alone. Claims are stated
+in `experiments.claims.prisma`, and what holds of them is in docs/systems.md.
 """
 
 from __future__ import annotations

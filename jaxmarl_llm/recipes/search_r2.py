@@ -16,7 +16,7 @@ cut off are not trained (`final_trace`). PPO's clip.
 Kept: the above. Changed: a refiner writes one character. In the paper it accepts where a score reaches a threshold.
 Inferred: evidence is a fact of the gold path, and there is no KL.
 
-Nothing is claimed yet. `experiments/claims/search_r2.py` states what is to be measured.
+Claims are stated in `experiments.claims.search_r2`, and what holds of them is in docs/systems.md.
 """
 
 from __future__ import annotations

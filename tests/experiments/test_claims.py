@@ -1,7 +1,9 @@
 """How claims are decided and recorded: an effect of nothing does not hold, an unfinished statement is refused."""
 
+import ast
 import importlib
 import json
+import re
 import subprocess
 from types import SimpleNamespace
 
@@ -140,6 +142,17 @@ RECORD = {
     "date": "2026-01-01",
     "commit": "def",
 }
+
+
+def test_no_text_says_that_a_recorded_system_was_not_run():
+    rows = (ROOT / "docs/what_works.md").read_text().splitlines()
+    for name in systems.recorded(ROOT / "docs/results/systems.json"):
+        recipe = ROOT / f"jaxmarl_llm/recipes/{name}.py"
+        texts = [row for row in rows if row.startswith(f"| `{name}`")]
+        texts += [ast.get_docstring(ast.parse(recipe.read_text())) or ""] if recipe.exists() else []
+        for text in texts:
+            said = re.search(r"no run was recorded|(nothing|none) is claimed|not run\b", " ".join(text.split()), re.I)
+            assert said is None, f"{name}: {said}"
 
 
 def test_what_another_process_records_meanwhile_is_kept(tmp_path, monkeypatch):
