@@ -121,17 +121,7 @@ class SlotLoop:
         of_part, group = len(rows.length) // self._parts, rows.keys.shape[1]
         of_ticket = np.arange(len(tickets)) if places is None else places
         filled = _fill(self._policy, self._variables, rows.tokens, rows.length, rows.prefix, rows.start)
-        entering = np.bincount(of_ticket // of_part, minlength=self._parts)
-        if group not in self._tables:
-            size = self._size(group, entering.max())
-            self._tickets[group] = [[None] * size for _ in range(self._parts)]
-            fixed = {"size": size * self._parts, "response": self._response}
-            self._tables[group] = _empty(self._policy, filled, rows.keys, **fixed)
-        taken = self._of_parts(group)
-        self._resize(group, max(taken.shape[1], self._size(group, (taken.sum(1) + entering).max())))
-        columns = jax.tree.leaves(filled[1])[0].shape[1]
-        if columns > jax.tree.leaves(self._tables[group].rows.prefix)[0].shape[1]:
-            self._tables[group] = _widen(self._tables[group], columns=columns)
+        self._make_room(group, np.bincount(of_ticket // of_part, minlength=self._parts), filled, rows.keys)
         taken = self._of_parts(group)
         size = taken.shape[1]
         slots = np.full(len(rows.length), size, np.int32)  # padding has none, and is dropped
@@ -142,6 +132,22 @@ class SlotLoop:
             self._tickets[group][part][slots[row]] = ticket
         own = rows.keys, rows.active, rows.limit
         self._tables[group] = settle(_write(self._tables[group], filled, own, slots, self.time))
+
+    def _make_room(self, group: int, entering: np.ndarray, filled: PyTree, keys: Key[Array, "N G"]) -> None:
+        """Give a table free slots, and columns for the prompts of ``filled``, a result of `fill`.
+
+        ``entering``: nodes that will enter each part of the rows [parts]. ``keys``: like those of the nodes.
+        """
+        if group not in self._tables:
+            size = self._size(group, entering.max())
+            self._tickets[group] = [[None] * size for _ in range(self._parts)]
+            fixed = {"size": size * self._parts, "response": self._response}
+            self._tables[group] = _empty(self._policy, filled, keys, **fixed)
+        taken = self._of_parts(group)
+        self._resize(group, max(taken.shape[1], self._size(group, (taken.sum(1) + entering).max())))
+        columns = jax.tree.leaves(filled[1])[0].shape[1]
+        if columns > jax.tree.leaves(self._tables[group].rows.prefix)[0].shape[1]:
+            self._tables[group] = _widen(self._tables[group], columns=columns)
 
     def advance(self, finished: int) -> list[Left]:
         """Decode until some nodes are finished, and take these out. There is a node in the loop.
