@@ -28,6 +28,7 @@ from jaxmarl_llm.types import Model, Policy, Role, Team
 
 SHAPE = Config(264, 256, 512, 4, 8, 4, 32)
 TURNS_NAME = "turn by turn"
+WARM = 3  # rollouts before any is timed: which sizes of tables occur depends on when environments return
 
 
 class Case(NamedTuple):
@@ -60,9 +61,6 @@ CASES: dict[str, dict[str, Case]] = {
     "cpu": {
         "lengths of one size, quick environment": Case(16, 4, 4, 64, None, 0.0, 2, 64, 0.97),
         "heavy-tailed lengths, quick environment": Case(16, 4, 4, 192, 24.0, 0.0, 2, 64, 1.0),
-        "lengths of one size, slow environment": Case(16, 4, 4, 64, None, 2.0, 64, 64, 1.0),
-        "heavy-tailed lengths, slow environment": Case(16, 4, 4, 192, 24.0, 2.0, 64, 64, 1.5),
-        "lengths of one size, quick environment, 16 lanes": Case(16, 4, 4, 64, None, 0.0, 2, 16, 0.97),
         "heavy-tailed lengths, slow environment, 16 lanes": Case(16, 4, 4, 192, 24.0, 2.0, 64, 16, 1.5),
     },
     "tiny": {"heavy-tailed lengths, slow environment": Case(2, 2, 2, 8, 3.0, 0.01, 1, 4, 1.0)},
@@ -109,6 +107,8 @@ def case(suite: Suite, name: str, given: Case) -> Row:
             "ours": lambda: scheduler.play(*asked, given.lanes),
             TURNS_NAME: lambda: host.play(*asked),
         }
+        for _ in range(WARM):
+            forms["ours"]()
         length = host.play(*asked).tree.steps
         shown = np.asarray(length.length)[np.asarray(length.valid)]
         facts = {"tokens of a completion": f"mean {shown.mean():.0f}, largest {shown.max()}"}

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int, Key
 
 from jaxmarl_llm.distributed.heads import cut_attention
 from jaxmarl_llm.distributed.sharding import UNCONSTRAINED, attention_rows, meshed, row_parts, settle
-from jaxmarl_llm.generation.buckets import coarse
+from jaxmarl_llm.generation.buckets import coarse, doubled
 from jaxmarl_llm.generation.decoding import (
     LOOP_STATE,
     MIN_COMPACT_LANES,
@@ -36,6 +36,7 @@ from jaxmarl_llm.generation.generate import PromptRows, draw_tokens, fill, recor
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.types import Params, Policy, PyTree
 
+COLUMNS = 128  # columns of a table for prompts, at least; they are doubled where needed, and each width is a program
 CHUNK = 32  # tokens after which the loop returns to the host, at most
 
 
@@ -90,6 +91,7 @@ class SlotLoop:
         self._layers = variables if meshed() else unstacked(policy, variables)
         self._tables: dict[int, Slots] = {}  # by number of samples
         self._tickets: dict[int, list[list[Any]]] = {}  # of each part and slot; None: the slot is free
+        self._few = 0  # calls of `advance` in a row at which all tables could be a quarter
         self.time = jnp.int32(0)
 
     def _most(self, group: int) -> int:
@@ -138,14 +140,15 @@ class SlotLoop:
 
         ``entering``: nodes that will enter each part of the rows [parts]. ``keys``: like those of the nodes.
         """
+        columns = doubled(jax.tree.leaves(filled[1])[0].shape[1], COLUMNS)
         if group not in self._tables:
-            size = self._size(group, entering.max())
+            size = self._size(group)
             self._tickets[group] = [[None] * size for _ in range(self._parts)]
-            fixed = {"size": size * self._parts, "response": self._response}
+            fixed = {"size": size * self._parts, "columns": columns, "response": self._response}
             self._tables[group] = _empty(self._policy, filled, keys, **fixed)
         taken = self._of_parts(group)
-        self._resize(group, max(taken.shape[1], self._size(group, (taken.sum(1) + entering).max())))
-        columns = jax.tree.leaves(filled[1])[0].shape[1]
+        if (taken.sum(1) + entering).max() > taken.shape[1]:
+            self._resize(group, self._most(group))
         if columns > jax.tree.leaves(self._tables[group].rows.prefix)[0].shape[1]:
             self._tables[group] = _widen(self._tables[group], columns=columns)
 
@@ -156,8 +159,10 @@ class SlotLoop:
             finished: number of finished nodes at which decoding stops; it stops after `CHUNK` tokens, too, if one is.
         """
         taken = {group: of for group in sorted(self._tables) if (of := self._of_parts(group)).any()}
-        for group, of in taken.items():
-            self._resize(group, self._size(group, of.sum(1).max()))
+        fits = all(of.sum(1).max() <= self._quarter(group) for group, of in taken.items())
+        self._few = self._few + 1 if fits else 0
+        for group in taken:
+            self._resize(group, self._size(group))
         states = tuple(self._tables[group] for group in taken)
         now_taken = tuple(self._of_parts(group).reshape(-1) for group in taken)
         self.time, states, ended = settle(
@@ -170,11 +175,14 @@ class SlotLoop:
                 out.append(self._leave(group, done.reshape(self._parts, -1)))
         return out
 
-    def _size(self, group: int, nodes: int) -> int:
-        """Slots of a part for ``nodes`` nodes in it: all, or a quarter of them. Each size is one more program."""
+    def _quarter(self, group: int) -> int:
+        """Slots of a part in a table that is a quarter of the whole one. A table of few lanes has no such form."""
         most = self._most(group)
-        quarter = -(-most // 4)
-        return quarter if nodes <= quarter and most * group >= MIN_COMPACT_LANES else most
+        return -(-most // 4) if most * group >= MIN_COMPACT_LANES else most
+
+    def _size(self, group: int) -> int:
+        """Slots of a part: all, or a quarter once few nodes are left. The sizes of all tables are one more program."""
+        return self._quarter(group) if self._few > 1 else self._most(group)
 
     def _resize(self, group: int, size: int) -> None:
         """Move the nodes of a table into one with ``size`` slots in each part."""
@@ -226,12 +234,12 @@ def _on_parts(state: Slots) -> Slots:
 _fill = jax.jit(fill, static_argnames=("policy",))
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "size", "response"))
-def _empty(policy: Policy, filled: PyTree, keys: Key[Array, "N G"], *, size: int, response: int) -> Slots:
+@functools.partial(jax.jit, static_argnames=("policy", "size", "columns", "response"))
+def _empty(policy: Policy, filled: PyTree, keys: Key[Array, "N G"], *, size: int, columns: int, response: int) -> Slots:
     """A table of ``size`` slots for nodes like those of ``filled``, a result of `fill`; all slots are free."""
     hidden, prefix, _ = filled
     group = keys.shape[1]
-    like = lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype)
+    like = lambda x: jnp.zeros((size, columns, *x.shape[2:]), x.dtype)
     prefix = jax.tree.map(like, prefix)
     state = Slots(
         rows=Decoding(

@@ -32,7 +32,9 @@ from jaxmarl_llm.rollout.slot_sampler import SlotSampler
 from jaxmarl_llm.rollout.tables import checked, replace_rewards
 from jaxmarl_llm.types import Params, Team
 
-PATIENCE = 0.25  # of the seconds of the last decoding: so long more requests are waited for, to decode them together
+# So long more requests are waited for, to decode them together, in seconds of the last decoding. Two decodings take
+# one more. A wait while nodes are decoded delays these, too.
+PATIENCE, WHILE_DECODING = 1.0, 0.25
 
 
 def play(
@@ -165,10 +167,10 @@ class _Scheduler:
                 self._begin(self._ready.popleft())
             if self._calls:
                 # Without requests there is nothing else to do. With some, a few more may come at once.
-                patience = self._decoding * PATIENCE if self._sampler.room else 0.0
-                self._collect(timeout=patience if self._sampler.busy else None)
-                if self._ready:
-                    continue
+                share = WHILE_DECODING if self._sampler.decoding else PATIENCE
+                patience = self._decoding * share if self._sampler.room else 0.0
+                if self._collect(timeout=patience if self._sampler.busy else None):
+                    continue  # also without a state that is ready: the other calls of its turn may be over as soon
             if self._sampler.busy:
                 began = time.monotonic()
                 finished = self._sampler.work()
@@ -209,12 +211,16 @@ class _Scheduler:
     def _call(self, turn: _Turn, number: int, method: str, args: tuple) -> None:
         self._calls[self._pool.submit(method, args)] = turn, number, method, args
 
-    def _collect(self, timeout: float | None) -> None:
-        """Take the results of calls that are over. ``timeout``: seconds to wait for one; None: until there is one."""
+    def _collect(self, timeout: float | None) -> bool:
+        """Take the results of calls that are over, and return whether there were any.
+
+        ``timeout``: seconds to wait for one; None: until there is one.
+        """
         if not any(call.done for call in self._calls):
             waits = [call.future for call in self._calls]
             concurrent.futures.wait(waits, timeout, concurrent.futures.FIRST_COMPLETED)
-        for call in [call for call in self._calls if call.done]:
+        over = [call for call in self._calls if call.done]
+        for call in over:
             turn, number, method, args = self._calls.pop(call)
             self._record.results[call_name(method, args)] = result = call.result()
             if method == "verify":
@@ -227,6 +233,7 @@ class _Scheduler:
                     continue
             turn.results[number] = result
             self._played(turn)
+        return bool(over)
 
     def _played(self, turn: _Turn) -> None:
         """Go on behind the joint actions of a turn, once the environment has played all of them."""

@@ -52,6 +52,11 @@ class _Loop:
         return bool(self.waiting or self._slots.taken)
 
     @property
+    def decoding(self) -> bool:
+        """Whether a request is in the loop."""
+        return self._slots.taken > 0
+
+    @property
     def room(self) -> bool:
         """Whether one more request would be decoded at once."""
         return not self.waiting or len(self.waiting) < self._slots.room(self.waiting[-1].request.group).sum()
@@ -124,6 +129,11 @@ class SlotSampler:
     def busy(self) -> bool:
         """Whether a request waits or is decoded."""
         return bool(self._waiting) or any(loop.busy for loop in self._loops.values())
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a request is half decoded."""
+        return any(loop.decoding for loop in self._loops.values())
 
     @property
     def room(self) -> bool:

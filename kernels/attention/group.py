@@ -142,6 +142,22 @@ def attend_by_einsum(
         own_v: values of each sample [N G S K H].
         see_own: which own keys a query sees, as an array that broadcasts to [N K G Q/K T S].
     """
+    args = q, prefix_k, prefix_v, prefix_length, own_k, own_v, see_own
+    if q.shape[2] > 1 or isinstance(prefix_k, ScaledVectors):
+        return _attend(*args)
+    return jax.lax.platform_dependent(*args, cpu=_attend_one_on_cpu, default=_attend)
+
+
+def _attend(
+    q: jax.Array,
+    prefix_k: Cached,
+    prefix_v: Cached,
+    prefix_length: jax.Array,
+    own_k: Cached,
+    own_v: Cached,
+    see_own: jax.Array,
+) -> jax.Array:
+    """`attend_by_einsum`, in a form whose layouts the compiler chooses."""
     n, g, t, heads, h = q.shape
     p, kv = prefix_k.shape[1:3]
     if isinstance(prefix_k, ScaledVectors):
@@ -168,3 +184,38 @@ def attend_by_einsum(
     out += quantized.weighted("nkgrts,ngskh->ngtkrh", w_s, own_v, q.dtype)
     out /= jnp.transpose(total, (0, 2, 4, 1, 3))[..., None]
     return out.reshape(n, g, t, heads, h).astype(q.dtype)
+
+
+def _attend_one_on_cpu(
+    q: jax.Array,
+    prefix_k: jax.Array,
+    prefix_v: jax.Array,
+    prefix_length: jax.Array,
+    own_k: jax.Array,
+    own_v: jax.Array,
+    see_own: jax.Array,
+) -> jax.Array:
+    """`attend_by_einsum` for one query of each sample, in a form that XLA computes fast on CPU.
+
+    Its products there read memory as the cache is laid out, and strided reads take several times longer. Behind the
+    barrier a prefix has the layout that its product reads best: [N K H P] for keys and [N K P H] for values. A decoding
+    loop does not change a prefix, so XLA lays it out once, before the loop.
+    """
+    (n, g, _, heads, h), (p, kv) = q.shape, prefix_k.shape[1:3]
+    r = heads // kv
+    laid_out = lambda x, *order: jax.lax.optimization_barrier(jnp.transpose(x, order))
+    rows = jnp.moveaxis(q.reshape(n, g, kv, r, h), 1, 2)  # N K G R H, R = Q/K
+    score_p = matmul(rows.reshape(n, kv, g * r, h), laid_out(prefix_k, 0, 2, 3, 1), jnp.float32)
+    score_s = matmul(rows, jnp.transpose(own_k, (0, 3, 1, 4, 2)), jnp.float32)
+    see_p = (jnp.arange(p) < prefix_length[:, None])[:, None, None, None]
+    score_p = jnp.where(see_p, score_p.reshape(n, kv, g, r, p), NEG)
+    score_s = jnp.where(see_own[..., 0, :], score_s, NEG)
+    top = jnp.maximum(score_p.max(-1, initial=NEG), score_s.max(-1, initial=NEG))[..., None]
+    top = jax.lax.stop_gradient(top)
+    w_p, w_s = jnp.exp(score_p - top), jnp.exp(score_s - top)
+    total = w_p.sum(-1) + w_s.sum(-1)
+    of_prefix = w_p.reshape(n, kv, g * r, p).astype(q.dtype)
+    out = matmul(of_prefix, laid_out(prefix_v, 0, 2, 1, 3), jnp.float32).reshape(rows.shape)
+    out += jnp.einsum("nkgrs,ngskh->nkgrh", w_s.astype(q.dtype), own_v, preferred_element_type=jnp.float32)
+    out /= total[..., None]
+    return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)

@@ -141,6 +141,34 @@ def test_tables_of_several_widths_are_decoded_in_one_loop():
     check_equal(nodes, launched(policy, variables, nodes, Sampling()), got)
 
 
+def test_tables_are_cut_to_a_quarter_once_few_nodes_stay(monkeypatch):
+    """A lull of one call of `advance` moves nothing, and nodes that enter a small table make it whole again."""
+    policy = make_policy(FAMILIES["qwen2"], remat=False)
+    variables, nodes = {"params": random_params(policy)}, nodes_of((1,))
+    loop = SlotLoop(
+        policy, variables, lanes=16, max_new_tokens=4 * LIMIT, sampling=Sampling(), stop_ids=(10**6,), pad_id=9
+    )
+
+    def enter(*limits):
+        tokens, length, keys, _ = zip(*nodes[: len(limits)])
+        arrays = np.stack(tokens), np.array(length), jax.numpy.stack(keys), np.ones(len(limits), bool)
+        loop.enter(range(len(limits)), PromptRows(*arrays, limit=np.array(limits)))
+
+    sizes, resize = [], loop._resize
+    monkeypatch.setattr(loop, "_resize", lambda group, size: (resize(group, size), sizes.append(size)))
+    enter(1, 1, 1, 2, 3, 4, 5)
+    out = [loop.advance(1) for _ in range(2)]
+    assert sizes == [16, 16], "four nodes stay, for the first time"
+    enter(5, 5)
+    out += [loop.advance(1) for _ in range(3)]
+    assert sizes[2:] == [16, 16, 4]
+    enter(4, 4, 4)
+    assert sizes[5:] == [16], "two and three nodes have no room in a quarter"
+    while loop.taken:
+        out += [loop.advance(1)]
+    assert sorted(t for lefts in out for left in lefts for t in left.tickets) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 4, 5, 6]
+
+
 def test_a_policy_that_cannot_begin_at_different_times_says_so():
     policy = make_policy(FAMILIES["qwen2"], remat=False)
     assert policy.decode_slots is not None and invariant(policy).decode_slots is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,3 +188,18 @@ def test_gradient_of_the_prefix_is_the_sum_over_the_group():
     for i in range(2):
         np.testing.assert_allclose(whole[i], sum(np.asarray(x[i]) for x in parts), atol=1e-5)
         assert np.abs(whole[i] - np.asarray(parts[0][i])).max() > 0.1
+
+
+def test_a_decoding_loop_on_cpu_lays_out_a_prefix_once():
+    """The products of a token read the prefix as it lies in memory, so no step copies or transposes it."""
+    q, pk, pv, length, ok, ov, _ = draw((3, 2, 1, 48, 5, 4, 2, 8, 0))
+
+    @jax.jit
+    def loop(q, *caches):
+        return jax.lax.fori_loop(0, 4, lambda t, q: ring_decode_attention(q, *caches, t, jnp.zeros(3, jnp.int32)), q)
+
+    hlo = loop.lower(q, pk, pv, length, ok, ov).compile().as_text()
+    body = re.search(r" while\(.*body=(%[\w.]+)", hlo)[1]
+    computations = dict(re.findall(r"^(ENTRY|%[\w.]+) (.*?)^}", hlo, re.M | re.S))
+    copies = re.compile(r"= f32\[3,2,(?:8,48|48,8)\]\S* (?:copy|transpose|fusion)\(")
+    assert len(copies.findall(computations["ENTRY"])) == 2 and not copies.findall(computations[body])

@@ -151,6 +151,25 @@ def test_a_state_does_not_wait_for_others():
     assert order.index((1, 2)) < order.index((0, 1)), order
 
 
+def piecemeal():
+    """Steps that are over one after the other."""
+    plain = chat(3)
+
+    def step(seed, state, actions):
+        time.sleep(0.01)
+        return plain.step(seed, state, actions)
+
+    return plain._replace(step=step)
+
+
+def test_steps_that_end_soon_are_waited_for(monkeypatch):
+    """The four steps of a state end one after the other. None is a state that goes on, but the next one ends soon."""
+    monkeypatch.setattr(scheduler, "PATIENCE", 1e4)
+    one, other = both(flat(4), "shared", turns=3, limits=(1, 1), env=piecemeal, workers=1, lanes=64)
+    check_equal(one, other)
+    assert int(other.tree.counts.launches) == 3, "a launch for each turn"
+
+
 def test_several_processes_are_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(scheduler.processes, "count", lambda: 2)
     with pytest.raises(ConfigError, match=r"config\.env\.lanes: expected 0 with several processes"):
