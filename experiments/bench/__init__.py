@@ -45,7 +45,7 @@ class Suite:
         return self.name.startswith("tiny")
 
 
-CPU = ("head", "decode", "update", "step", "product", "invariant", "sweep", "scheduler", "adapters")
+CPU = ("head", "decode", "update", "step", "product", "invariant", "sweep", "scheduler", "adapters", "variants")
 GPU = ("machine", "head", "decode", "update", "step", "kernels", "variants", "adapters", "profile")
 TURN, MOST = 0.2, 100  # seconds, and calls
 # What keeps freed memory in any program with glibc, as `runs.allocator.retain` does in ours on a CPU.

@@ -1,5 +1,7 @@
-"""What a choice is worth on a GPU, in the whole of a generation or an update: the attention of a token by XLA or by
-the kernel, layers in a loop or unrolled.
+"""What a choice is worth, in the whole of a generation or an update.
+
+On a GPU: the attention of a token by XLA or by the kernel, layers in a loop or unrolled. On a CPU: the layout of the
+cache that the attention of a token reads.
 
 Each form is compiled with the choice in place, so ``first`` of a row is without the compilation of the other form.
 """
@@ -7,17 +9,25 @@ Each form is compiled with the choice in place, so ``first`` of a row is without
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from experiments.bench import Row, Suite, decode, measure, update
-from jaxmarl_llm.kernels.attention import group_decode
+import numpy as np
+
+from experiments.bench import SHAPES, Row, Suite, decode, measure, update
+from jaxmarl_llm.kernels.attention import group, group_decode
 from jaxmarl_llm.models import decoder
 
-# Shape, samples, prompt, response.
-CASES = {"accelerator": ("qwen2_5_0_5b", 16, 512, 64), "tiny_accelerator": ("tiny", 4, 16, 8)}
+# Shape, samples, prompt, response; on a CPU prompts of a launch, each with one sample, prompt, response.
+CASES = {
+    "accelerator": ("qwen2_5_0_5b", 16, 512, 64),
+    "tiny_accelerator": ("tiny", 4, 16, 8),
+    "cpu": ("7m", 16, 256, 128),
+    "tiny": ("tiny", 4, 16, 8),
+}
 
 
 def chosen(
@@ -37,15 +47,33 @@ def chosen(
 
 
 def run(suite: Suite) -> Iterator[Row]:
-    shape, group, p, r = CASES[suite.name]
-    cfg, tokens, said, gain = update.inputs(suite, shape, group, p, r)
+    return on_gpu(suite) if suite.accelerator else on_cpu(suite)
+
+
+def on_cpu(suite: Suite) -> Iterator[Row]:
+    shape, prompts, p, r = CASES[suite.name]
+    cfg = SHAPES[shape]
+    tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
+    sampler = functools.partial(decode.sampler, repeat=prompts)
+    layouts = mock.patch.object(group, "_attend_one_on_cpu", group._attend)
+    other = dataclasses.replace(cfg, max_position=cfg.max_position + 1)
+    forms = {
+        "ours": sampler(cfg, tokens, 1, r),
+        "the compiler's layouts": chosen(layouts, sampler, other, tokens, 1, r),
+    }
+    yield measure("variants", f"generation, {shape}, {prompts} prompts, G=1, P={p}, R={r}", forms, suite.repeats)
+
+
+def on_gpu(suite: Suite) -> Iterator[Row]:
+    shape, samples, p, r = CASES[suite.name]
+    cfg, tokens, said, gain = update.inputs(suite, shape, samples, p, r)
     # Equal architectures share compiled programs. This one computes the same.
     other = dataclasses.replace(cfg, max_position=cfg.max_position + 1)
-    case = f"{shape}, G={group}, P={p}, R={r}"
+    case = f"{shape}, G={samples}, P={p}, R={r}"
     portable = mock.patch.dict(group_decode.PAYS, clear=True)
     forms = {
-        "ours": decode.sampler(cfg, tokens, group, r),
-        "XLA's attention": chosen(portable, decode.sampler, other, tokens, group, r),
+        "ours": decode.sampler(cfg, tokens, samples, r),
+        "XLA's attention": chosen(portable, decode.sampler, other, tokens, samples, r),
     }
     yield measure("variants", f"generation, {case}", forms, suite.repeats)
     unrolled = mock.patch.object(decoder, "_unroll", lambda cfg: True)

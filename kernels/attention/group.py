@@ -198,8 +198,8 @@ def _attend_one_on_cpu(
     """`attend_by_einsum` for one query of each sample, in a form that XLA computes fast on CPU.
 
     Its products there read memory as the cache is laid out, and strided reads take several times longer. Behind the
-    barrier a prefix has the layout that its product reads best: [N K H P] for keys and [N K P H] for values. A decoding
-    loop does not change a prefix, so XLA lays it out once, before the loop.
+    barrier a prefix has the layout that its product reads best: keys [N K H P], values [N K P H]. A decoding loop does
+    not change a prefix, so XLA lays it out once, before the loop.
     """
     (n, g, _, heads, h), (p, kv) = q.shape, prefix_k.shape[1:3]
     r = heads // kv

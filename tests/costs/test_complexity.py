@@ -565,9 +565,16 @@ def test_bytes_of_optimizer_states(name, masters, dtype):
 
 
 def products(jaxpr):
-    """FLOPs of the matrix products of a traced function: 2 m n k each, bodies of scans as often as they run."""
+    """FLOPs of the matrix products of a traced function: 2 m n k each, bodies of scans as often as they run.
+
+    Of an operation with a form for each platform one is run, and all have as many.
+    """
     total = 0
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            (of_each,) = {products(branch.jaxpr) for branch in eqn.params["branches"]}
+            total += of_each
+            continue
         if eqn.primitive.name == "dot_general":
             (contract, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[i] for i in contract)

@@ -104,6 +104,13 @@ def programs(name, monkeypatch):
 
     for program in ("_write", "_gather", "_advance", "_leave"):
         spied(program)
+    init = slots.SlotLoop.__init__
+
+    def after_a_lull(loop, *args, **options):
+        init(loop, *args, **options)
+        loop._few = 2  # so the first table is a quarter, and grows
+
+    monkeypatch.setattr(slots.SlotLoop, "__init__", after_a_lull)
     go(make_team("shared"), "flat", 2, name, lanes=192)
     assert len(seen) == 4
     return {program: set(re.findall(SENT, text)) for program, text in seen.items()}, tables[0]

@@ -125,6 +125,7 @@ OTHERS = {
     "variants": {"XLA's attention", "layers unrolled"},
     "adapters": {"a launch for each adapter"},
 }
+ON_CPU = {"variants": {"the compiler's layouts"}}  # of parts that measure something else there
 
 
 @pytest.mark.parity
@@ -147,7 +148,7 @@ def test_a_shared_prompt_of_transformers_draws_what_generate_draws(monkeypatch):
 
 
 CHECKED = [
-    *(("tiny", part) for part in ("decode", "step", "product", "invariant")),
+    *(("tiny", part) for part in ("decode", "step", "product", "invariant", "variants")),
     *(("tiny_accelerator", part) for part in OTHERS if part not in ("product", "invariant")),
 ]
 
@@ -172,7 +173,8 @@ def test_a_part_runs_and_measures_every_form(suite, part, monkeypatch):
     monkeypatch.setattr(peers, "start", start)
     rows = list(import_module(f"experiments.bench.{part}").run(suite))
     assert rows and all(np.isfinite(x) and x > 0 for row in rows for form in row.values.values() for x in form)
-    others = OTHERS[part] - ({"TRL", "google-tunix", "CoMLRL"} if suite.name == "tiny_accelerator" else set())
+    named = OTHERS if suite.accelerator else OTHERS | ON_CPU
+    others = named[part] - ({"TRL", "google-tunix", "CoMLRL"} if suite.name == "tiny_accelerator" else set())
     if part == "step":
         others |= {"naive JAX"} if suite.name == "tiny_accelerator" else {"agents in one launch"}
     assert {name for row in rows for name in row.others()} == others
