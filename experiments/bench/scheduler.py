@@ -61,6 +61,9 @@ CASES: dict[str, dict[str, Case]] = {
     "cpu": {
         "lengths of one size, quick environment": Case(16, 4, 4, 64, None, 0.0, 2, 64, 0.97),
         "heavy-tailed lengths, quick environment": Case(16, 4, 4, 192, 24.0, 0.0, 2, 64, 1.0),
+        "lengths of one size, slow environment": Case(16, 4, 4, 64, None, 2.0, 64, 64, 1.0),
+        "heavy-tailed lengths, slow environment": Case(16, 4, 4, 192, 24.0, 2.0, 64, 64, 1.5),
+        "lengths of one size, quick environment, 16 lanes": Case(16, 4, 4, 64, None, 0.0, 2, 16, 0.97),
         "heavy-tailed lengths, slow environment, 16 lanes": Case(16, 4, 4, 192, 24.0, 2.0, 64, 16, 1.5),
     },
     "tiny": {"heavy-tailed lengths, slow environment": Case(2, 2, 2, 8, 3.0, 0.01, 1, 4, 1.0)},

@@ -20,8 +20,9 @@ import numpy as np
 from experiments.bench import SHAPES, Row, Suite, decode, measure, update
 from jaxmarl_llm.kernels.attention import group, group_decode
 from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models.decoder import Config
 
-# Shape, samples, prompt, response; on a CPU prompts of a launch, each with one sample, prompt, response.
+# Shape; samples of one prompt, or on a CPU prompts with one sample each; tokens of a prompt; tokens of a response.
 CASES = {
     "accelerator": ("qwen2_5_0_5b", 16, 512, 64),
     "tiny_accelerator": ("tiny", 4, 16, 8),
@@ -46,6 +47,11 @@ def chosen(
     return form
 
 
+def of_its_own(cfg: Config) -> Config:
+    """An architecture that computes what ``cfg`` computes. Equal architectures share compiled programs."""
+    return dataclasses.replace(cfg, max_position=cfg.max_position + 1)
+
+
 def run(suite: Suite) -> Iterator[Row]:
     return on_gpu(suite) if suite.accelerator else on_cpu(suite)
 
@@ -56,10 +62,9 @@ def on_cpu(suite: Suite) -> Iterator[Row]:
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (1, p)).astype(np.int32)
     sampler = functools.partial(decode.sampler, repeat=prompts)
     layouts = mock.patch.object(group, "_attend_one_on_cpu", group._attend)
-    other = dataclasses.replace(cfg, max_position=cfg.max_position + 1)
     forms = {
         "ours": sampler(cfg, tokens, 1, r),
-        "the compiler's layouts": chosen(layouts, sampler, other, tokens, 1, r),
+        "the compiler's layouts": chosen(layouts, sampler, of_its_own(cfg), tokens, 1, r),
     }
     yield measure("variants", f"generation, {shape}, {prompts} prompts, G=1, P={p}, R={r}", forms, suite.repeats)
 
@@ -67,8 +72,7 @@ def on_cpu(suite: Suite) -> Iterator[Row]:
 def on_gpu(suite: Suite) -> Iterator[Row]:
     shape, samples, p, r = CASES[suite.name]
     cfg, tokens, said, gain = update.inputs(suite, shape, samples, p, r)
-    # Equal architectures share compiled programs. This one computes the same.
-    other = dataclasses.replace(cfg, max_position=cfg.max_position + 1)
+    other = of_its_own(cfg)
     case = f"{shape}, G={samples}, P={p}, R={r}"
     portable = mock.patch.dict(group_decode.PAYS, clear=True)
     forms = {

@@ -32,7 +32,7 @@ from jaxmarl_llm.rollout.slot_sampler import SlotSampler
 from jaxmarl_llm.rollout.tables import checked, replace_rewards
 from jaxmarl_llm.types import Params, Team
 
-# So long more requests are waited for, to decode them together, in seconds of the last decoding. Two decodings take
+# How long more requests are waited for, to decode them together: in seconds of the last decoding. Two decodings take
 # one more. A wait while nodes are decoded delays these, too.
 PATIENCE, WHILE_DECODING = 1.0, 0.25
 

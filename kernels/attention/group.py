@@ -158,8 +158,7 @@ def _attend(
     see_own: jax.Array,
 ) -> jax.Array:
     """`attend_by_einsum`, in a form whose layouts the compiler chooses."""
-    n, g, t, heads, h = q.shape
-    p, kv = prefix_k.shape[1:3]
+    (n, g, t, heads, h), kv = q.shape, prefix_k.shape[2]
     if isinstance(prefix_k, ScaledVectors):
         # A prefix, which a decoding loop does not change, would be converted once before the loop. q changes in it.
         q, prefix_k, prefix_v = jax.lax.optimization_barrier((q, prefix_k, prefix_v))
@@ -173,13 +172,7 @@ def _attend(
 
     score_p = scores("nkgrth,npkh->nkgrtp", prefix_k, (0, 2, 3, 1))
     score_s = scores("nkgrth,ngskh->nkgrts", own_k, (0, 3, 1, 4, 2))
-    see_p = (jnp.arange(p) < prefix_length[:, None])[:, None, None, None, None, :]
-    score_p = jnp.where(see_p, score_p, NEG)
-    score_s = jnp.where(see_own, score_s, NEG)
-    top = jnp.maximum(score_p.max(-1, initial=NEG), score_s.max(-1, initial=NEG))[..., None]
-    top = jax.lax.stop_gradient(top)
-    w_p, w_s = jnp.exp(score_p - top), jnp.exp(score_s - top)
-    total = w_p.sum(-1) + w_s.sum(-1)
+    w_p, w_s, total = _exponentials(score_p, score_s, prefix_length, see_own)
     out = quantized.weighted("nkgrtp,npkh->ngtkrh", w_p, prefix_v, q.dtype)
     out += quantized.weighted("nkgrts,ngskh->ngtkrh", w_s, own_v, q.dtype)
     out /= jnp.transpose(total, (0, 2, 4, 1, 3))[..., None]
@@ -207,15 +200,23 @@ def _attend_one_on_cpu(
     rows = jnp.moveaxis(q.reshape(n, g, kv, r, h), 1, 2)  # N K G R H, R = Q/K
     score_p = matmul(rows.reshape(n, kv, g * r, h), laid_out(prefix_k, 0, 2, 3, 1), jnp.float32)
     score_s = matmul(rows, jnp.transpose(own_k, (0, 3, 1, 4, 2)), jnp.float32)
-    see_p = (jnp.arange(p) < prefix_length[:, None])[:, None, None, None]
-    score_p = jnp.where(see_p, score_p.reshape(n, kv, g, r, p), NEG)
-    score_s = jnp.where(see_own[..., 0, :], score_s, NEG)
-    top = jnp.maximum(score_p.max(-1, initial=NEG), score_s.max(-1, initial=NEG))[..., None]
-    top = jax.lax.stop_gradient(top)
-    w_p, w_s = jnp.exp(score_p - top), jnp.exp(score_s - top)
-    total = w_p.sum(-1) + w_s.sum(-1)
+    score_p = score_p.reshape(n, kv, g, r, p)
+    w_p, w_s, total = _exponentials(score_p, score_s, prefix_length, see_own[..., 0, :])
     of_prefix = w_p.reshape(n, kv, g * r, p).astype(q.dtype)
     out = matmul(of_prefix, laid_out(prefix_v, 0, 2, 1, 3), jnp.float32).reshape(rows.shape)
     out += jnp.einsum("nkgrs,ngskh->nkgrh", w_s.astype(q.dtype), own_v, preferred_element_type=jnp.float32)
     out /= total[..., None]
     return jnp.moveaxis(out, 2, 1).reshape(q.shape).astype(q.dtype)
+
+
+def _exponentials(
+    score_p: jax.Array, score_s: jax.Array, prefix_length: jax.Array, see_own: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights of the prefix [N ... P] and of own keys [N ... S] before they are divided by their sum, and that sum."""
+    seen = jnp.arange(score_p.shape[-1]) < prefix_length[:, None]
+    score_p = jnp.where(jnp.expand_dims(seen, range(1, score_p.ndim - 1)), score_p, NEG)
+    score_s = jnp.where(see_own, score_s, NEG)
+    top = jnp.maximum(score_p.max(-1, initial=NEG), score_s.max(-1, initial=NEG))[..., None]
+    top = jax.lax.stop_gradient(top)
+    w_p, w_s = jnp.exp(score_p - top), jnp.exp(score_s - top)
+    return w_p, w_s, w_p.sum(-1) + w_s.sum(-1)
