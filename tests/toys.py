@@ -13,7 +13,8 @@ from flax import struct
 from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
 from jaxmarl_llm.envs.matrix import array as matrix
 from jaxmarl_llm.messages import HostEnv, Message
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.types import Model, Role, Team
 

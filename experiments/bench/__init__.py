@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 
 # Shapes by name: random weights of a model's true shape take the time that the real ones do.
 SHAPES = {

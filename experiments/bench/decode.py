@@ -17,7 +17,8 @@ import numpy as np
 from experiments.bench import SHAPES, Row, Suite, machine, measure, peers, torch_forms, trunk_ratio
 from jaxmarl_llm.generation.generate import generate
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 
 # Shape, samples, prompt, response, others, targets.
 Case = tuple[str, int, int, int, tuple[str, ...], dict[str, float]]

@@ -15,7 +15,8 @@ from experiments.bench import SHAPES, Row, Suite, measure
 from jaxmarl_llm.generation.generate import generate
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models.batch_invariant import invariant
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.types import Params, Policy
 
 # Shape, samples, prompt, response.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import Row, Suite
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 
 
 def best(form: Callable[[], Any], repeats: int) -> float:

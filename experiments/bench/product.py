@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench import SHAPES, Row, Suite, measure
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 
 ROWS = (1, 4, 16)
 BITS = (1, 2, 4, 16, 48, 64, 128, 512)

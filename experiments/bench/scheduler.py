@@ -18,7 +18,8 @@ import numpy as np
 from experiments.bench import Row, Suite, measure
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.rollout import host, scheduler
 from jaxmarl_llm.rollout.env_pool import EnvPool

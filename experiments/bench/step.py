@@ -22,7 +22,7 @@ from experiments.bench.apart import apart
 from experiments.bench.decode import sampler
 from jaxmarl_llm.envs.array_env import ArrayEnv, Observation
 from jaxmarl_llm.envs.registry import EnvConfig
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder, decoder_config
 from jaxmarl_llm.models.tokenizer import Tokenizer
 from jaxmarl_llm.recipes import grpo, magrpo
 from jaxmarl_llm.rollout.make_runner import make_env_runner
@@ -127,7 +127,7 @@ class Here(EnvConfig):
 
 
 def recipe(
-    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, batch_models: bool = False
+    shape: decoder_config.Config, agents: int, group: int, prompt: int, response: int, batch_models: bool = False
 ) -> phases.Recipe:
     """GRPO of one agent, or MAGRPO of several, with one task in a step. All models have the same ``shape``."""
     kind = grpo if agents == 1 else magrpo
@@ -150,7 +150,7 @@ def recipe(
 
 
 def stepper(
-    shape: decoder.Config, agents: int, group: int, prompt: int, response: int, batch_models: bool = False
+    shape: decoder_config.Config, agents: int, group: int, prompt: int, response: int, batch_models: bool = False
 ) -> Callable[[], None]:
     """Function that runs one step of the recipe, as `runs.loop.fit` does."""
     made = recipe(shape, agents, group, prompt, response, batch_models)
@@ -203,7 +203,7 @@ def case(
         return measure("step", title, forms, suite.repeats, targets=targets, limits=limits, facts=facts)
 
 
-def simple(other: str, shape: decoder.Config, device: str, group: int, p: int, r: int) -> Callable[[], None]:
+def simple(other: str, shape: decoder_config.Config, device: str, group: int, p: int, r: int) -> Callable[[], None]:
     """Function of a generation and an update on random completions: the main work of a step without sharing."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, shape.vocab_size, (1, p)).astype(np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 
 
 def available() -> bool:

@@ -24,7 +24,8 @@ from experiments.bench.apart import apart
 from jaxmarl_llm.costs import model
 from jaxmarl_llm.costs.counts import ModelSize
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.training.learner import Batch, make_learner
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer

@@ -20,7 +20,7 @@ import numpy as np
 from experiments.bench import SHAPES, Row, Suite, decode, measure, update
 from jaxmarl_llm.kernels.attention import group, group_decode
 from jaxmarl_llm.models import decoder
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 
 # Shape; samples of one prompt, or on a CPU prompts with one sample each; tokens of a prompt; tokens of a response.
 CASES = {

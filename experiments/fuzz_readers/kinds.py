@@ -61,9 +61,9 @@ def model(shard: int = 2**30) -> Files:
     """A model folder of a few kilobytes."""
     import jax
 
-    from jaxmarl_llm.models import decoder, hf_weights
+    from jaxmarl_llm.models import decoder, decoder_config, hf_weights
 
-    config = decoder.Config(
+    config = decoder_config.Config(
         vocab_size=264, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
         tie_embeddings=True, attention_bias=True, family="qwen2",
     )  # fmt: skip

@@ -33,7 +33,8 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.generate import generate
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message, Prompt
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.rollout import plans

@@ -15,7 +15,7 @@ from jaxmarl_llm.agents.snapshots import opponent_model
 from jaxmarl_llm.config import ROW_LIMIT, at_least, one_of, positive
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models import decoder, hf_weights, hub
+from jaxmarl_llm.models import decoder, decoder_config, hf_weights, hub
 from jaxmarl_llm.models.batch_invariant import invariant
 from jaxmarl_llm.models.lora import TARGETS, init_lora
 from jaxmarl_llm.models.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
@@ -57,7 +57,7 @@ class Backbone:
     dtype: str = "float32"  # of the parameters: float32 or bfloat16; also for weights from path
 
     def check(self, path: str) -> None:
-        one_of(f"{path}.family", self.family, tuple(decoder.FAMILIES))
+        one_of(f"{path}.family", self.family, tuple(decoder_config.FAMILIES))
         one_of(f"{path}.dtype", self.dtype, DTYPES)
         for name, largest in LARGEST.items():
             at_least(f"{path}.{name}", getattr(self, name), 1, largest)
@@ -150,14 +150,14 @@ def _weights(path: str) -> Path:
     return hub.folder(path, "config.team.backbone.path")
 
 
-def shape_of(backbone: Backbone, vocab_size: int) -> decoder.Config:
+def shape_of(backbone: Backbone, vocab_size: int) -> decoder_config.Config:
     """Architecture of ``backbone``: from its folder, or from its own fields.
 
     ``vocab_size`` is used where the fields give none.
     """
     if backbone.path is not None:
         return dataclasses.replace(hf_weights.read_config(_weights(backbone.path)), dtype=backbone.dtype)
-    return decoder.Config(
+    return decoder_config.Config(
         vocab_size=backbone.vocab_size or vocab_size,
         hidden_size=backbone.hidden_size,
         intermediate_size=backbone.intermediate_size,
@@ -174,7 +174,7 @@ def shape_of(backbone: Backbone, vocab_size: int) -> decoder.Config:
     )
 
 
-def architecture(backbone: Backbone, tokenizer: Tokenizer) -> decoder.Config:
+def architecture(backbone: Backbone, tokenizer: Tokenizer) -> decoder_config.Config:
     """Architecture of ``backbone`` with the vocabulary of ``tokenizer``.
 
     Raises:
@@ -189,7 +189,7 @@ def architecture(backbone: Backbone, tokenizer: Tokenizer) -> decoder.Config:
     return dataclasses.replace(cfg, used_vocab=used)
 
 
-def init_backbone(backbone: Backbone, cfg: decoder.Config, key: jax.Array) -> Params:
+def init_backbone(backbone: Backbone, cfg: decoder_config.Config, key: jax.Array) -> Params:
     """Draw or read the parameters of ``backbone``. On a mesh every device makes or reads its own part.
 
     Args:
@@ -212,7 +212,7 @@ def _compiled(init: Callable[[jax.Array], Params], mesh: jax.sharding.Mesh | Non
     return jax.jit(lambda key: sharding.constrain(init(key)))
 
 
-def policy_of(cfg: TeamConfig, arch: decoder.Config) -> Policy:
+def policy_of(cfg: TeamConfig, arch: decoder_config.Config) -> Policy:
     """Policy of the architecture ``arch`` with the settings ``cfg`` of the team."""
     policy = decoder.make_policy(arch, remat=cfg.remat)
     return invariant(policy) if cfg.batch_invariant else policy

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import bucket
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.lora import TARGETS
 from jaxmarl_llm.rollout.plans import ROOT, Branch, Plan
 

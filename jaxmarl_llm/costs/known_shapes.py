@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxmarl_llm.agents.team import Backbone, shape_of
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder_config
 from jaxmarl_llm.models.hf_weights import read_config
 from jaxmarl_llm.models.tokenizer import ByteTokenizer, HFTokenizer
 from jaxmarl_llm.training.config import BaseConfig
@@ -31,7 +31,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], bool, str]] = {
 FOLDERS = {"smollm2": "SmolLM2-135M"}  # `jaxmarl-llm fetch_weights` writes weights/smollm2
 
 
-def architecture(backbone: Backbone, key: str = "config.team.backbone") -> decoder.Config:
+def architecture(backbone: Backbone, key: str = "config.team.backbone") -> decoder_config.Config:
     """Architecture of a backbone, from what is there without its weights.
 
     backbone: has a path to a folder with config.json, or a path that names a model in SHAPES
@@ -48,7 +48,7 @@ def architecture(backbone: Backbone, key: str = "config.team.backbone") -> decod
         raise ConfigError(f"{key}.path: {error}") from None
 
 
-def _known(path: str, key: str) -> decoder.Config:
+def _known(path: str, key: str) -> decoder_config.Config:
     """The shape in SHAPES that ``path`` names. key: name of the path in an error message."""
     name = Path(path).name.replace("-Coder", "").removesuffix("-Instruct")
     name = FOLDERS.get(name, name)
@@ -58,7 +58,7 @@ def _known(path: str, key: str) -> decoder.Config:
         )
     numbers, tied, family = SHAPES[name]
     vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim = numbers
-    return decoder.Config(
+    return decoder_config.Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=intermediate,

@@ -27,7 +27,7 @@ from jaxmarl_llm.costs.workload import joins_adapters, memory_options, update_se
 from jaxmarl_llm.distributed.sharding import AXES, CONTEXT
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.buckets import up_to
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder_config
 from jaxmarl_llm.rollout.plans import Plan
 from jaxmarl_llm.training.packing import micro_rows
 
@@ -124,7 +124,7 @@ class _Step(NamedTuple):
         return self.work.models[self.top.model]
 
     @property
-    def arch(self) -> decoder.Config:
+    def arch(self) -> decoder_config.Config:
         """Architecture of this model."""
         return self.weights.config
 
@@ -159,12 +159,12 @@ def trained_nodes(cfg: Any, plan: Plan, work: Workload) -> float:
     return float(nodes if most is None else min(nodes, most))
 
 
-def tensor_sizes(arch: decoder.Config, chips: int) -> list[int]:
+def tensor_sizes(arch: decoder_config.Config, chips: int) -> list[int]:
     """Sizes of the tensor axis that divide heads, units and vocabulary of ``arch``, and the number of ``chips``."""
     return [t for t in rollout_sizes(arch, chips) if arch.num_kv_heads % t == 0]
 
 
-def rollout_sizes(arch: decoder.Config, chips: int) -> list[int]:
+def rollout_sizes(arch: decoder_config.Config, chips: int) -> list[int]:
     """Numbers of devices that can cut the weights of ``arch`` during generation, on ``chips`` devices."""
     sizes = (arch.num_heads, arch.intermediate_size, arch.vocab_size, chips)
     return [t for t in range(1, 65) if all(n % t == 0 for n in sizes)]
@@ -230,7 +230,7 @@ def _memory(
     )
 
 
-def key_bytes(arch: decoder.Config) -> int:
+def key_bytes(arch: decoder_config.Config) -> int:
     """Bytes of the keys and values of one token in one layer of ``arch``."""
     return 2 * arch.num_kv_heads * arch.head_dim * costs.ITEMSIZE[arch.dtype]
 
@@ -267,7 +267,7 @@ def _seconds(step: _Step, chip: Chip, mesh: Sequence[int], rows: int, remat: boo
     return step.epochs * models * passes * learn
 
 
-def context_bytes(arch: decoder.Config, tokens: int, context: int, remat: bool) -> float:
+def context_bytes(arch: decoder_config.Config, tokens: int, context: int, remat: bool) -> float:
     """Bytes that a device sends for attention of a micro-batch along context, forward and backward.
 
     Args:
@@ -290,7 +290,7 @@ def _layouts(step: _Step, mesh: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _meshes(arch: decoder.Config, chips: int, context: int) -> list[tuple[int, ...]]:
+def _meshes(arch: decoder_config.Config, chips: int, context: int) -> list[tuple[int, ...]]:
     """Sizes (data, fsdp, tensor) of ``chips`` devices that cut the model evenly, and ``context`` above 1 behind them.
 
     Raises ConfigError where ``context`` divides the number of chips or the hidden size not evenly.

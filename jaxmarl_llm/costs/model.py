@@ -29,7 +29,7 @@ from jaxmarl_llm.costs.counts import (
     turn_states,
 )
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.rollout.plans import Plan
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

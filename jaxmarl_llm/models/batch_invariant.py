@@ -28,7 +28,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxmarl_llm.generation.sampling import Sampling, sample_hidden
 from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors, dequantize, stored
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder, rope
+from jaxmarl_llm.models.decoder_config import Config
+from jaxmarl_llm.models.layers import Block, rms_norm
 from jaxmarl_llm.types import Params, Policy, PyTree, Unembed
 
 ROWS = 16  # rows of every product: as fast as one row where weights come from memory
@@ -123,8 +125,8 @@ def _trunk(
     Returns:
         Hidden states [ROWS D], and for each layer what ``attend`` keeps.
     """
-    cfg: decoder.Config = policy.config
-    block, freq = decoder.Block(cfg), decoder.rope_frequencies(cfg)
+    cfg: Config = policy.config
+    block, freq = Block(cfg), rope.frequencies(cfg)
     x, kept = policy.embed(layers, tokens), []
     for layer, cache in zip(layers["params"]["layers"], caches, strict=True):
         step = lambda x, positions, layer=layer, cache=cache: block.apply(
@@ -132,7 +134,7 @@ def _trunk(
         )
         x, new = _isolated(step, (x, positions))
         kept.append(new)
-    return decoder.rms_norm(x, layers["params"]["norm"]["scale"], cfg.rms_norm_eps), tuple(kept)
+    return rms_norm(x, layers["params"]["norm"]["scale"], cfg.rms_norm_eps), tuple(kept)
 
 
 def extend(
@@ -148,7 +150,7 @@ def extend(
         start: filled slots of each row [N].
         prefix: keys and values (k, v) [N P K H] of each layer.
     """
-    decoder.check_positions(policy.config, prefix[0][0].shape[1])
+    rope.check_positions(policy.config, prefix[0][0].shape[1])
     layers = policy.unstack(variables)
     tokens = jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % ROWS)])
     return jax.lax.map(functools.partial(_extend_row, policy, layers), (tokens, count, start, prefix))
@@ -201,7 +203,7 @@ def prefill(
         length: tokens of each prompt [N], at least 1.
         keep: form of the cache, as for `decoder.prefill`.
     """
-    cfg: decoder.Config = policy.config
+    cfg: Config = policy.config
     zeros = jnp.zeros((*tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
     empty = zeros if keep is None else keep(zeros)
     none = tuple((empty, empty) for _ in range(cfg.num_layers))
@@ -253,7 +255,7 @@ def decode_part(
         suffix: cache of the samples, (k, v) [N G R K H] of each layer.
         t: slot of the token in the suffix, one scalar for all samples.
     """
-    decoder.check_positions(policy.config, prefix[0][0].shape[1] + suffix[0][0].shape[2])
+    rope.check_positions(policy.config, prefix[0][0].shape[1] + suffix[0][0].shape[2])
     n, g = tokens.shape
     node = jnp.broadcast_to(jnp.arange(n)[:, None], (n, g))
     sample = jnp.broadcast_to(jnp.arange(g), (n, g))

@@ -17,283 +17,28 @@ unrolled for few layers). They are unrolled in the others, so that no stacked we
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxmarl_llm.distributed import context, sharding
-from jaxmarl_llm.distributed.heads import by_heads, cut_heads, lay_heads
-from jaxmarl_llm.errors import ConfigError
+from jaxmarl_llm.distributed.heads import by_heads
 from jaxmarl_llm.generation.decoding import join, split
 from jaxmarl_llm.kernels.attention.causal import causal_attention
 from jaxmarl_llm.kernels.attention.group import group_attention
 from jaxmarl_llm.kernels.attention.group_decode import group_decode_attention, ring_decode_attention
 from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.kernels.head.head import Head
-from jaxmarl_llm.kernels.matmul import matmul
 from jaxmarl_llm.kernels.quantized import Cached, ScaledVectors, attend_to, dequantize, stored
-from jaxmarl_llm.models import lora
+from jaxmarl_llm.models import lora, rope
+from jaxmarl_llm.models.decoder_config import Config
+from jaxmarl_llm.models.layers import Attend, Block, rms_norm
 from jaxmarl_llm.types import Policy, Unembed
 
 QUERIES = 128  # new tokens of a cached prompt that attend at once
-FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-
-
-@dataclass(frozen=True)
-class Config:
-    """Architecture of one decoder. Field names follow Hugging Face's config.json where they exist there."""
-
-    vocab_size: int
-    hidden_size: int  # D
-    intermediate_size: int  # F
-    num_layers: int  # L
-    num_heads: int  # Q
-    num_kv_heads: int  # K
-    head_dim: int  # H
-    rope_theta: float = 10_000.0
-    rope_scaling: tuple[tuple[str, Any], ...] | None = None  # sorted items: rope_type linear, llama3, yarn or dynamic
-    rms_norm_eps: float = 1e-6
-    tie_embeddings: bool = True
-    attention_bias: bool = True  # on q, k and v (Qwen2)
-    qk_norm: bool = False  # per head, before rope (Qwen3)
-    max_position: int = 32_768
-    family: str = "qwen2"
-    dtype: str = "float32"  # of parameters and activations; logits, norms and softmax are float32
-    lora_scale: float = 2.0  # alpha / rank of adapters
-    used_vocab: int | None = None  # ids at or beyond it are embedding padding: logit -1e30, never sampled
-
-    def to_hf(self) -> dict[str, Any]:
-        """Write the contents of a config.json that transformers reads back as the same architecture.
-
-        Transformers 4 reads ``rope_scaling`` and ``rope_theta``, transformers 5 also ``rope_parameters``.
-        """
-        scaling = dict(self.rope_scaling) if self.rope_scaling else None
-        return {
-            "architectures": [FAMILIES[self.family]],
-            "model_type": self.family,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": self.rope_theta},
-            "rope_scaling": scaling,
-            "rope_theta": self.rope_theta,
-            "rms_norm_eps": self.rms_norm_eps,
-            "tie_word_embeddings": self.tie_embeddings,
-            "max_position_embeddings": self.max_position,
-            "hidden_act": "silu",
-            "dtype": self.dtype,
-        }
-
-
-def rope_frequencies(cfg: Config) -> np.ndarray:
-    """Compute the inverse frequencies [H/2] of rotary embeddings.
-
-    Scaling is none, linear, that of the Llama 3.1 release, which interpolates smoothly between wavelengths, or YaRN.
-    Dynamic scaling is none for all positions that `check_positions` permits.
-
-    Args:
-        cfg: the architecture.
-    """
-    freq = cfg.rope_theta ** -(np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
-    scaling = dict(cfg.rope_scaling or ())
-    if scaling.get("rope_type") == "linear":
-        freq = freq / scaling["factor"]
-    elif scaling.get("rope_type") == "llama3":
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
-        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        freq = (1 - smooth) * freq / scaling["factor"] + smooth * freq
-    elif scaling.get("rope_type") == "yarn":
-        freq = _yarn_frequencies(freq, scaling, cfg.rope_theta)
-    return freq.astype(np.float32)
-
-
-def _yarn_frequencies(freq: np.ndarray, scaling: Mapping[str, Any], theta: float) -> np.ndarray:
-    """Divide slow frequencies by YaRN's factor and keep fast ones (arXiv 2309.00071, section 3.2).
-
-    A frequency is fast if it makes at least ``beta_fast`` turns over the original context, and slow if it makes at most
-    ``beta_slow``. Between the two, the result is a linear mixture in the index of the frequency.
-
-    Args:
-        freq: frequencies without scaling [H/2].
-        scaling: keys of YaRN in ``rope_scaling``.
-        theta: base of the frequencies.
-    """
-    head_dim, turns = 2 * len(freq), (scaling.get("beta_fast", 32.0), scaling.get("beta_slow", 1.0))
-    # The index, a real number, at which a frequency makes so many turns.
-    context = scaling["original_max_position_embeddings"] / (2 * math.pi)
-    low, high = (head_dim * math.log(context / n) / (2 * math.log(theta)) for n in turns)
-    if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    slow = np.clip((np.arange(len(freq)) - low) / (high - low or 0.001), 0.0, 1.0)
-    return freq * (1 - slow) + freq / scaling["factor"] * slow
-
-
-def rope_magnitude(cfg: Config) -> float:
-    """Compute the factor of rotated queries and keys: YaRN's attention factor, otherwise 1.
-
-    Args:
-        cfg: the architecture.
-    """
-    scaling = dict(cfg.rope_scaling or ())
-    if scaling.get("rope_type") != "yarn":
-        return 1.0
-    if "attention_factor" in scaling:
-        return scaling["attention_factor"]
-    grown = lambda scale: 0.1 * scale * math.log(scaling["factor"]) + 1.0
-    scale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return grown(scale) / grown(all_dim) if scale and all_dim else grown(1.0)
-
-
-def check_positions(cfg: Config, count: int) -> None:
-    """Raise `ConfigError` if rows of ``count`` tokens may need a frequency of dynamic scaling beyond the first.
-
-    Beyond ``max_position``, transformers computes the frequencies from the longest row of each call. Cached keys keep
-    the frequencies of earlier calls. The function then depends on the batch and on the chunks in which a text was sent,
-    so training could not repeat what generation computed. Up to ``max_position`` no scaling is applied.
-
-    Args:
-        cfg: the architecture.
-        count: tokens of a row, with padding.
-    """
-    if dict(cfg.rope_scaling or ()).get("rope_type") == "dynamic" and count > cfg.max_position:
-        raise ConfigError(
-            f"rope_scaling dynamic: rows of {count} tokens (with padding), but max_position_embeddings is "
-            f"{cfg.max_position}, beyond which the scaling depends on the batch; use shorter rows or yarn"
-        )
-
-
-def rotate(x: jax.Array, angles: jax.Array, magnitude: float = 1.0) -> jax.Array:
-    """Apply rotary embeddings in the halves convention.
-
-    Args:
-        x: queries or keys [... T heads H].
-        angles: rotation angles [... T H/2].
-        magnitude: factor of the result, see `rope_magnitude`.
-    """
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
-    if magnitude != 1.0:
-        cos, sin = cos * magnitude, sin * magnitude
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Divide by the root mean square over the last axis, in float32, and multiply by ``scale``.
-
-    Args:
-        x: activations [... D].
-        scale: learned factors [D].
-        eps: added to the mean square.
-    """
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return y.astype(x.dtype) * scale
-
-
-class Norm(nn.Module):
-    """`rms_norm` with its learned scale."""
-
-    cfg: Config
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), self.cfg.dtype)
-        return rms_norm(x, scale, self.cfg.rms_norm_eps)
-
-
-class Linear(nn.Module):
-    """Linear map x W (+ b), plus scale * (x A) B where the ``lora`` collection holds an adapter for this module.
-
-    Of joined adapters (`lora.join_adapters`), ``own`` says which columns of x A each hidden state has.
-    """
-
-    cfg: Config
-    features: int
-    bias: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        init = nn.initializers.lecun_normal()
-        y = matmul(x, self.param("kernel", init, (x.shape[-1], self.features), self.cfg.dtype))
-        if self.has_variable("lora", "a"):
-            a: jax.Array = self.get_variable("lora", "a")
-            b: jax.Array = self.get_variable("lora", "b")
-            inner = x @ a.astype(x.dtype)
-            if self.has_variable("lora", "own"):
-                own: jax.Array = self.get_variable("lora", "own")
-                inner = jnp.where(own, inner, 0)
-            y = y + (inner @ b.astype(x.dtype)) * self.cfg.lora_scale
-        if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros, (self.features,), self.cfg.dtype)
-        return y
-
-
-# (q [... T Q H], k [... T K H], v) -> (attention [... T Q H], the keys and values to keep)
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 Keep = Callable[[jax.Array], Cached]  # new keys or values -> what a cache has of them
-
-
-class Attention(nn.Module):
-    """Attention with projections and rotary embeddings. The ``attend`` argument decides what is attended to."""
-
-    cfg: Config
-
-    @nn.compact
-    def __call__(self, x: jax.Array, angles: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
-        cfg = self.cfg
-
-        def heads(name: str, count: int) -> jax.Array:
-            y = Linear(cfg, count * cfg.head_dim, cfg.attention_bias, name=f"{name}_proj")(x)
-            y = y.reshape(*x.shape[:-1], count, cfg.head_dim)
-            if cfg.qk_norm and name != "v":
-                y = Norm(cfg, name=f"{name}_norm")(y)
-            return y if name == "v" else rotate(y, angles, rope_magnitude(cfg))
-
-        q = cut_heads(heads("q", cfg.num_heads))
-        k, v = (lay_heads(heads(name, cfg.num_kv_heads)) for name in ("k", "v"))
-        out, kept = attend(q, k, v)
-        out = cut_heads(out).reshape(*x.shape[:-1], cfg.num_heads * cfg.head_dim)
-        return Linear(cfg, cfg.hidden_size, name="o_proj")(out), kept
-
-
-class MLP(nn.Module):
-    """Gated feed-forward layer: W_down (silu(x W_gate) * (x W_up))."""
-
-    cfg: Config
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        f = self.cfg.intermediate_size
-        gate, up = Linear(self.cfg, f, name="gate_proj")(x), Linear(self.cfg, f, name="up_proj")(x)
-        # The backward pass keeps gate, up and their product. Without the checkpoint it also keeps what silu computes.
-        gated = jax.checkpoint(lambda gate, up: nn.silu(gate) * up, prevent_cse=False)
-        return Linear(self.cfg, self.cfg.hidden_size, name="down_proj")(gated(gate, up))
-
-
-class Block(nn.Module):
-    """One layer: attention and feed-forward, each after a norm and added to its input."""
-
-    cfg: Config
-
-    @nn.compact
-    def __call__(self, x: jax.Array, angles: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
-        y = Norm(self.cfg, name="input_layernorm")(x)
-        y, kept = Attention(self.cfg, name="self_attn")(y, angles, attend)
-        x = x + y
-        y = Norm(self.cfg, name="post_attention_layernorm")(x)
-        return x + MLP(self.cfg, name="mlp")(y), kept
 
 
 def attend_by_heads(attention: Callable[..., jax.Array], *arrays: Any, on_mesh: str = "auto") -> jax.Array:
@@ -363,11 +108,6 @@ def ancestors(q: jax.Array, k: jax.Array, v: jax.Array, end: jax.Array) -> jax.A
 # ---- parts of every forward pass ------------------------------------------------------------------------------------
 
 
-def _angles(cfg: Config, positions: jax.Array) -> jax.Array:
-    """Compute rotary angles [... T H/2] of positions [... T]."""
-    return positions[..., None].astype(jnp.float32) * rope_frequencies(cfg)
-
-
 def _apply_layer(cfg: Config, layer: Any, x: jax.Array, angles: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
     layer = sharding.gather(layer)
     x = context.cut_tokens(x) if x.ndim == 3 else sharding.cut_rows(x, rest=None)  # a decoded token is no row of them
@@ -426,7 +166,7 @@ def init(cfg: Config, key: jax.Array) -> Any:
         key: typed random key.
     """
     k_embed, k_layers, k_head = jax.random.split(key, 3)
-    x, angles = jnp.zeros((1, 1, cfg.hidden_size), cfg.dtype), _angles(cfg, jnp.zeros((1, 1), jnp.int32))
+    x, angles = jnp.zeros((1, 1, cfg.hidden_size), cfg.dtype), rope.angles(cfg, jnp.zeros((1, 1), jnp.int32))
     shape = (cfg.vocab_size, cfg.hidden_size)
     std = cfg.hidden_size**-0.5
     params = {
@@ -478,10 +218,10 @@ def prefill(
         keep: form of the cache, as `kernels.quantized.quantize_vectors` of a dtype. `extend` and `decode` keep the form
             of the cache that they are given. None: keys and values as they are.
     """
-    check_positions(cfg, tokens.shape[1])
+    rope.check_positions(cfg, tokens.shape[1])
     columns = tokens.shape[1]
     tokens = _pad_columns(tokens, context.missing(columns))
-    angles = _angles(cfg, jnp.arange(tokens.shape[1]))[None]
+    angles = rope.angles(cfg, jnp.arange(tokens.shape[1]))[None]
     attend = causal if keep is None else functools.partial(causal_kept, keep)
     with sharding.many_tokens():
         x, kv = jax.lax.scan(
@@ -508,9 +248,9 @@ def extend(
         start: filled slots of each row [N].
         prefix: keys and values (k, v) [N P K H] of each layer.
     """
-    check_positions(cfg, prefix[0][0].shape[1])
+    rope.check_positions(cfg, prefix[0][0].shape[1])
     slots = start[:, None] + jnp.arange(tokens.shape[1])  # of the new tokens; they are their positions too
-    angles, grown = _angles(cfg, slots), []
+    angles, grown = rope.angles(cfg, slots), []
     with sharding.many_tokens():
         x = context.lay_embedded(embed(variables, tokens))
         for layer, cached in zip(unstack(cfg, variables)["params"]["layers"], prefix, strict=True):
@@ -630,12 +370,12 @@ def decode(
         begun: for each part, the time of the first token of each node [N]; None: the parts have begun together.
     """
     for of_prompts, of_samples in zip(prefix, suffix, strict=True):
-        check_positions(cfg, of_prompts[0][0].shape[1] + of_samples[0][0].shape[2])
+        rope.check_positions(cfg, of_prompts[0][0].shape[1] + of_samples[0][0].shape[2])
     shapes, attend_part = [x.shape for x in tokens], functools.partial(_attend_samples, t)
     since: Sequence[jax.Array | None] = [None] * len(shapes) if begun is None else begun
     places = (n + t if first is None else n + t - first for n, first in zip(length, since, strict=True))
     positions = [jnp.broadcast_to(n[:, None, None], (*shape, 1)) for n, shape in zip(places, shapes)]
-    x, angles = embed(variables, join(tokens))[:, :, None], _angles(cfg, join(positions))
+    x, angles = embed(variables, join(tokens))[:, :, None], rope.angles(cfg, join(positions))
     grown = []
     for layer, prompts, samples in zip(variables["params"]["layers"], zip(*prefix), zip(*suffix), strict=True):
 
@@ -665,7 +405,7 @@ def hidden(
         completions: sampled tokens [N G R].
     """
     (n, p), (_, g, r) = tokens.shape, completions.shape
-    check_positions(cfg, p + r)
+    rope.check_positions(cfg, p + r)
     if sharding.context_parts() > 1:
         return _hidden_in_parts(cfg, remat, variables, tokens, length, completions)
     # No state of the last token is needed, but R rows fill tiles of an accelerator, and R - 1 do not.
@@ -673,7 +413,7 @@ def hidden(
     join = lambda x: x.reshape(n, g * s, *x.shape[3:])
     split = lambda x: x[:, p:].reshape(n, g, s, *x.shape[2:])
     positions = jnp.broadcast_to(length[:, None, None] + jnp.arange(s), (n, g, s))
-    angles = _angles(cfg, jnp.concatenate([jnp.broadcast_to(jnp.arange(p), (n, p)), join(positions)], axis=1))
+    angles = rope.angles(cfg, jnp.concatenate([jnp.broadcast_to(jnp.arange(p), (n, p)), join(positions)], axis=1))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
         out, (pk, pv) = causal(q[:, :p], k[:, :p], v[:, :p])
@@ -711,7 +451,7 @@ def _forest(cfg: Config, remat: bool, variables: Any, tokens: jax.Array, positio
     more = context.missing(tokens.shape[1])
     tokens, position, end = (_pad_columns(x, more) for x in (tokens, position, end))
     attend: Attend = lambda q, k, v: (ancestors(q, k, v, end), None)
-    x = _trunk(cfg, remat, variables, tokens, _angles(cfg, position), attend)
+    x = _trunk(cfg, remat, variables, tokens, rope.angles(cfg, position), attend)
     return _final_norm(cfg, variables, x)
 
 
@@ -730,7 +470,7 @@ def hidden_tree(
         position: position of each token in its sequence [B T].
         end: index behind the last token of each token's subtree [B T]; 0 is padding.
     """
-    check_positions(cfg, tokens.shape[1])
+    rope.check_positions(cfg, tokens.shape[1])
     return _forest(cfg, remat, variables, tokens, position, end)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.json_files import shown
-from jaxmarl_llm.models.decoder import FAMILIES, Config
+from jaxmarl_llm.models.decoder_config import FAMILIES, Config
 
 READ = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.tokenizer import Tokenizer
 from jaxmarl_llm.models.weight_files import DTYPES, EMBED, GGUF, HEAD, Safetensors, directory_config
 

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.types import Params
 
 

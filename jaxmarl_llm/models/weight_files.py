@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmarl_llm import json_files
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.gguf_file import GGUFFile
 from jaxmarl_llm.models.hf_config import read_hf_config
 from jaxmarl_llm.models.tokenizer_files import vocabulary

@@ -27,7 +27,8 @@ from jaxmarl_llm.generation import prefix_pool
 from jaxmarl_llm.generation.decoding import Completions
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.rollout import host, host_keys, launches
 from jaxmarl_llm.rollout.array import layout, make_rollout

@@ -19,7 +19,8 @@ from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.envs.matrix import array as matrix
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.recipes import iac, joyagents_r1, maac, magrpo
 from jaxmarl_llm.rollout.env_pool import EnvPool

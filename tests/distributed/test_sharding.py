@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxmarl_llm.distributed import heads, sharding
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh, use_mesh
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.models.value_head import init_head
 from jaxmarl_llm.training.optimizers import Optimizer, make_optimizer

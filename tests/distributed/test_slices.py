@@ -17,7 +17,8 @@ from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.training.learner import Batch, make_learner
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer

@@ -23,7 +23,7 @@ from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.generate import sample_completions
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder, decoder_config
 from jaxmarl_llm.models.batch_invariant import invariant
 
 JOY = "experiments/configs/joyagents_r1.py"
@@ -242,7 +242,7 @@ def test_a_team_on_four_chips(tiny):
 
 def test_useful_flops_are_those_of_real_nodes():
     """D=4 F=6 Q=2 K=1 H=2 V=8, one layer: by hand, on 2 chips that share the heads."""
-    cfg = decoder.Config(8, 4, 6, 1, 2, 1, 2)
+    cfg = decoder_config.Config(8, 4, 6, 1, 2, 1, 2)
     weights = ModelSize(cfg)
     shape = compile_ahead.Shape(parts=((8, 2), (4, 3)), prompt=3, response=2, micro=4, micro_group=2)
     stage = compile_ahead.Stage("", 0, 0, 0, 0, True, flops=1000.0, bytes=500.0)
@@ -266,7 +266,7 @@ def test_useful_flops_are_those_of_real_nodes():
 def test_invariant_generation_on_four_chips(tiny):
     """Each chip generates for its own rows with whole weights: these are gathered, and no sum goes over chips."""
     arch = tiny.team.backbone
-    cfg = decoder.Config(
+    cfg = decoder_config.Config(
         512, arch.hidden_size, arch.intermediate_size, 2, arch.num_heads, arch.num_kv_heads, arch.head_dim
     )
     policy, n, g = invariant(decoder.make_policy(cfg)), 8, 2

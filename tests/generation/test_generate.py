@@ -18,7 +18,8 @@ from jaxmarl_llm.generation.buckets import bucket, coarse
 from jaxmarl_llm.generation.decoding import Decoding, compaction_sizes, gather_lanes, scatter_back, unfinished
 from jaxmarl_llm.generation.generate import generate, sample_completions
 from jaxmarl_llm.generation.sampling import Sampling, score
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from tests.toys import Compiles
 
 V = 61

@@ -17,7 +17,8 @@ from jaxmarl_llm.generation.generate import by_row, fill, generate
 from jaxmarl_llm.generation.prefix_cache import Prefixes
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models import decoder
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.lora import init_lora, join_adapters
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.rollout import plans

@@ -32,7 +32,8 @@ from jaxmarl_llm.kernels.attention.tree import tree_attention
 from jaxmarl_llm.kernels.head.head import Head
 from jaxmarl_llm.kernels.head.sample import head_sample
 from jaxmarl_llm.kernels.quantized import VALUES, quantize_vectors
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from tests.kernels import test_group_attention as test_group_attention
 from tests.kernels import test_tree_attention as test_tree_attention
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.kernels.matmul import matmul
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder_config, layers
 from jaxmarl_llm.types import PyTree
 
 # x [*T K], w [*B K N] and the sum, in letters
@@ -88,15 +88,15 @@ def test_operands_of_two_dtypes_are_refused():
         matmul(jnp.ones((2, 3)), jnp.ones((3, 4), jnp.bfloat16))
 
 
-TINY = decoder.Config(
+TINY = decoder_config.Config(
     vocab_size=32, hidden_size=16, intermediate_size=40, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8
 )
 TOKENS = 24
 
 
-def mlp() -> tuple[decoder.MLP, PyTree, jax.Array]:
+def mlp() -> tuple[layers.MLP, PyTree, jax.Array]:
     x = jax.random.normal(jax.random.key(0), (1, TOKENS, TINY.hidden_size))
-    module = decoder.MLP(TINY)
+    module = layers.MLP(TINY)
     return module, module.init(jax.random.key(1), x), x
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.models import hf_config, hf_weights
-from jaxmarl_llm.models.decoder import Config
+from jaxmarl_llm.models.decoder_config import Config
 
 TINY = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -15,10 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models import decoder, hf_weights
+from jaxmarl_llm.models import decoder, decoder_config, hf_weights
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 
-SMALL = decoder.Config(
+SMALL = decoder_config.Config(
     vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
     tie_embeddings=True, attention_bias=True, qk_norm=False, family="qwen2",
 )  # fmt: skip

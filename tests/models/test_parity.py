@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Message
-from jaxmarl_llm.models import decoder, hf_weights
+from jaxmarl_llm.models import decoder, decoder_config, hf_weights
 from jaxmarl_llm.models.tokenizer import HFTokenizer
 
 torch = pytest.importorskip("torch", reason="needs the parity extra: pip install -e .[parity]")
@@ -171,7 +171,7 @@ def test_rope_keys_mean_what_they_mean_to_transformers(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
     rng = np.random.default_rng(5)
-    policy = decoder.make_policy(decoder.Config(V, 64, 96, 2, 4, 2, 16, max_position=128))
+    policy = decoder.make_policy(decoder_config.Config(V, 64, 96, 2, 4, 2, 16, max_position=128))
     shapes = jax.eval_shape(policy.init, jax.random.key(0))
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.2, leaf.shape), leaf.dtype), shapes)
     hf_weights.save(tmp_path / "out", params, policy.config)
@@ -289,7 +289,7 @@ def test_smollm2(tmp_path):
     assert "Paris" in tokenizer.decode(out)
 
 
-def gguf_names(config: decoder.Config) -> dict[str, str]:
+def gguf_names(config: decoder_config.Config) -> dict[str, str]:
     """Hugging Face names of a model's tensors and what GGUF converters call them."""
     names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     names["lm_head.weight"] = "output.weight"

@@ -13,7 +13,8 @@ import pytest
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.messages import Message
 from jaxmarl_llm.models import hf_weights, peft_files
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.tokenizer import ByteTokenizer, HFTokenizer
 from tests.generation.test_generate import random_params
 from tests.models.test_lora import RANK, trained

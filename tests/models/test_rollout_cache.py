@@ -13,7 +13,7 @@ from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.generate import by_row, fill, generate
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.kernels.quantized import VALUES, ScaledVectors
-from jaxmarl_llm.models import decoder, scripted, tabular
+from jaxmarl_llm.models import layers, scripted, tabular
 from jaxmarl_llm.models.batch_invariant import invariant
 from jaxmarl_llm.models.rollout_cache import FORMS, with_caches
 from jaxmarl_llm.types import Model, Role, Team
@@ -55,7 +55,7 @@ def rounding(policy, form):
     def inside(function):
         def call(*args, **more):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(decoder, "lay_heads", functools.partial(rounded, form=form))
+                patch.setattr(layers, "lay_heads", functools.partial(rounded, form=form))
                 return function(*args, **more)
 
         return call

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder, decoder_config, rope
 from jaxmarl_llm.models.batch_invariant import invariant
 
-PLAIN = decoder.Config(
+PLAIN = decoder_config.Config(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
     max_position=16,
 )  # fmt: skip
@@ -29,7 +29,7 @@ DYNAMIC = scaled(rope_type="dynamic", factor=2.0)
 
 
 def test_yarn_keeps_fast_frequencies_and_divides_slow_ones():
-    plain, yarn = decoder.rope_frequencies(PLAIN), decoder.rope_frequencies(YARN)
+    plain, yarn = rope.frequencies(PLAIN), rope.frequencies(YARN)
     turns = 4096 * plain / (2 * math.pi)
     assert (yarn[turns > 64] == plain[turns > 64]).all() and (turns > 64).any()
     np.testing.assert_allclose(yarn[turns < 0.7], plain[turns < 0.7] / 4, rtol=1e-6)
@@ -38,12 +38,12 @@ def test_yarn_keeps_fast_frequencies_and_divides_slow_ones():
 
 def test_magnitude_of_yarn():
     yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
-    assert decoder.rope_magnitude(PLAIN) == decoder.rope_magnitude(DYNAMIC) == 1.0
-    assert decoder.rope_magnitude(scaled(**yarn)) == 0.1 * math.log(4) + 1
-    assert decoder.rope_magnitude(scaled(**yarn, attention_factor=1.5)) == 1.5
+    assert rope.magnitude(PLAIN) == rope.magnitude(DYNAMIC) == 1.0
+    assert rope.magnitude(scaled(**yarn)) == 0.1 * math.log(4) + 1
+    assert rope.magnitude(scaled(**yarn, attention_factor=1.5)) == 1.5
     ratio = (0.07 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
-    np.testing.assert_allclose(decoder.rope_magnitude(scaled(**yarn, mscale=0.7, mscale_all_dim=0.5)), ratio)
-    assert decoder.rope_magnitude(scaled(**yarn, mscale=0.7, mscale_all_dim=0.0)) == 0.1 * math.log(4) + 1
+    np.testing.assert_allclose(rope.magnitude(scaled(**yarn, mscale=0.7, mscale_all_dim=0.5)), ratio)
+    assert rope.magnitude(scaled(**yarn, mscale=0.7, mscale_all_dim=0.0)) == 0.1 * math.log(4) + 1
 
 
 @pytest.mark.parametrize("cfg", [PLAIN, YARN, DYNAMIC], ids=["plain", "yarn", "dynamic"])
@@ -76,7 +76,7 @@ def calls(cfg, count):
 
 
 def test_dynamic_scaling_is_none_up_to_the_limit_and_refused_beyond():
-    np.testing.assert_array_equal(decoder.rope_frequencies(DYNAMIC), decoder.rope_frequencies(PLAIN))
+    np.testing.assert_array_equal(rope.frequencies(DYNAMIC), rope.frequencies(PLAIN))
     for _, call in [*calls(DYNAMIC, 16), *calls(YARN, 17), *calls(PLAIN, 17)]:
         jax.eval_shape(call)
     for name, call in calls(DYNAMIC, 17):

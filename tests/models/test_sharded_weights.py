@@ -18,7 +18,8 @@ import safetensors
 from jaxmarl_llm.distributed import sharding
 from jaxmarl_llm.distributed.meshes import MeshConfig, make_mesh
 from jaxmarl_llm.models import hf_weights
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 
 ROOT = Path(__file__).parents[2]
 

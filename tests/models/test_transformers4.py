@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmarl_llm.models import decoder, hf_weights
+from jaxmarl_llm.models import decoder, decoder_config, hf_weights
 
 torch = pytest.importorskip("torch", reason="needs the parity extra: pip install -e .[parity]")
 PYTHON = Path(__file__).parents[2] / ".venv-transformers4" / "bin" / "python"
@@ -55,7 +55,7 @@ print(transformers.__version__)
 
 def export(folder: Path, family: str, scaling: dict | None, seed: int):
     """Write a random tiny model and return its policy and parameters."""
-    config = decoder.Config(
+    config = decoder_config.Config(
         V, 64, 96, 2, 4, 2, 16, rope_theta=500.0, rope_scaling=tuple(sorted(scaling.items())) if scaling else None,
         attention_bias=family == "qwen2", qk_norm=family == "qwen3", max_position=64, family=family,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from jaxmarl_llm.envs.matrix import array as matrix
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder, decoder_config
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.recipes import grpo, joyagents_r1, magrpo
 from jaxmarl_llm.rollout.array import layout, make_rollout
@@ -42,7 +42,7 @@ REWARD = (("payoff", 1.0),)
 @functools.cache
 def team(shared=False):
     """Random models that say C or D nine times out of ten."""
-    base = decoder.make_policy(decoder.Config(264, 16, 24, 1, 2, 1, 8), remat=False)
+    base = decoder.make_policy(decoder_config.Config(264, 16, 24, 1, 2, 1, 8), remat=False)
     extra = np.zeros(264, np.float32)
     extra[[ord("C"), ord("D")]] = 7.0
     policy = base._replace(unembed=lambda v, h: base.unembed(v, h) + extra)

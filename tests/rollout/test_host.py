@@ -15,7 +15,7 @@ from jaxmarl_llm.envs.dispatch import array as dispatch
 from jaxmarl_llm.errors import ConfigError
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import HostEnv, Message
-from jaxmarl_llm.models import decoder
+from jaxmarl_llm.models import decoder, decoder_config
 from jaxmarl_llm.models.tokenizer import ByteTokenizer
 from jaxmarl_llm.rollout import plans
 from jaxmarl_llm.rollout.array import make_rollout
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("numpy_tables")
 KEY = jax.random.key(3)
 BYTES = ByteTokenizer()
 EOS = BYTES.EOS
-CONFIG = decoder.Config(264, 16, 24, 1, 2, 1, 8)
+CONFIG = decoder_config.Config(264, 16, 24, 1, 2, 1, 8)
 
 
 @functools.cache

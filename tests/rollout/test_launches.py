@@ -12,7 +12,8 @@ from jaxmarl_llm.generation.generate import PromptRows, generate_launch, sample_
 from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.messages import Action, HostEnv, Message
 from jaxmarl_llm.models.batch_invariant import invariant
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.models.lora import init_lora
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.host import HostSettings, play

@@ -13,7 +13,8 @@ from jaxmarl_llm.config import from_dict
 from jaxmarl_llm.distributed import meshes, sharding
 from jaxmarl_llm.distributed.meshes import MeshConfig
 from jaxmarl_llm.generation.sampling import Sampling
-from jaxmarl_llm.models.decoder import Config, make_policy
+from jaxmarl_llm.models.decoder import make_policy
+from jaxmarl_llm.models.decoder_config import Config
 from jaxmarl_llm.recipes import magrpo
 from jaxmarl_llm.runs import loop
 from jaxmarl_llm.storage.checkpoint import Checkpointer
