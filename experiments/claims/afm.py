@@ -14,7 +14,8 @@ shown too: there the agent has nothing to save but the plan.
 EM can be 1: a perfect player is always right. Demonstrators of the team reach .43, and those of the agent .065. A right
 answer of the source team is also all that the agent imitates. How much EM imitation leaves to RL was not measured, and
 neither was what RL reaches from stage 0 alone. So steps and deltas are uncalibrated. One run of seed 100 was stopped
-after 144 CPU seconds, before its first figure. The deltas are those of the plan of this system.
+after 144 CPU seconds, before its first figure. The deltas are those of the plan of this system. Stage 0 has 4,000
+steps, after which models of this size look up facts on every seed that was tried (docs/log.md).
 
     python -m experiments.studies.tag_bounds   the figures above
     python -m experiments.claims.afm           the calibration seeds, 100 to 102

@@ -21,7 +21,7 @@ VARIANTS = ("tiny", "alone")
 TINY = Backbone(
     family="qwen3", hidden_size=32, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16
 )
-TAUGHT = Optimizer(learning_rate=1e-2, schedule="cosine", warmup_steps=50, total_steps=1500, b2=0.99)
+TAUGHT = Optimizer(learning_rate=1e-2, schedule="cosine", warmup_steps=50, total_steps=4000, b2=0.99)
 
 
 def get_config(variant: str = "tiny") -> ConfigDict:
