@@ -19,9 +19,9 @@ that is at least .05. Advantages are whitened by role over the batch. Inferred: 
 ``trained_roles`` names the roles that learn. A model of none of them stays as after stage 0. So the generator alone
 learns where it has a model of its own.
 
-Claims are stated in `experiments.claims.mmoa_rag`, and no run was recorded. Calibration with ``mmoa_rag:tiny`` is shown
-there. With half of its supervised steps held-out F1 after stage 0 was .096 .361 .335 on seeds 100 to 102. Joint
-training led to .151 .881 .741, and training of the generator alone to .139 .574 .525.
+Claims are stated in `experiments.claims.mmoa_rag`, and what holds of them is in docs/systems.md. With half of the
+supervised steps of ``mmoa_rag:tiny`` held-out F1 after stage 0 was .096 .361 .335 on seeds 100 to 102. Joint training
+led to .151 .881 .741, and training of the generator alone to .139 .574 .525.
 """
 
 from __future__ import annotations
