@@ -45,7 +45,7 @@ from jaxmarl_llm.runs.phases import Recipe
 from jaxmarl_llm.training.drivers import RunData, TracedDriver
 from jaxmarl_llm.training.harvest import paths
 from jaxmarl_llm.training.order import shuffled
-from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_step
+from jaxmarl_llm.training.supervised import Supervised
 from jaxmarl_llm.types import TrainState, Tree
 
 GOLDEN = "tests/recipes/test_afm.py"
@@ -169,15 +169,15 @@ def imitated(recipe: Recipe, which: jax.Array, data: Demonstrations, states: Tra
         data: Sequences of each seed.
         states: States at the begin of the phase.
     """
-    phase, cfg = recipe.phases[2], recipe.cfg
+    cfg = recipe.cfg
     assert isinstance(cfg, Config)
+    imitation = Supervised(recipe.team, recipe.phases[2].learners, cfg.imitation.batch)
 
     def run(seed: jax.Array, rows: Demonstrations, state: TrainState) -> TrainState:
         driver = TracedDriver(seed)
 
         def step(state: TrainState, i: jax.Array) -> tuple[TrainState, None]:
-            learned = {ROLES[AGENT]: rows}
-            state, _ = supervised_step(recipe.team, phase.learners, SFT_LOSS, learned, cfg.imitation, driver, state, i)
+            state, _ = imitation.step(driver, state, i, {ROLES[AGENT]: rows})
             return state.replace(step=state.step + 1), None
 
         return jax.lax.scan(step, state, jnp.arange(cfg.imitation.steps))[0]

@@ -47,7 +47,6 @@ from jaxmarl_llm.envs.contract import Environment, need_roles
 from jaxmarl_llm.envs.facts.tags import AGENT, MARKS, ROLES
 from jaxmarl_llm.envs.registry import EnvConfig
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.rollout.env_runner import Demonstrations
 from jaxmarl_llm.rollout.keys import TASKS, stream
 from jaxmarl_llm.rollout.plans import Plan, flat, single
@@ -56,9 +55,8 @@ from jaxmarl_llm.runs.ahead import no_programs
 from jaxmarl_llm.training.algorithm import Algorithm, Driver, unequal_groups
 from jaxmarl_llm.training.config import BaseConfig, Offline
 from jaxmarl_llm.training.harvest import as_sequence, harvest
-from jaxmarl_llm.training.learner import make_learner
 from jaxmarl_llm.training.order import shuffled
-from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
+from jaxmarl_llm.training.supervised import make_imitation
 from jaxmarl_llm.types import Array, Team, TrainState, Tree
 
 RIGHT = "em"  # component: 1 at the end of a right episode
@@ -158,7 +156,7 @@ def imitation(cfg: Config, source: phases.Recipe, team: Team) -> phases.Phase:
         source: The recipe whose environment is the source team's.
         team: Roles and models of both.
     """
-    learners = {m.name: make_learner(m.policy, SFT_LOSS, cfg.imitation.optimizer, Sampling()) for m in team.models}
+    imitation = make_imitation(team, cfg.imitation)
     held: dict[str, Demonstrations] = {}
 
     def step(driver: Driver, state: TrainState, i: int) -> tuple[TrainState, Any]:
@@ -166,16 +164,16 @@ def imitation(cfg: Config, source: phases.Recipe, team: Team) -> phases.Phase:
             with driver.stage("rollout"):
                 held[ROLES[AGENT]] = play_source(cfg, source, state)
         with driver.stage("update", "imitation"):
-            return supervised_step(team, learners, SFT_LOSS, held, cfg.imitation, driver, state, i)
+            return imitation.step(driver, state, i, held)
 
     def metrics(result: Mapping[str, Any]) -> dict[str, float]:
         kept = held[ROLES[AGENT]]
         assert kept.loss_mask is not None
         figures = {"episodes": len(kept.length), "learned_tokens": kept.loss_mask.sum()}
         named = {f"data/{ROLES[AGENT]}/{name}": float(value) for name, value in figures.items()}
-        return supervised_metrics("imitation", SFT_LOSS, result) | named
+        return imitation.metrics("imitation", result) | named
 
-    return phases.Phase(cfg.imitation.steps, learners, step, metrics, on_host=ON_HOST, name="imitation")
+    return phases.Phase(cfg.imitation.steps, imitation.learners, step, metrics, on_host=ON_HOST, name="imitation")
 
 
 def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:

@@ -48,9 +48,9 @@ from jaxmarl_llm.training.algorithm import Algorithm, Driver, StepParts
 from jaxmarl_llm.training.config import BaseConfig, Offline
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.evaluation import episodes_of, evaluate, majority
-from jaxmarl_llm.training.learner import Learner, make_learner
+from jaxmarl_llm.training.learner import make_learner
 from jaxmarl_llm.training.losses import Loss
-from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
+from jaxmarl_llm.training.supervised import Supervised, make_imitation
 from jaxmarl_llm.types import TrainState
 
 ROLES = ("generator", "verifier", "refiner")
@@ -167,8 +167,9 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
     check_environment(env_runner.env)
     plan = make_plan(cfg)
     rule = phases.tried_rule(cfg, env_runner, plan)
-    made = lambda loss, optimizer: {m.name: make_learner(m.policy, loss, optimizer, Sampling()) for m in team.models}
-    tutors, learners = made(SFT_LOSS, cfg.imitation.optimizer), made(cfg.loss, cfg.optimizer)
+    imitation = make_imitation(team, cfg.imitation)
+    learners = {m.name: make_learner(m.policy, cfg.loss, cfg.optimizer, Sampling()) for m in team.models}
+    preferences = Supervised(team, learners, cfg.pairs, cfg.loss, advantages=(1.0, -1.0))
     latest: dict[str, Any] = {}
     first: list[tuple[RolloutResult, Credited]] = []
     held: dict[Path, Data] = {}
@@ -210,30 +211,29 @@ def make(cfg: Config, env: Environment | None = None) -> phases.Recipe:
             held[folder] = from_tables(offline.load(folder, source(cfg), stored_source))
         return held[folder]
 
-    def phase(name: str, loss: Loss, size: Offline, makers: dict[str, Learner], pairs: bool) -> phases.Phase:
+    def phase(name: str, steps: int, learning: Supervised, pairs: bool) -> phases.Phase:
         def step(driver: Driver, state: TrainState, i: int) -> tuple[TrainState, Any]:
             assert isinstance(driver, HostDriver)
             data = dataset(state, driver.logger)
             if int(state.step) == cfg.sft.steps:
                 record(driver, state)
-            rows, gain = (data.pairs, (1.0, -1.0)) if pairs else (data.positive, (1.0,))
             with driver.stage("update", name):
-                state, seen = supervised_step(team, makers, loss, rows, size, driver, state, i, advantages=gain)
+                state, seen = learning.step(driver, state, i, data.pairs if pairs else data.positive)
             return state, (seen, data.counts if i == 0 else {})
 
         def metrics(result: Any) -> dict[str, float]:
-            return {**result[1], **supervised_metrics(name, loss, result[0])}
+            return {**result[1], **learning.metrics(name, result[0])}
 
         begin = (lambda agents: {"reference": jax.tree.map(jnp.copy, agents)}) if pairs else (lambda agents: {})
-        return phases.Phase(size.steps, makers, step, metrics, begin, ON_HOST, name)
+        return phases.Phase(steps, learning.learners, step, metrics, begin, ON_HOST, name)
 
     return phases.make_phases(
         cfg,
         team,
         env_runner,
         [
-            phase("imitation", SFT_LOSS, cfg.imitation, tutors, pairs=False),
-            phase("dpo", cfg.loss, Offline(cfg.steps, cfg.pairs), learners, pairs=True),
+            phase("imitation", cfg.imitation.steps, imitation, pairs=False),
+            phase("dpo", cfg.steps, preferences, pairs=True),
         ],
         evaluate=lambda state: (
             evaluate(cfg, team, env_runner, state, None) | majority(cfg, team, env_runner, state, cfg.votes)

@@ -23,7 +23,6 @@ from jaxmarl_llm.distributed import meshes
 from jaxmarl_llm.envs.array_env import ArrayEnv
 from jaxmarl_llm.envs.contract import Environment, check_step
 from jaxmarl_llm.errors import ConfigError
-from jaxmarl_llm.generation.sampling import Sampling
 from jaxmarl_llm.models import rollout_cache, rollout_weights
 from jaxmarl_llm.models.rollout_weights import SAME
 from jaxmarl_llm.rollout.array import table_rows
@@ -49,7 +48,7 @@ from jaxmarl_llm.training.learner_logprobs import LearnerLogprobs
 from jaxmarl_llm.training.optimizers import Optimizer, to_memory
 from jaxmarl_llm.training.overlap import NextRollout
 from jaxmarl_llm.training.step_metrics import diagnose
-from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_metrics, supervised_step
+from jaxmarl_llm.training.supervised import make_imitation
 from jaxmarl_llm.training.train_step import TrainStep
 from jaxmarl_llm.types import Params, PyTree, Team, TrainState
 
@@ -338,7 +337,7 @@ def make_phases(
         for name, asked in beyond.items():
             if asked:
                 raise ConfigError(f"config.mesh.models: expected 'all' with config.{name} as it is, got 'split'")
-    tutors = {m.name: make_learner(m.policy, SFT_LOSS, cfg.sft.optimizer, Sampling()) for m in team.models}
+    imitation = make_imitation(team, cfg.sft, trees=not env_runner.array)
     taught: Mapping[str, Demonstrations] = {}
     if cfg.sft.steps:
         least = cfg.sft.min_fitting
@@ -346,15 +345,13 @@ def make_phases(
 
     def teach(driver: Driver, state: TrainState, i: Any) -> tuple[TrainState, Any]:
         with driver.stage("update", "supervised update"):
-            samples = driver.demonstrations(taught)
-            trees = not env_runner.array
-            return supervised_step(team, tutors, SFT_LOSS, samples, cfg.sft, driver, state, i, trees=trees)
+            return imitation.step(driver, state, i, driver.demonstrations(taught))
 
     def seen(result: Any) -> dict[str, float]:
         dropped = {"sft/dropped": env_runner.dropped} if env_runner.dropped else {}
-        return supervised_metrics("sft", SFT_LOSS, result) | dropped
+        return imitation.metrics("sft", result) | dropped
 
-    stage_0 = Phase(cfg.sft.steps, tutors, teach, seen, name="stage 0")
+    stage_0 = Phase(cfg.sft.steps, imitation.learners, teach, seen, name="stage 0")
     return Recipe(cfg, team, env_runner, (stage_0, *phases), mesh, stores, evaluate, episodes, context)
 
 

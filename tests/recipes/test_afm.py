@@ -32,7 +32,7 @@ from jaxmarl_llm.training.config import SFT, Offline
 from jaxmarl_llm.training.harvest import Said, as_sequence, paths
 from jaxmarl_llm.training.learner import make_learner
 from jaxmarl_llm.training.optimizers import Optimizer
-from jaxmarl_llm.training.supervised import SFT_LOSS, supervised_step
+from jaxmarl_llm.training.supervised import SFT_LOSS, Supervised
 from jaxmarl_llm.types import Role, Team
 from tests.envs.facts_episodes import texts_of
 from tests.envs.test_facts_tags import Twin, play, shown
@@ -191,7 +191,7 @@ def gradient(told):
     team, own, learn = learner()
     count, caught = len(told.length), {}
     driver = SimpleNamespace(seed=0, host=np.asarray, optimize=lambda *inputs: caught.update(inputs[-1]) or (None, {}))
-    supervised_step(team, {AGENT: learn}, SFT_LOSS, {AGENT: told}, Offline(1, count), driver, None, 0)
+    Supervised(team, {AGENT: learn}, count).step(driver, None, 0, {AGENT: told})
     [batch] = caught[AGENT]
     return np.concatenate([np.ravel(g) for g in jax.tree.leaves(learn.accumulate(own, None, batch, None)[0])])
 

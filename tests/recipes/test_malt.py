@@ -33,7 +33,7 @@ from jaxmarl_llm.training.config import SFT, Offline, RunConfig
 from jaxmarl_llm.training.drivers import HostDriver
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
-from jaxmarl_llm.training.supervised import supervised_metrics, supervised_step
+from jaxmarl_llm.training.supervised import Supervised
 from jaxmarl_llm.types import Counts, Nodes, Retrieval, Steps, Transitions, Tree
 from tests import reference, toys
 
@@ -503,13 +503,10 @@ def test_roles_without_samples_stay_as_they_are():
     for rows, advantages in ((np.flatnonzero(table["label"]), (1.0,)), (table["pairs"], (1.0, -1.0))):
         data = dict.fromkeys(ROLES, harvest.demonstrations(table, rows))
         driver = HostDriver(0, Logger(".", resume_step=None, total_steps=0, primary=False))
-        state, updated = supervised_step(
-            recipe().team, {}, Loss(), data, Offline(), driver, state, 0, advantages=advantages
-        )
-        assert (
-            supervised_metrics("x", Loss(), updated) == {"bad": 0.0}
-            and digests((state.params, state.opt_state)) == before
-        )
+        learning = Supervised(recipe().team, {}, 32, advantages=advantages)
+        state, updated = learning.step(driver, state, 0, data)
+        assert learning.metrics("x", updated) == {"bad": 0.0}
+        assert digests((state.params, state.opt_state)) == before
 
 
 def test_evaluations_have_the_vote_beside_them(monkeypatch):

@@ -24,11 +24,10 @@ from jaxmarl_llm.rollout import host, launches, plans
 from jaxmarl_llm.rollout.env_pool import EnvPool
 from jaxmarl_llm.rollout.env_runner import Demonstrations
 from jaxmarl_llm.training import packing
-from jaxmarl_llm.training.config import Offline
 from jaxmarl_llm.training.learner import Batch, NodeTargets, make_learner, trunk_tokens, update
 from jaxmarl_llm.training.losses import Loss
 from jaxmarl_llm.training.optimizers import Optimizer
-from jaxmarl_llm.training.supervised import supervised_step
+from jaxmarl_llm.training.supervised import Supervised
 from tests import toys
 
 pytestmark = pytest.mark.usefixtures("numpy_tables")
@@ -301,17 +300,8 @@ def test_which_supervised_steps_share_beginnings(case, monkeypatch):
     loss = Loss(objective="dpo", aggregation="sum") if case == "a loss of groups" else Loss(clip_low=None)
     where = use_mesh(make_mesh(MeshConfig(data=8))) if case == "a mesh" else contextlib.nullcontext()
     with where:
-        supervised_step(
-            team,
-            {},
-            loss,
-            {team.roles[0].name: data},
-            Offline(steps=1, batch=6),
-            driver,
-            None,
-            0,
-            advantages=(1.0, -1.0) if two else (1.0,),
-            trees=case != "no trees",
-        )
+        gain = (1.0, -1.0) if two else (1.0,)
+        learning = Supervised(team, {}, 6, loss, advantages=gain, trees=case != "no trees")
+        learning.step(driver, None, 0, {team.roles[0].name: data})
     ((batches,),) = [tuple(x.values()) for x in found]
     assert len(batches) == 1 and (batches[0].forest is not None) == (case == "trees")
