@@ -169,7 +169,7 @@ def test_workflows_are_configurations():
         cfg = from_dict(unitymas_o.Config, get_config(variant).to_dict())
         cfg.check("config")
         few = dataclasses.replace(cfg.env, args={**cfg.env.args, "tasks": 8}, eval_tasks=4)
-        recipe = unitymas_o.make(dataclasses.replace(cfg, env=few, batch=4))
+        recipe = unitymas_o.make(dataclasses.replace(cfg, env=few, batch=4, sft=SFT(steps=1, samples=4)))
         assert recipe.env_runner.env.name == cfg.env.name and cfg.team.critic == "head"
         assert len(inspect.getsource(getattr(configs, variant)).splitlines()) <= 60
     assert dataclasses.replace(configs.team(), pay="records") == tiny()
