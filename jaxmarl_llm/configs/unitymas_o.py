@@ -73,7 +73,7 @@ def verify() -> Config:
         pay="team",
         team_reward="accuracy",
         team=models("separate", 2),
-        env=EnvConfig("chain", {"protocol": "verify", "terms": 2, "largest": 9}, eval_tasks=512),
+        env=EnvConfig("chain", {"protocol": "verify", "terms": 4, "largest": 2}, eval_tasks=512),
         sft=SFT(steps=800, batch=64, samples=4096, optimizer=Optimizer(learning_rate=5e-3)),
     )
 
