@@ -32,11 +32,11 @@ def get_config(variant: str = "tiny") -> ConfigDict:
 def tiny() -> Config:
     return dataclasses.replace(
         Config(),
-        steps=60,
+        steps=120,
         source_steps=40,
         batch=16,
         harvested=1024,
-        imitation=Offline(steps=200, batch=32, optimizer=Optimizer(learning_rate=3e-3)),
+        imitation=Offline(steps=20, batch=32, optimizer=Optimizer(learning_rate=3e-3)),
         team=TeamConfig(backbone=TINY, max_new_tokens=10, remat=False),
         env=EnvConfig("facts", {"protocol": "tags"}, eval_tasks=512),
         optimizer=Optimizer(learning_rate=1e-3, max_grad_norm=0.5),
