@@ -15,8 +15,8 @@ EM can be 1: a perfect player is always right. Demonstrators of the team reach .
 answer of the source team is also all that the agent imitates.
 
 Calibrated on seeds 100 to 102: the supervised steps, 4,000 after 1,500, the steps of imitation, 20 after 200, and the
-RL steps of the agent, 120 after 60. The deltas are those of the plan of this system, made before any run. Nothing was
-run on the seeds of the claims. After 200 steps of imitation nothing is left to RL. Held-out EM by seed:
+RL steps of the agent, 120 after 60. The deltas are those of the plan of this system, made before any run. After 200
+steps of imitation nothing is left to RL. Held-out EM by seed:
 
     team     after stage 0            .355 .385 .408
              after RL                 .879 .971 .984

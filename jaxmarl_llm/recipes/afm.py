@@ -27,7 +27,7 @@ for others. Inferred too are the source team's training by RL, and the end of an
 grammar. Not in the paper: the agent's stage 0. It stands for a pretrained model that knows the tags. Its demonstrators
 make most mistakes that can be made.
 
-Claims are stated in `experiments.claims.afm`. No run was recorded.
+Claims are stated in `experiments.claims.afm`, and what holds of them is in docs/systems.md.
 """
 
 from __future__ import annotations
