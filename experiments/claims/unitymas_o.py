@@ -21,7 +21,7 @@ exists. On `programs` a perfect team passes .96 of the hidden tests, and demonst
 perfect coder .935, and a perfect reflector .872.
 
 Calibrated on seeds 100 to 102: the questions of `verify` alone. Deltas are those of the plan of this system, made
-before any run. Nothing was run on the seeds of the claims. Held-out figures by seed:
+before any run. Held-out figures by seed:
 
                after stage 0    after RL
     mask       .389 .418 .368   .836 .916 .873, and .891 .896 .887 with the team's reward

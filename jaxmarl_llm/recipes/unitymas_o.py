@@ -27,7 +27,7 @@ role and turn. The M-ASK of `facts` has one round of at most seven turns (`envs/
 replace several steps, and no extra final answer. A reflection is a change of the program in two or three signs
 (`envs/programs/reflect.py`). Dropped: engines of their own for each model.
 
-Claims are stated in `experiments.claims.unitymas_o`. No run was recorded.
+Claims are stated in `experiments.claims.unitymas_o`, and what holds of them is in docs/systems.md.
 """
 
 from __future__ import annotations
