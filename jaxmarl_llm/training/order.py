@@ -19,9 +19,12 @@ def shuffled(key: jax.Array, size: int, start: Int[Array, ""] | int, count: int)
         start: First position; may be traced.
         count: Positions.
     """
-    first = jnp.asarray(start, jnp.int32) // size
+    start = jnp.asarray(start, jnp.int32)
+    first = start // size
     epochs = (count + size - 2) // size + 1  # that ``count`` positions can touch
     draw = lambda e: jax.random.permutation(jax.random.fold_in(key, e), size)
-    orders = jax.vmap(draw)(first + jnp.arange(epochs))
-    at = jnp.asarray(start, jnp.int32) - first * size + jnp.arange(count)
+    skip = lambda e: jnp.arange(size)
+    # A permutation is a sort. Most steps touch one epoch, so the second one is drawn where a step touches both.
+    orders = jax.lax.map(lambda e: jax.lax.cond(e * size < start + count, draw, skip, e), first + jnp.arange(epochs))
+    at = start - first * size + jnp.arange(count)
     return orders[at // size, at % size].astype(jnp.int32)

@@ -360,3 +360,8 @@ def test_the_order_of_tasks_is_a_function_of_key_and_position():
     assert whole[:10] != whole[10:20] and order(4, 0, 10) != whole[:10]
     traced = jax.jit(lambda start: shuffled(jax.random.key(3), 10, start, 9))(17)
     assert traced.tolist() == whole[17:26]
+    # Seeds are lanes of one program, and a step touches one epoch or two.
+    lanes = jax.vmap(lambda seed, start: shuffled(jax.random.key(seed), 10, start, 3), in_axes=(0, None))
+    seeds = jnp.arange(3)
+    assert all(lanes(seeds, k)[i].tolist() == order(i, k, 3) for k in (7, 8, 9, 10) for i in range(3))
+    assert [lanes(jnp.array([3]), k)[0].tolist() for k in (7, 9, 10)] == [whole[7:10], whole[9:12], whole[10:13]]
