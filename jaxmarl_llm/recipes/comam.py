@@ -28,7 +28,7 @@ Little is to be expected of the weights. Over random orders of eight different r
 below .607. So no weight is more than 1.5 times another.
 
 ``weights="uniform"`` takes 1/3 for each agent, and ``weights="none"`` local rewards alone. These are the controls.
-Nothing is claimed of the recipe yet: no run was recorded. The claims to be run are in experiments/claims/comam.py.
+Claims are stated in `experiments.claims.comam`, and what holds of them is in docs/systems.md.
 """
 
 from __future__ import annotations
