@@ -70,7 +70,7 @@ FORMS = {  # environment -> how it is played
     "safety_text": Form("waltzrl", {}, 320, own={"stage_one": UPDATES // 2}),
     "facts_text": Form("mmoa_rag", FACTS, 448, 32, team={"critic": "head"}),
     "programs_text": Form(
-        "unitymas_o", {"reflections": 1, "program_chars": 600}, 640, 96, own=RECORDS, team={"critic": "head"}
+        "unitymas_o", {"reflections": 1, "program_chars": 600}, 640, 96, 1, own=RECORDS, team={"critic": "head"}
     ),
     "games_text": Form("marshal", {"games": ("kuhn_poker",)}, 256),
 }
@@ -213,7 +213,7 @@ def section(name: str, cfg: BaseConfig, returns: tuple[float, float], episode: s
         f"`{of['command']}`, {of['date']}, commit `{of['commit']}`, JAX {of['jax']}, {of['machine']}.",
         "",
         f"- Recipe: `{cfg.recipe}`. Roles: {', '.join(env.roles())}. Settings of `{name}`: `{dict(env.args)}`.",
-        f"- Steps: {cfg.sft.steps} of stage 0, then {cfg.steps} updates of {cfg.batch} tasks and "
+        f"- Steps: {cfg.sft.steps} of stage 0, then {cfg.steps} updates of {cfg.batch} task{'s' * (cfg.batch > 1)} and "
         f"{getattr(cfg, 'group', 1)} samples.",
         f"- Tokens: prompts of at most {env.max_prompt}, completions of at most {team.max_new_tokens}.",
         f"- Mean return: {returns[0]:.3f} in the first update, {returns[1]:.3f} in the last. All metrics are finite.",
