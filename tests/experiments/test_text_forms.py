@@ -83,7 +83,7 @@ def test_every_text_form_has_a_configuration():
         cfg.check("config")
         components, roles = cfg.env.module.make(cfg.env.build()).components, cfg.env.roles()
         assert set(cfg.reward) <= set(components) and cfg.env.name == name and roles
-        assert (cfg.steps, cfg.batch, cfg.group) == (20, 2, 4) and cfg.team.backbone.path == "weights/smollm2"
+        assert cfg.batch in (1, 2) and (cfg.steps, cfg.group) == (20, 4) and cfg.team.backbone.path == "weights/smollm2"
 
 
 def test_bad_names_and_pages_are_refused_before_a_run(tmp_path, monkeypatch):
