@@ -68,7 +68,7 @@ FORMS = {  # environment -> how it is played
     "maze_text": Form("magrpo", MAZE, 512, own={"reward": {"accuracy": 1.0, "progress": 1.0}}),
     "dilemma_text": Form("advantage_alignment", {"rounds": 3}, 256),
     "safety_text": Form("waltzrl", {}, 320, own={"stage_one": UPDATES // 2}),
-    "facts_text": Form("mmoa_rag", FACTS, 448, 32, team={"critic": "head"}),
+    "facts_text": Form("mmoa_rag", FACTS, 448, 32, 1, team={"critic": "head"}),
     "programs_text": Form(
         "unitymas_o", {"reflections": 1, "program_chars": 600}, 640, 96, 1, own=RECORDS, team={"critic": "head"}
     ),

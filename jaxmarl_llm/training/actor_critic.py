@@ -113,11 +113,16 @@ class CriticAdvantage:
 
 
 def _fit_of(xp: Any, value: Any, target: Any, there: Any) -> dict[str, Any]:
-    """Mean estimate, and the share of the targets' variance that estimates explain."""
+    """Mean estimate, and the share of the targets' variance that estimates explain.
+
+    Equal targets have no variance, so the share is undefined. NumPy's metrics leave it out, traced ones have NaN.
+    """
     n = xp.maximum(there.sum(), 1)
     mean = lambda x: xp.where(there, x, 0.0).sum() / n
     variance = lambda x: mean((x - mean(x)) ** 2)
     spread, left = variance(target), variance(target - value)
+    if xp is np and not spread > 0:
+        return {"value": mean(value)}
     explained = xp.where(spread > 0, 1.0 - left / xp.where(spread > 0, spread, 1.0), xp.nan)
     return {"value": mean(value), "explained_variance": explained}
 

@@ -24,7 +24,7 @@ from jaxmarl_llm.storage.checkpoint import Checkpointer
 from jaxmarl_llm.storage.checksums import digests
 from jaxmarl_llm.telemetry.logger import Logger
 from jaxmarl_llm.training import losses
-from jaxmarl_llm.training.actor_critic import CriticAdvantage, CriticTargets
+from jaxmarl_llm.training.actor_critic import CriticAdvantage, CriticTargets, _fit_of
 from jaxmarl_llm.training.config import SFT, RunConfig
 from jaxmarl_llm.training.critic import CriticInputs, _chunks, critic_inputs
 from jaxmarl_llm.training.drivers import HostDriver
@@ -111,6 +111,21 @@ def test_lambda_one_is_the_monte_carlo_return(rng):
     )
     np.testing.assert_allclose(target, returns, atol=2e-5)
     np.testing.assert_allclose(advantage, returns - values, atol=2e-5)
+
+
+def test_the_share_of_variance_that_a_critic_explains():
+    value, target = np.float32([0.1, 0.9, 0.4, 5.0]), np.float32([0.0, 1.0, 0.5, -3.0])
+    there = np.array([True, True, True, False])
+    left, spread = np.var((target - value)[:3]), np.var(target[:3])
+    for xp in (np, jnp):
+        fit = _fit_of(xp, *map(xp.asarray, (value, target, there)))
+        np.testing.assert_allclose(fit["value"], value[:3].mean(), rtol=1e-6)
+        np.testing.assert_allclose(fit["explained_variance"], 1 - left / spread, rtol=1e-5)
+    # Equal targets: the share is 0 / 0. A line of metrics leaves it out, and a traced value has to be there.
+    for known in (there, np.zeros(4, bool)):
+        equal = value, np.full(4, 0.5, np.float32), known
+        assert set(_fit_of(np, *equal)) == {"value"}
+        assert np.isnan(_fit_of(jnp, *map(jnp.asarray, equal))["explained_variance"])
 
 
 def test_value_loss():
