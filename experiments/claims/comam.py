@@ -23,8 +23,8 @@ Held-out figures by seed:
     local           .486 .225 .094   .199 .068 .002   .565 .353 .162
     uniform         .520 .340 .191   .178 .068 .010   .602 .457 .288
 
-Three arms of three seeds take 37 minutes on one core beside other work. Nothing was run on the seeds of the claims. The
-delta of ``local`` is that of the plan of this system, made before any run.
+Three arms of three seeds take 37 minutes on one core beside other work. The delta of ``local`` is that of the plan of
+this system, made before any run.
 
     python -m experiments.claims.comam          the calibration seeds, 100 to 102
     python -m experiments.systems --run=comam   the claims

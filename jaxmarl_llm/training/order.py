@@ -24,7 +24,7 @@ def shuffled(key: jax.Array, size: int, start: Int[Array, ""] | int, count: int)
     epochs = (count + size - 2) // size + 1  # that ``count`` positions can touch
     draw = lambda e: jax.random.permutation(jax.random.fold_in(key, e), size)
     skip = lambda e: jnp.arange(size)
-    # A permutation is a sort. Most steps touch one epoch, so the second one is drawn where a step touches both.
+    # A permutation is a sort. Most steps touch one epoch, so a later one is drawn only where it is touched.
     orders = jax.lax.map(lambda e: jax.lax.cond(e * size < start + count, draw, skip, e), first + jnp.arange(epochs))
     at = start - first * size + jnp.arange(count)
     return orders[at // size, at % size].astype(jnp.int32)
